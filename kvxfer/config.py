@@ -76,8 +76,9 @@ __all__ = [
 # This module knows no setting by name; `kvxfer.config` declares them.
 
 PREFIX: Final = "KVXFER_"
-"""Every environment variable that begins with this (in any case) must be a setting."""
+"""Every environment variable that begins with this (in any case) must be a setting, or name the file of them."""
 
+_FILE_VARIABLE: Final = PREFIX + "CONFIG_FILE"  # says where settings are, and is none
 _NESTED: Final = "__"
 # numbers are exact, so the digits of an exponent are limited: 1e999999999 would be written out
 _NUMBER: Final = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -300,7 +301,11 @@ def read_environment(model: type[BaseModel], environ: Mapping[str, str]) -> Read
     known = {PREFIX + name.upper().replace(".", _NESTED): name for name, _ in leaves(model)}
     groups = {PREFIX + name.upper(): name for name, declared in model.model_fields.items() if _nested(declared)}
     seen: dict[str, str] = {}
-    given = sorted((name.upper() not in groups, name) for name in environ if name.upper().startswith(PREFIX))
+    given = sorted(
+        (name.upper() not in groups, name)
+        for name in environ
+        if name.upper().startswith(PREFIX) and name.upper() != _FILE_VARIABLE
+    )
     for _, variable in given:  # a whole group first, so that its single settings win over it
         upper = variable.upper()
         if upper in seen and environ[variable] != environ[seen[upper]]:
@@ -656,6 +661,10 @@ MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
 _CHUNK_BYTES: Final = 64 * MIB
+_IN_PLACE_CHUNK_BYTES: Final = 256 * MIB
+_CLOSE_SECONDS: Final = 5.0
+_MANY: Final = 4096
+_SAMPLED_EVERY: Final = 16
 _SECRET_CHARACTERS: Final = 16
 _HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
@@ -709,17 +718,18 @@ def _is_text(value: str) -> bool:
 Size: TypeAlias = Annotated[int, Field(le=1 << 47), BeforeValidator(parse_size)]
 # durations travel as milliseconds in 32 bits, so a thousandth is the least and 10^6 seconds (11 days) are ample
 Duration: TypeAlias = Annotated[float, Field(ge=0.001, le=1_000_000), BeforeValidator(parse_duration)]
-MaybeDuration: TypeAlias = Annotated[Duration | None, BeforeValidator(parse_optional)]
+# a tenth of it is a heartbeat, which is no less than a millisecond either
+Patience: TypeAlias = Annotated[float, Field(ge=0.01, le=1_000_000), BeforeValidator(parse_duration)]
 Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 def _usual_chunk(given: Mapping[str, Any]) -> int:
     """What `chunk_bytes` is if nobody says: control work is by chunk, and a few of them should fit at once."""
-    arena, send_share = given.get("arena_bytes", 0), given.get("send_share", 0.5)
+    arena: int = given.get("arena_bytes", 0)
     if not arena:
         return _CHUNK_BYTES
-    share = int(arena * min(send_share, 1 - send_share)) // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+    share = arena // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
     return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, max(share // 4, min(share, _CHUNK_BYTES // 2))))
 
 
@@ -773,13 +783,10 @@ class Config(BaseSettings):
         frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, validate_default=True
     )
 
-    config_file: Annotated[Path | None, BeforeValidator(parse_optional)] = None
-    """TOML or JSON file with further settings; given as an argument or by `KVXFER_CONFIG_FILE`."""
-
     engine: Annotated[str, Field(min_length=1, max_length=128)] = "kvxfer"
     """Name of this engine, as peers show it."""
     model: Annotated[str, Field(max_length=1024)] = ""
-    """Name of the model; must agree between engines unless `compat` is `geometry`. Empty: not compared."""
+    """Name of the model, so that engines of different ones refuse each other; empty at one of them: not compared."""
     rank: Annotated[int, Field(ge=0)] = 0
     """This worker's rank in its engine."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
@@ -801,23 +808,18 @@ class Config(BaseSettings):
     allow_peers: Annotated[Names, AfterValidator(check_patterns)] = ("unix:*", "tcp:*")
     """Endpoints that this worker connects to, as patterns: `unix:/run/kvxfer/*`, `tcp:10.0.*:*`, `tcp:[fd00::7]:*`. A
     host of digits and no letters stands for addresses alone, not for names."""
-    compat: Literal["strict", "geometry"] = "strict"
-    """`geometry` forgives different engine and model names, never shapes."""
     convert: bool = False
     """As a decode rank, take a cache of other dtypes or scales, converted on the way; else the peer is refused."""
 
     route: Literal["auto", "mapped", "staged", "direct", "pull"] = "auto"
     """How bytes travel; `auto` chooses for each transfer."""
     arena_bytes: Annotated[Size, Field(ge=0)] = 512 * MIB
-    """Staging memory of this worker, for both directions; 0 switches the staged route off."""
+    """Staging memory of this worker, half for sending and half for receiving; 0 switches the staged route off."""
     arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
     """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
-    send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
-    """Bytes of one chunk on the route `staged` at most; by default 64 MiB, of a small arena 32 MiB or its share."""
-    in_place_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
-    """About as many on the other routes, whose chunks need no staging memory."""
+    """Bytes of one chunk at most, or about that on routes in place. Left out, 64 MiB on the route `staged`, of a small
+    arena 32 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
     copy_ctas: Annotated[int, Field(ge=1, le=MAX_CTAS)] = 24
@@ -828,51 +830,31 @@ class Config(BaseSettings):
     """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 
     integrity: Literal["off", "sampled", "full"] = "off"
-    """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, some, or all."""
-    integrity_every: Count = 16
-    """With `sampled`, one chunk in so many, as their numbers have it."""
+    """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, one in 16, or all."""
 
-    heartbeat: Duration = 2.0
-    """A frame is sent at least this often; more often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
-    peer_timeout: Duration = 20.0
-    """Silence after which a peer is in doubt."""
+    peer_timeout: Patience = 20.0
+    """Silence after which a peer is in doubt. A tenth of it is the heartbeat: a frame is sent at least that often, more
+    often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
     revoke_timeout: Duration = 15.0
     """How long evidence that memory is safe is waited for before `MemoryInDoubt`."""
     grant_lease: Duration = 30.0
     """How long a grant may wait for its post. Where more is under way than `window` chunks of `chunk_bytes`, in
     proportion longer, so that a slow wire gets to all of it."""
-    offer_lease: Duration = 60.0
-    """How long an offer lives after the last claim."""
+    offer_lease: Patience = 60.0
+    """How long an offer lives after the last claim; the heartbeat is a tenth of it at most."""
     unclaimed_timeout: Duration = 120.0
     """How long an offer waits for its first claim, and a fetch or claim for its offer."""
-    handshake_timeout: Duration = 30.0
-    """From the open stream to the end of the handshake, TLS and wire-up included."""
     connect_timeout: Duration = 5.0
-    """To open the stream."""
+    """To open a stream; its handshake, TLS and wire-up included, may take six times as long."""
     no_progress_timeout: Duration = 30.0
     """How long a posted write or read may stand still: no part of it (4 at once, of `fabric.max_post_bytes`) ends. On a
     link so slow that it does not move within that time what is under way to a peer, raise it, or make parts smaller."""
     drain_timeout: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 10.0
     """How long transfers may go on after a drain began; 0 cancels them at once."""
-    close_timeout: Duration = 5.0
-    """How long threads and the transport may take to stop."""
-    fetch_timeout: MaybeDuration = None
-    """Time-out of a fetch that names none; none waits as long as the offer may come."""
-    retry_window: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 2.0
-    """How long after an error or a time-out of a fetch its request is kept for a retry, unless it is claimed."""
-    request_memory: Duration = 600.0
-    """How long a used request id is refused."""
 
     max_transfers: Count = 1024
-    """Transfers alive on each side of this worker; those that one peer fetches, three quarters of it at most."""
-    max_parked: Count = 1024
-    """Requests of which fetches, claims or releases are kept that came before their offer; shared likewise."""
-    max_streams: Count = 4096
-    """Control streams that peers have opened; one more is turned away."""
-    max_offers: Count = 4096
-    """Offers alive."""
-    max_in_place_bytes: Annotated[Size, Field(ge=0)] = 4 * GIB
-    """Bytes of blocks that one peer may be writing in place at a time; 0 refuses routes that do."""
+    """Transfers alive on each side of this worker, and requests that somebody is early for; one peer may have three
+    quarters of either. Four times as many, and 4096 in any case, may be on offer, and as many streams be open."""
 
     fabric: FabricConfig = FabricConfig()
     """The transport below."""
@@ -881,8 +863,8 @@ class Config(BaseSettings):
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict[str, str])
 
-    def __init__(self, **arguments: Any) -> None:
-        readings = _read(type(self), arguments)
+    def __init__(self, config_file: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
+        readings = _read(type(self), config_file, arguments)
         origins = {name: origin for reading in reversed(readings) for name, origin in reading.origins.items()}
         reset = _readings.set(readings)
         try:
@@ -916,16 +898,12 @@ class Config(BaseSettings):
         Raises:
             ConfigError: As the constructor does, and if the file cannot be read.
         """
-        try:
-            given = {} if file is None else {"config_file": Path(file)}
-        except TypeError as error:
-            raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file") from error
-        return cls(**given, **arguments)
+        return cls(file, **arguments)
 
     @property
     def send_bytes(self) -> int:
         """Bytes of the arena for sending."""
-        return int(self._usable_bytes * self.send_share) // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+        return self._usable_bytes // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
 
     @property
     def receive_bytes(self) -> int:
@@ -939,7 +917,37 @@ class Config(BaseSettings):
     @property
     def sums_every(self) -> int:
         """One chunk in so many is compared with its source; 0: none."""
-        return {"off": 0, "sampled": self.integrity_every, "full": 1}[self.integrity]
+        return {"off": 0, "sampled": _SAMPLED_EVERY, "full": 1}[self.integrity]
+
+    @property
+    def in_place_chunk_bytes(self) -> int:
+        """About how many bytes a chunk has at most, on routes that need no staging memory."""
+        return self.chunk_bytes if "chunk_bytes" in self.model_fields_set else _IN_PLACE_CHUNK_BYTES
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds after which a frame is sent at the latest: a peer's patience, or a lease, outlasts several."""
+        return min(self.peer_timeout, self.offer_lease) / 10
+
+    @property
+    def handshake_timeout(self) -> float:
+        """Seconds from the open stream to the end of the handshake, TLS and wire-up included."""
+        return 6 * self.connect_timeout
+
+    @property
+    def close_timeout(self) -> float:
+        """Seconds that threads and the transport may take to stop."""
+        return min(_CLOSE_SECONDS, self.revoke_timeout)
+
+    @property
+    def max_offers(self) -> int:
+        """Offers alive at most."""
+        return max(_MANY, 4 * self.max_transfers)
+
+    @property
+    def max_streams(self) -> int:
+        """Control streams that peers have opened at most; one more is turned away."""
+        return max(_MANY, 4 * self.max_transfers)
 
     def admits(self, endpoint: str) -> bool:
         """Whether `allow_peers` lets this worker connect to an endpoint."""
@@ -954,17 +962,17 @@ class Config(BaseSettings):
         | kind | counted from | formula |
         |---|---|---|
         | `unreachable_peer` | the attempt to connect; nobody answers | `connect_timeout` |
-        | `handshake` | the attempt to connect; the peer answers and then stalls | `connect_timeout + handshake_timeout` |
+        | `handshake` | the attempt to connect; the peer answers and then stalls | `7 * connect_timeout` |
         | `silent_peer` | the peer's last frame: silence begins the doubt, then evidence is sought | `peer_timeout + revoke_timeout` |
         | `dead_peer` | its stream closed: evidence is sought at once | `revoke_timeout` |
         | `unclaimed_offer` | the offer that nobody claims; likewise a fetch or claim that no offer follows | `unclaimed_timeout` |
         | `released_by_lease` | the last renewal: the lease ends, or the doubt about the peer begins and a post of ours made until then stands still; then evidence is sought | `max(offer_lease, peer_timeout + no_progress_timeout) + revoke_timeout` |
         | `revoke` | a cancellation or time-out, or a withdrawal while our own copy reads, or a call of the transport does not return: the blocks are safe or `MemoryInDoubtError` is raised | `revoke_timeout` |
-        | `fetch` | the time-out of a fetch (`timeout=`, or the setting): it has raised | `revoke_timeout` |
+        | `fetch` | the time-out of a fetch (`timeout=`): it has raised | `revoke_timeout` |
         | `stuck_link` | the last progress of a post, the peer answering all the while; if it is a call of the transport that does not return, after 5 s at least | `no_progress_timeout + revoke_timeout` |
         | `rebuild` | a doubt that only a new agent ends (the peer's host is gone, or its process on this host; or our own post stands still): the memory is given back, if the system lets an agent be made and no copy of ours stands still on a GPU; one may be under way when it is noticed | `peer_timeout + 2 * revoke_timeout` |
         | `drain` | the begin of a drain: what is not done is cancelled | `drain_timeout + revoke_timeout` |
-        | `close` | the begin of a close: drain, cancel, then stop the threads and the transport | `drain_timeout + revoke_timeout + close_timeout` |
+        | `close` | the begin of a close: drain, cancel, then stop the threads and the transport | `drain_timeout + revoke_timeout + min(5, revoke_timeout)` |
         """  # noqa: E501 - a row of a table is one line
         return MappingProxyType(
             {
@@ -1009,16 +1017,6 @@ class Config(BaseSettings):
         """What is wrong between settings that are each right alone."""
         if self.rank >= self.world:
             yield f"rank is {self.rank} and world is {self.world}: ranks run from 0 to world - 1; mend one of them"
-        if self.peer_timeout <= 2 * self.heartbeat:
-            yield (
-                f"peer_timeout is {self.peer_timeout:g} s and heartbeat {self.heartbeat:g} s: one late frame would "
-                "make a peer silent; set peer_timeout to more than twice the heartbeat"
-            )
-        if self.offer_lease <= 2 * self.heartbeat:
-            yield (
-                f"offer_lease is {self.offer_lease:g} s and heartbeat {self.heartbeat:g} s: leases are renewed "
-                "with the heartbeat; set offer_lease to more than twice the heartbeat"
-            )
         if self.advertise is None and Endpoint.parse(self.listen).anywhere:
             yield (
                 f"listen is {self.listen!r}, which peers cannot connect to; set advertise to the address at which they "
@@ -1049,34 +1047,29 @@ class Config(BaseSettings):
                 "trust is 'none' and arena_bytes is 0: without addresses only the staged route is left, and that needs "
                 "an arena; give it one, or set trust to 'auto' or 'full'"
             )
-        if self.arena_bytes > 0 and self.chunk_bytes > self.receive_bytes:
+        if self.arena_bytes > 0 and self.route in {"auto", "staged"} and self.chunk_bytes > self.receive_bytes:
             yield (
                 f"chunk_bytes is {self.chunk_bytes} and the receive share of the arena {self.receive_bytes} bytes "
-                f"(arena_bytes {self.arena_bytes}, send_share {self.send_share:g}): a chunk must fit into it; lower "
-                "chunk_bytes or raise arena_bytes"
+                f"(arena_bytes {self.arena_bytes}): a chunk must fit into it; lower chunk_bytes or raise arena_bytes"
             )
         elif self.arena_bytes > 0 and self.send_bytes == 0:
             yield (
-                f"the send share of the arena is 0 bytes (arena_bytes {self.arena_bytes}, send_share "
-                f"{self.send_share:g}; shares are multiples of {_SHARE_ALIGNMENT} bytes): raise either"
+                f"the send share of the arena is 0 bytes (arena_bytes {self.arena_bytes}; shares are multiples of "
+                f"{_SHARE_ALIGNMENT} bytes): raise arena_bytes"
             )
-        if self.max_in_place_bytes == 0 and self.route in {"mapped", "direct"}:
-            yield f"route is {self.route!r} and max_in_place_bytes is 0, which refuses it; raise it, or take auto"
 
 
-def _read(model: type[BaseSettings], arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
+def _read(model: type[BaseSettings], file: object, arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
     """Arguments, environment and file, the best first."""
-    given = read_arguments(model, arguments)
-    environment = read_environment(model, os.environ)
-    file = parse_optional(given.values.get("config_file", environment.values.get("config_file")))
+    given, environment = read_arguments(model, arguments), read_environment(model, os.environ)
+    if file is None:
+        named = (value for name, value in os.environ.items() if name.upper() == _FILE_VARIABLE)
+        file = parse_optional(next(named, None))
     if file is None:
         return given, environment
-    if not isinstance(file, str | Path):
+    if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file")
-    reading = read_file(model, Path(file))
-    if "config_file" in reading.values:
-        raise ConfigError(f"{file}: config_file cannot be set in a file; a file does not include another")
-    return given, environment, reading
+    return given, environment, read_file(model, Path(cast("str | os.PathLike[str]", file)))
 
 
 def _masked(value: Any) -> Any:

@@ -315,7 +315,7 @@ class RequestError(UsageError):
 class BusyError(RequestError):
     """This worker has as much under way as its settings allow. Nothing was begun.
 
-    Cause: more fetches, claims or offers than `max_transfers` and `max_offers`, or events that nobody polls.
+    Cause: more fetches, claims or offers than `max_transfers` allows, or events that nobody polls.
     Remedy: wait for one of them to end, or about `retry_after` seconds; give the request to another worker.
     """
 
@@ -433,8 +433,8 @@ class MismatchError(PeerError):
 
     Cause: another model, dtype, scale, shape or protocol version on the other side; or settings that leave no
     common route, or no chunk that is large enough.
-    Remedy: `fields` names each one with both values; `compat="geometry"` forgives names, never shapes, and
-    `convert=True` at the decode rank converts dtypes and scales.
+    Remedy: `fields` names each one with both values; `convert=True` at the decode rank converts dtypes and scales; a
+    `model` that is left empty is not compared.
 
     Attributes:
         fields: Name of each differing field, with (this side's value, the peer's value).

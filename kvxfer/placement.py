@@ -122,7 +122,7 @@ class Staging:
             _log.warning("memory_leaked", bytes=backing.length, reason="it may still be written")
 
     async def _register(self, config: Config, geometry: CacheGeometry, fabric: Fabric, backing: Backing) -> None:
-        self.arena = Arena.split(backing.address, config.arena_bytes, config.send_share)
+        self.arena = Arena.split(backing.address, config.arena_bytes)
         kind, device = ("DRAM", 0) if backing.kind in {"cpu", "pinned"} else ("VRAM", geometry.device)
         shares = (self.arena.sending, self.arena.receiving)
         spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in shares]

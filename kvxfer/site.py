@@ -415,6 +415,8 @@ class Desk:
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
+IN_PLACE_BYTES: Final = 4 << 30
+"""Bytes of blocks that one peer may be writing in place at a time."""
 _SMALL_PLAN: Final = 16_384
 """Table rows up to which a plan is made on the loop, where so many take 0.4 ms; larger ones go to a worker thread."""
 _AT_ONCE_BYTES: Final = 4096
@@ -715,7 +717,7 @@ class Site:
         raise MismatchError(
             f"there is no common route: route={self.config.route} is set here, and this pair can do {means}. The route "
             f"staged needs an arena on both sides (here {here}, at the peer {there}), direct and pull need registered "
-            "blocks and trust on both, and direct max_in_place_bytes at the decode rank",
+            "blocks and trust on both",
             peer=peer.name,
             fields={"route": (self.config.route, str(means))},
         )
@@ -781,7 +783,7 @@ class Site:
         """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""
         key = peer.identity.incarnation
         if key not in self.in_place_desks:
-            share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes, sole=True)
+            share = Share("in-place", base=0, capacity=IN_PLACE_BYTES, sole=True)
             desk = self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
             if self.rebuilds.paused:
                 desk.pause()

@@ -338,7 +338,7 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     if parts.staging.receiving is not None:
         capabilities |= Capability.STAGED
     if in_place:
-        capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
+        capabilities |= Capability.PULL | Capability.DIRECT
     if parts.exports.frames:
         capabilities |= Capability.MAPPED
     if config.convert:
@@ -656,9 +656,9 @@ class Service:
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        most = self.site.config.max_streams
-        if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= most:
-            raise BusyError(f"as many control streams are open as may: max_streams={most}")
+        config = self.site.config
+        if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
+            raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
         return greeting(self.site, role, self._engaged, process=process, endpoint=endpoint, since=since)
 
     def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
@@ -1062,7 +1062,7 @@ class Worker:
 
         When it is cancelled (`task.cancel()`, `asyncio.wait_for`, a sibling that fails), the prefill ranks that are
         connected free the request's blocks at once, as after `decline`, and its ticket is spent. After an error or a
-        time-out they do so `retry_window` (2 s) later. `keep=True`, or a `claim` that is open, holds them for a retry.
+        time-out they do so 2 s later. `keep=True`, or a `claim` that is open, holds them for a retry.
 
         With a time-out it has returned or raised after `timeout` and `config.bounds()["fetch"]` (15 s) more, in which
         a peer that still writes is asked to stop. Without one it waits as long as its request may come;
@@ -1075,7 +1075,7 @@ class Worker:
                 already: then only state and the payload are brought.
             after: On CUDA required: the blocks may be written once this event (or the work on this stream) has
                 completed.
-            timeout: Seconds; the setting `fetch_timeout` if left out.
+            timeout: Seconds; left out, it waits as long as the offer may come.
             keep: Hold the request's blocks for a retry if this is cancelled or fails, for as long as the lease runs.
 
         Raises:
@@ -1223,9 +1223,8 @@ class Worker:
         keep: bool,
     ) -> Progress:
         service = self._open
-        limit = service.site.config.fetch_timeout if timeout is None else timeout
         checked = self._ticket(service.site, ticket)
-        return service.decode.start(checked, blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
+        return service.decode.start(checked, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
 
     def _ticket(self, site: Site, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         if self._closing is not None or (site.draining and not ends):

@@ -82,7 +82,7 @@ class Pair:
 
     def __init__(self, **settings):
         self.network = LoopbackNetwork()
-        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "in_place_chunk_bytes": "16KiB", "revoke_timeout": "5s"}
+        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
         self.config = Config(**(plain | settings))
         self.prefill = BlockingWorker(self.config, transport=lambda: LoopbackTransport("prefill", self.network))
         self.decode = BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
@@ -571,7 +571,7 @@ def test_an_offer_that_nobody_claims_expires():
 
 
 def test_a_claim_keeps_an_offer_until_it_is_closed():
-    with Pair(unclaimed_timeout="100ms", offer_lease="600ms", heartbeat="100ms") as pair:
+    with Pair(unclaimed_timeout="100ms", offer_lease="600ms") as pair:
         claim = pair.decode.claim(pair.prefill.engine.ticket("r"))
         pair.prefill.offer("r", [3], tokens=16)
         assert pair.prefill.poll(timeout=1.0) == []
@@ -784,7 +784,7 @@ def test_close_with_work_under_way():
 
 
 def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
-    quick = {"revoke_timeout": "100ms", "close_timeout": "200ms", "drain_timeout": "50ms"}
+    quick = {"revoke_timeout": "100ms", "drain_timeout": "50ms"}
     with Pair(route="direct", trust="full", **quick) as pair:
         pair.network.hold("decode")
         pair.prefill.offer("r", [3], tokens=16)
@@ -800,7 +800,7 @@ def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
 
 def test_an_engine_of_several_ranks_must_join():
     key, network = bytes(32), LoopbackNetwork()
-    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "in_place_chunk_bytes": "64KiB", "world": 2}
+    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2}
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(

@@ -22,7 +22,7 @@ def tensors(cache):
 
 
 def config(engine):
-    return kvxfer.Config(engine=engine, arena_bytes="1MiB", chunk_bytes="64KiB", fetch_timeout=PATIENCE)
+    return kvxfer.Config(engine=engine, arena_bytes="1MiB", chunk_bytes="64KiB")
 
 
 @pytest.fixture

@@ -113,10 +113,9 @@ def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
         return pair.choice.route, pair.chunks
 
     assert taken() == (Route.MAPPED, 2)
-    assert taken(in_place_chunk_bytes="1GiB") == (Route.MAPPED, 1)
+    assert taken(chunk_bytes="1GiB", route="mapped") == (Route.MAPPED, 1)
     assert taken(route="staged") == (Route.STAGED, 8)
-    for never in ({"trust": "none"}, {"max_in_place_bytes": 0}):
-        assert taken(**never)[0] is Route.STAGED
+    assert taken(trust="none")[0] is Route.STAGED
 
 
 def test_it_says_what_keeps_pieces_from_being_longer():

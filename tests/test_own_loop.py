@@ -52,7 +52,6 @@ class Pair:
         plain = {
             "arena_bytes": "1MiB",
             "chunk_bytes": "16KiB",
-            "in_place_chunk_bytes": "16KiB",
             "revoke_timeout": "5s",
             "loop": "own",
         }
@@ -549,7 +548,7 @@ async def test_a_worker_that_was_never_closed_is_a_warning():
 async def test_an_engine_of_several_ranks_joins():
     network, config = (
         LoopbackNetwork(),
-        {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "in_place_chunk_bytes": "64KiB", "world": 2, "loop": "own"},
+        {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2, "loop": "own"},
     )
     transports = [LoopbackTransport(f"p{rank}", network) for rank in range(2)]
     one, two = (Worker(cache()[1], Config(rank=rank, **config), transport=transports[rank]) for rank in range(2))

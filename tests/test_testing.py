@@ -18,7 +18,7 @@ from kvxfer.worker import Worker
 
 HOUR = 3600.0
 BLOCK_TOKENS = 4
-SETTINGS = {"arena_bytes": "64KiB", "chunk_bytes": "4KiB", "in_place_chunk_bytes": "4KiB"}
+SETTINGS = {"arena_bytes": "64KiB", "chunk_bytes": "4KiB"}
 ROUTES = ["staged", "direct", "pull"]
 
 

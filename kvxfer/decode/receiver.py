@@ -50,7 +50,7 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, Failure, ReceiveState, Receiving
 from kvxfer.safety.evidence import Exposure
 from kvxfer.safety.rebuilding import runs_on, want_end
-from kvxfer.site import Desk, Site, Tally, no_hold, resolve
+from kvxfer.site import IN_PLACE_BYTES, Desk, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -447,7 +447,7 @@ class Receiver:
             routes=self._routes,
             max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
-            in_place_bytes=site.config.max_in_place_bytes,
+            in_place_bytes=IN_PLACE_BYTES,
             lease_ms=grants.lease_ms if staging is None else 0,
             generation=0 if ahead is None else self.exposure.grant(mapped=Route.MAPPED in self._routes),
             agreement=b"" if ahead is None else self._agreement,

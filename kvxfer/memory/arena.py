@@ -544,7 +544,7 @@ class Share:
         if not self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
-                "arena_bytes=0 (or a send_share that leaves this direction nothing) switches the staged route off"
+                "arena_bytes=0 switches the staged route off"
             )
         if length > self.capacity:
             raise ArenaError(

@@ -440,7 +440,7 @@ class Link(asyncio.Protocol):
 
 
 def admitted(links: Iterable[Link]) -> int:
-    """How many of these count as streams that peers opened: `max_streams` bounds them."""
+    """How many of these count as streams that peers opened: `Config.max_streams` bounds them."""
     return sum(link.role is Role.SERVER and link.admitted for link in links)
 
 
@@ -511,7 +511,6 @@ def greeting(
         facts=site.facts,
         body=site.body[trusted],
         key=site.key,
-        forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
         secret=secret,
         endpoint=endpoint,
         engaged_at=partial(_engaged_at, links),

@@ -792,7 +792,7 @@ def fit_grid(
         tokens_per_chunk=tokens_per_chunk,
         by_tokens=listed and plan.pair.joins_layers,
     )
-    remedy = "raise chunk_bytes and arena_bytes for the route staged, max_in_place_bytes for the others"
+    remedy = "raise chunk_bytes, and arena_bytes for the route staged"
     if grid.chunks > MAX_CHUNKS:
         raise RefusedError(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",

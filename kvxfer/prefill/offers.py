@@ -30,6 +30,8 @@ _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
 _ENGINES: Final = 16
 """Decode engines that one request is kept for, before its offer and after: more do not try in vain by then."""
+REMEMBERED_SECONDS: Final = 600.0
+"""How long a used request id is refused."""
 _LATE_SECONDS: Final = 0.05
 """A timer that is later than that may have been so for any time."""
 _RELEASED: Final = Released()
@@ -78,7 +80,7 @@ class OfferBook:
         self._site = site
         self._offers: dict[OfferKey, Entry] = {}
         self._early: dict[OfferKey, Early] = {}
-        self._places: Final = Quota(site.config.max_parked)  # one a request that somebody was early for
+        self._places: Final = Quota(site.config.max_transfers)  # one a request that somebody was early for
         self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
         self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
         self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
@@ -103,7 +105,7 @@ class OfferBook:
         """A new offer.
 
         Raises:
-            RequestError: If the id is malformed or live, or was used less than `request_memory` ago.
+            RequestError: If the id is malformed or live, or was used less than `REMEMBERED_SECONDS` ago.
             BusyError: If there are too many offers.
         """
         issuer = self._site.joined
@@ -118,7 +120,8 @@ class OfferBook:
             raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
         if len(self._offers) >= self._site.config.max_offers:
             raise BusyError(
-                f"there are {len(self._offers)} offers already; max_offers is {self._site.config.max_offers}"
+                f"there are {len(self._offers)} offers already; 4 times max_transfers, which is "
+                f"{self._site.config.max_transfers}, are the limit, or 4096 if that is more"
             )
         offer = Entry(self, self._site, key)
         self._offers[key] = offer
@@ -342,7 +345,7 @@ class OfferBook:
 
     def _forget(self) -> None:
         """Forget old ids: by age, and so that the memory of them stays bounded."""
-        oldest = self._site.now() - self._site.config.request_memory
+        oldest = self._site.now() - REMEMBERED_SECONDS
         limit = 16 * self._site.config.max_offers
         while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
             self._past.popitem(last=False)

@@ -241,7 +241,7 @@ class Prefill:
             sender.refuse(
                 Code.TOO_MANY,
                 f"as many fetches wait for their offers as may, in all or of one peer "
-                f"(max_parked={self._site.config.max_parked})",
+                f"(max_transfers={self._site.config.max_transfers})",
             )
         self._waiting.append(sender)
         self._let_begin()

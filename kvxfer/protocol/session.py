@@ -319,7 +319,6 @@ class Terms:
 
     Attributes:
         facts: (name, value) pairs that must agree where both sides name them.
-        forgiven: Names whose difference is forgiven (`compat="geometry"`: engine and model names).
         body: Encoded `AgentBody` of this side.
         key: By what this side proves its incarnation.
         secret: Shared secret; None if no proof is asked for.
@@ -333,7 +332,6 @@ class Terms:
     facts: Sequence[tuple[str, str]]
     body: bytes
     key: IdentityKey
-    forgiven: frozenset[str] = frozenset()
     secret: bytes | None = field(default=None, repr=False)
     endpoint: str = ""
     engaged_at: Callable[[bytes], str] = lambda _: ""
@@ -602,11 +600,7 @@ class Session:
 
     def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
         ours = dict(self._terms.facts)
-        different = {
-            name: (ours[name], value)
-            for name, value in facts
-            if name in ours and ours[name] != value and name not in self._terms.forgiven
-        }
+        different = {name: (ours[name], value) for name, value in facts if name in ours and ours[name] != value}
         able = {name for name, values in different.items() if name.endswith(_DTYPE) and convertible(*values)}
         if self._asked_to_convert():
             different = {name: values for name, values in different.items() if name not in able}

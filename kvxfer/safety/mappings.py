@@ -62,7 +62,7 @@ class Exports:
                 self.locks = LockFile(GATES)
             except FabricError as error:
                 _log.warning("locks_refused", reason=str(error))
-        if not config.max_in_place_bytes or not in_place:
+        if not in_place:
             return
         spans = [range(spec.base, spec.base + spec.extent_bytes) for spec in geometry.tensors]
         kind, device = geometry.kind, geometry.device

@@ -139,9 +139,7 @@ def plan(
     tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already (N:N: all).")],
     dtype: Annotated[str | None, typer.Option(help="Of K and V: bf16, fp16, fp8, ...; by default the model's.")] = None,
     route: Annotated[str | None, typer.Option(help="As the setting: auto, mapped, staged, direct, pull.")] = None,
-    chunk: Annotated[
-        str | None, typer.Option(help="As the settings chunk_bytes and in_place_chunk_bytes: 32MiB.")
-    ] = None,
+    chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,
     profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
     bandwidth: Annotated[
         str | None, typer.Option(help="A second, in place of the profile's: 25GB by NIXL, or staged=25GB,mapped=300GB.")
@@ -166,9 +164,7 @@ def plan(
     if profile and profile not in PROFILES:
         raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")
     machine = PROFILES[profile or next(iter(PROFILES))]
-    options = {"route": route, "in_place_chunk_bytes": chunk}
-    if route in {None, "auto", "staged"}:
-        options["chunk_bytes"] = chunk
+    options = {"route": route, "chunk_bytes": chunk}
     settings = {name: value for name, value in options.items() if value is not None}
     found = forecast(
         read_model(model),

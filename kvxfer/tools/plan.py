@@ -18,6 +18,7 @@ from kvxfer.names import MAX_ROWS
 from kvxfer.plans.planning import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
+from kvxfer.site import IN_PLACE_BYTES
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
 from kvxfer.tools.explain import Explanation, explain
 
@@ -376,8 +377,7 @@ def _engine(side: str, model: ModelCache, layout: EngineLayout, dtype: str | Non
 def _means(config: Config, *, one_host: bool) -> Means:
     """What two workers with these settings can do together."""
     in_place = config.trust != "none" and config.route != "staged"
-    written = in_place and config.max_in_place_bytes > 0
-    return Means(staged=config.arena_bytes > 0, direct=written, pull=in_place, mapped=written and one_host)
+    return Means(staged=config.arena_bytes > 0, direct=in_place, pull=in_place, mapped=in_place and one_host)
 
 
 def _pair(
@@ -390,7 +390,7 @@ def _pair(
         if route is Route.STAGED:
             target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
         else:
-            limit = config.max_in_place_bytes or plan.outline.bytes + 1
+            limit = IN_PLACE_BYTES
             target = in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit))
         return fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
 

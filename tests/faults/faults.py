@@ -18,7 +18,6 @@ from steps import STEPS, Step
 from kvxfer import Config
 
 QUICK: dict[str, Any] = {
-    "heartbeat": 0.2,
     "peer_timeout": 1.0,
     "revoke_timeout": 0.5,
     "grant_lease": 1.5,
@@ -26,18 +25,15 @@ QUICK: dict[str, Any] = {
     "unclaimed_timeout": 1.5,
     "no_progress_timeout": 0.8,
     "connect_timeout": 1.0,
-    "handshake_timeout": 1.0,
     "drain_timeout": 0.0,
-    "close_timeout": 10.0,
 }
 PATIENT: dict[str, Any] = dict.fromkeys(
-    ["peer_timeout", "revoke_timeout", "grant_lease", "offer_lease", "unclaimed_timeout", "handshake_timeout"], 15.0
-) | {"no_progress_timeout": 15.0}
+    ["peer_timeout", "revoke_timeout", "grant_lease", "offer_lease", "unclaimed_timeout"], 15.0
+) | {"no_progress_timeout": 15.0, "connect_timeout": 2.5}
 """A pause ends when others have moved a few times, however long these cores take for that."""
 SIZES: dict[str, Any] = {
     "arena_bytes": "512KiB",
     "chunk_bytes": "16KiB",
-    "in_place_chunk_bytes": "16KiB",
     "fabric": {"max_post_bytes": "4KiB", "max_descriptors": 64},
 }
 """Several chunks a transfer, and several posts a chunk."""

@@ -55,19 +55,14 @@ _STILL_SECONDS = 60.0
 _SETTINGS: dict[str, Any] = {
     "arena_bytes": "16MiB",
     "chunk_bytes": "16KiB",
-    "in_place_chunk_bytes": "32KiB",
     "fabric": {"max_post_bytes": "16KiB"},
-    "heartbeat": 0.5,
     "peer_timeout": 5.0,
     "revoke_timeout": 1.0,
     "offer_lease": 3.0,
     "unclaimed_timeout": 10.0,
     "no_progress_timeout": 5.0,
     "connect_timeout": 3.0,
-    "handshake_timeout": 5.0,
-    "request_memory": 5.0,
     "drain_timeout": 0.0,
-    "close_timeout": 5.0,
 }
 
 

@@ -16,4 +16,4 @@ async def test_a_stall(side, kind, everything):
 
 async def test_both_stand_still_for_longer_than_either_would_be_waited_for():
     """As on a machine that is paused: neither takes that for silence of the other."""
-    await stall.play("both", "stopped", seconds=2.0, heartbeat=0.2, peer_timeout=1.0)
+    await stall.play("both", "stopped", seconds=2.0, peer_timeout=1.0)

@@ -24,7 +24,7 @@ from kvxfer.fabric.loopback import Part
 from kvxfer.fabric.port import Operation
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 
-SIZES = {"arena_bytes": "16KiB", "chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB", "trust": "full"}
+SIZES = {"arena_bytes": "16KiB", "chunk_bytes": "1KiB", "trust": "full"}
 TIMES = {"revoke_timeout": 2.0, "grant_lease": 3.0, "offer_lease": 10.0, "unclaimed_timeout": 20.0}
 ROUNDS = 3
 """Requests that the honest rank brings, and the liar in each of two lanes at once."""
@@ -121,7 +121,7 @@ class Scene:
             seen, config = worker.describe(), worker.config
             assert seen["sending"] <= config.max_transfers
             assert seen["receiving"] <= config.max_transfers
-            assert seen["parked"] <= config.max_parked
+            assert seen["parked"] <= config.max_transfers
             assert seen["offers"] <= 3 * ROUNDS
             assert len(seen["peers"]) <= 4
             assert len(unanswered(worker)) <= 3 * ROUNDS

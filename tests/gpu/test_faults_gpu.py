@@ -37,7 +37,7 @@ from kvxfer.errors import KvxferError, MemoryInDoubtError, PeerLostError  # noqa
 
 pytestmark = [pytest.mark.timeout(300), needs_nixl]
 ROUTES = ["mapped", "staged", "direct"]
-TIMES = {"heartbeat": 0.1, "peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
+TIMES = {"peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
 PATIENT = {"peer_timeout": 5.0}
 """Where a closed stream tells of a death: silence for half a second is what starved cores make."""
 CANARY = 0x5A

@@ -28,12 +28,10 @@ from kvxfer.errors import KvxferError, MemoryInDoubtError  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(120), needs_nixl]
 TIMES = {
-    "heartbeat": 0.5,
     "peer_timeout": 5.0,
     "revoke_timeout": 1.0,
     "connect_timeout": 5.0,
     "drain_timeout": 1.0,
-    "close_timeout": 1.0,
 }
 SECONDS = 10.0
 """What may come on top of a bound on a machine that is busy."""

@@ -454,7 +454,7 @@ async def test_every_byte_in_expandable_segments_on_both_sides(far, route):
 @expanded
 async def test_a_prefill_process_is_killed_in_the_midst_of_a_fetch_into_expandable_segments(far):
     near = Ranks()
-    times = {"heartbeat": 0.1, "peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
+    times = {"peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
     try:
         issuer, move = await met(far, near, route="mapped", **times)
         await bring(far, issuer, move, "warm")

@@ -18,9 +18,11 @@ from typing import Any
 
 from apart import Apart, knows_apart
 
+from kvxfer import site
 from kvxfer import worker as assembly
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, _machines
+from kvxfer.decode import receiver
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
@@ -1062,6 +1064,12 @@ def doubt_all(monkeypatch: Any) -> None:
 def break_steps(monkeypatch: Any) -> None:
     """A step of every transfer at a prefill rank fails as nobody foresaw."""
     monkeypatch.setattr(Sender, "_is_ready", lambda *_: 1 / 0)
+
+
+def bound_in_place(nbytes: int, monkeypatch: Any) -> None:
+    """So many bytes may a peer be writing in place at a time."""
+    for module in (site, receiver):
+        monkeypatch.setattr(module, "IN_PLACE_BYTES", nbytes)
 
 
 def never_move(seconds: float, monkeypatch: Any) -> None:

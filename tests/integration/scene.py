@@ -11,7 +11,7 @@ from kvxfer.tickets import EngineCard, Issuer
 
 TWO_TO_ONE = ([range(3), range(3, 8)], [range(8)])
 ONE_TO_TWO = ([range(8)], [range(5), range(5, 8)])
-SIZES = {"arena_bytes": "2MiB", "chunk_bytes": "128KiB", "in_place_chunk_bytes": "128KiB", "window": 3}
+SIZES = {"arena_bytes": "2MiB", "chunk_bytes": "128KiB", "window": 3}
 LAYERS = range(3)
 IDS = [19, 3, 1, 17, 5, 4, 8, 2, 6, 7, 0, 9]
 """Source blocks of 16 tokens."""

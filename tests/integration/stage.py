@@ -21,14 +21,10 @@ SOON = {"revoke_timeout": 0.3}
 DEFAULTS = {
     "arena_bytes": "64KiB",
     "chunk_bytes": "2KiB",
-    "in_place_chunk_bytes": "2KiB",
     "trust": "full",
     "revoke_timeout": 5.0,
-    "close_timeout": 2.0,
     "drain_timeout": 2.0,
     "connect_timeout": 20.0,
-    "handshake_timeout": 20.0,
-    "heartbeat": 0.5,
     "peer_timeout": 20.0,
 }
 

@@ -327,7 +327,7 @@ async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
 
 
 async def test_a_full_quarantine_is_a_reason_and_shown(stage):
-    decode = await stage.worker("decode", Cache(), send_share=0.5)
+    decode = await stage.worker("decode", Cache())
     capacity = decode.describe()["arena"]["receive"].capacity_bytes
     held = [take(decode, "receive", capacity // 4, f"peer {n}") for n in range(2)]
     async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:

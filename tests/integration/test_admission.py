@@ -4,7 +4,7 @@ import asyncio
 import gc
 
 import pytest
-from inside import parts_made, send_by, serve_chunks_by, take_all, when_crowded
+from inside import bound_in_place, parts_made, send_by, serve_chunks_by, take_all, when_crowded
 from stage import Cache, Copied, Tap, eventually, in_place, quiet
 
 from kvxfer import KvxferError
@@ -16,7 +16,7 @@ IDS = list(range(64))
 
 async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     source, target = Cache(blocks=64), Cache(blocks=64)
-    prefill, decode = await stage.pair(source, target, in_place_chunk_bytes="1KiB", route="pull")
+    prefill, decode = await stage.pair(source, target, chunk_bytes="1KiB", route="pull")
     announced, read, most = 0, 0, 0
 
     def watch(send, messages):
@@ -49,8 +49,6 @@ async def test_in_place_grants_are_bounded(stage, network, monkeypatch):
     source, target = Cache(blocks=64), Cache(blocks=64)
     bound = {
         "chunk_bytes": "1KiB",
-        "in_place_chunk_bytes": "1KiB",
-        "max_in_place_bytes": "2KiB",
         "window": 8,
         "route": "direct",
     }
@@ -64,6 +62,7 @@ async def test_in_place_grants_are_bounded(stage, network, monkeypatch):
         return message
 
     tap.change[Reserve] = note
+    bound_in_place(2048, monkeypatch)
     prefill, decode = await stage.pair(source, target, **bound)
     network.hold("decode")
     wanted = Copied(target).bring(source, IDS, IDS, range(256))
@@ -133,8 +132,9 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
 async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route, monkeypatch):
     """Its plans are large. Nobody who waited for memory is kept either, and no cycle waits for the collector."""
     made, source, target = parts_made(monkeypatch), Cache(), Cache(layout="HND")
-    config = {"route": route, "arena_bytes": "4KiB", "chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
-    prefill, decode = await stage.pair(source, target, max_in_place_bytes="2KiB", **config)
+    config = {"route": route, "arena_bytes": "4KiB", "chunk_bytes": "1KiB"}
+    bound_in_place(2048, monkeypatch)
+    prefill, decode = await stage.pair(source, target, **config)
     gc.disable()
     try:
         for number in range(8):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from inside import hear, send_by, session, take_all_in_place
+from inside import bound_in_place, hear, send_by, session, take_all_in_place
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, in_place, is_quiet, quiet
 from wire import play
@@ -115,11 +115,12 @@ async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, 
 
 
 @pytest.mark.parametrize("why", ["blocks in use", "nothing may be admitted", "too much at once", "staged", "pull"])
-async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why):
+async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why, monkeypatch):
     source, target = caches()
     route = why if why in {"staged", "pull"} else "direct"
-    config = {"max_in_place_bytes": "4KiB"} if why == "too much at once" else {}
-    prefill, decode = await stage.pair(source, target, route=route, **config)
+    if why == "too much at once":
+        bound_in_place(4096, monkeypatch)
+    prefill, decode = await stage.pair(source, target, route=route)
     prefill.offer("r0", HELD, tokens=30)
     await begin(prefill, decode, "r0")
     tap.sent.clear()
@@ -192,7 +193,7 @@ async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap, 
 async def test_more_bytes_have_a_longer_lease(stage, tap, route):
     """As long as a slow wire needs to begin with the last of what is under way."""
     source, target = Cache(blocks=128), Cache(blocks=128, layout="HND")
-    sizes = {"chunk_bytes": "2KiB", "window": 2, "grant_lease": 2, "in_place_chunk_bytes": "8KiB"}
+    sizes = {"chunk_bytes": "2KiB", "window": 2, "grant_lease": 2}
     prefill, decode = await stage.pair(source, target, route=route, **sizes)
     many = list(range(128))
     prefill.offer("r", many, tokens=512)
@@ -203,7 +204,7 @@ async def test_more_bytes_have_a_longer_lease(stage, tap, route):
         assert frames[0].lease_ms == pytest.approx(result.stats.bytes * per_byte, rel=0.1)
     elif route == "pull":
         assert result.stats.chunks > 16
-        assert max(frame.lease_ms for frame in frames) == pytest.approx(16 * 8192 * per_byte, rel=0.1)
+        assert max(frame.lease_ms for frame in frames) == pytest.approx(16 * 2048 * per_byte, rel=0.1)
     else:
         assert max(frame.lease_ms for frame in frames) <= 2000 * 1.01
 
@@ -254,7 +255,7 @@ async def test_a_fetch_that_is_cancelled_at_once_leaves_nothing(stage):
 @pytest.mark.usefixtures("no_locks")
 def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(tmp_path):
     async def scenario(play):
-        await play.pair(route="direct", heartbeat=1, peer_timeout=3)
+        await play.pair(route="direct", peer_timeout=3)
         await play.bring("r0")
         play.prefill.offer("r", [1, 2], tokens=8)
         play.wire.silence()
@@ -272,7 +273,7 @@ def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(tmp_path
 
 def test_a_fetch_that_waits_for_its_offer_leaves_no_doubt(tmp_path):
     async def scenario(play):
-        await play.pair(route="direct", heartbeat=1, peer_timeout=3)
+        await play.pair(route="direct", peer_timeout=3)
         await play.bring("r0")
         transfer = play.start("r")
         await play.until(lambda: play.decode.describe()["metrics"]["frames_received"].get("Want"))

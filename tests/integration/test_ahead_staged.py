@@ -201,7 +201,7 @@ async def test_a_fetch_that_is_cancelled_at_any_time_returns_its_memory(stage):
 @pytest.mark.usefixtures("no_locks")
 def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_the_blocks(tmp_path):
     async def scenario(play):
-        await play.pair(route="staged", heartbeat=1, peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
+        await play.pair(route="staged", peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
         await play.bring("r0")
         play.prefill.offer("r", [1, 2], tokens=8)
         play.wire.silence()

@@ -33,17 +33,14 @@ from kvxfer.copy.port import Direction
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
 TIMES = {
-    "heartbeat": 1.0,
     "peer_timeout": 7.0,
     "revoke_timeout": 3.0,
     "grant_lease": 900.0,
     "offer_lease": 11.0,
     "unclaimed_timeout": 23.0,
-    "handshake_timeout": 5.0,
     "connect_timeout": 2.0,
     "no_progress_timeout": 13.0,
     "drain_timeout": 4.0,
-    "close_timeout": 2.5,
 }
 """Unequal, so that none can be mistaken for another."""
 CONFIG = Config(**TIMES)
@@ -198,7 +195,7 @@ async def a_fetch_that_no_offer_follows(play):
 
 @hears("unclaimed_offer")
 async def a_claim_that_no_offer_follows_gives_its_place_back(play):
-    await play.pair(max_parked=1, **TIMES)
+    await play.pair(max_transfers=1, **TIMES)
     claim = play.decode.claim(play.ticket("r"))
     await asyncio.sleep(0.1)
     claim.close()
@@ -330,11 +327,11 @@ async def a_withdrawal_while_our_own_copy_reads(play):
 
 
 @hears("fetch")
-async def a_fetch_that_nothing_ends_but_its_setting(play):
-    await play.pair(decode={"fetch_timeout": 10}, route="pull", **TIMES)
+async def a_fetch_that_nothing_ends_but_its_time_out(play):
+    await play.pair(route="pull", **TIMES)
     play.network.hold("*")
     play.prefill.offer("r", [1, 2], tokens=8)
-    outcome, waited = await play.timed(play.start("r"))
+    outcome, waited = await play.timed(play.start("r", timeout=10))
     assert isinstance(outcome, MemoryInDoubt)
     assert isinstance(outcome.__cause__, TransferTimeoutError)
     assert f"{CONFIG.revoke_timeout:g} s more" in str(outcome.__cause__)

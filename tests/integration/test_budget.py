@@ -26,7 +26,7 @@ modules there that they are in. The goal for either route is 600 calls, of which
 FURTHER = {"mapped": 10, "staged": 60}
 """Calls that a further chunk may take, both ends and asyncio included. The goal for either is 0."""
 FETCHES = 20
-ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
+ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB"}
 
 
 class Calls:
@@ -83,7 +83,7 @@ async def test_a_further_chunk_stays_within_its_budget(stage, route, caplog):
     few, many, each = 8, 40, 4  # chunks, and blocks of one
     source, target = (Cache(shared=True, blocks=many * each) for _ in range(2))
     nbytes = sum(memory.nbytes for memory in source.memory.values()) // many
-    sizes = {"chunk_bytes": nbytes, "in_place_chunk_bytes": nbytes, "arena_bytes": 64 * nbytes}
+    sizes = {"chunk_bytes": nbytes, "arena_bytes": 64 * nbytes}
     prefill, decode = await stage.pair(source, target, route=route, **sizes)
     calls, least = Calls(), {}
     for number in range(FETCHES):

@@ -318,9 +318,9 @@ async def test_every_means_of_cancellation_waits_for_memory(stage, source, targe
 
 
 async def test_the_timeout_of_the_fetch_is_an_error_of_its_own(stage, source, target):
-    prefill, decode = await stage.pair(source, target, decode={"fetch_timeout": 0.05})
+    prefill, decode = await stage.pair(source, target)
     with pytest.raises(TransferTimeoutError, match=r"0\.05 s") as caught:
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
     assert caught.value.blocks == {"default": (3, 4)}
     assert caught.value.memory_safe
     await quiet(prefill, decode)
@@ -441,7 +441,7 @@ async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, targe
 @pytest.mark.parametrize("use", [awaits, leaves_the_block], ids=lambda f: f.__name__)
 async def test_blocks_that_are_used_again_when_the_call_has_ended_are_not_written(stage, target, use):
     source = Cache(blocks=64)
-    prefill, decode = await stage.pair(source, target, route="direct", in_place_chunk_bytes="1KiB", window=8)
+    prefill, decode = await stage.pair(source, target, route="direct", chunk_bytes="1KiB", window=8)
     prefill.offer("r", list(range(16)), tokens=64)
     stage.network.hold("decode")
     fetch = use(decode.start_fetch(prefill.engine.ticket("r"), list(range(16)), tokens=range(64)))

@@ -30,7 +30,7 @@ def caches(route, **options):
 
 
 async def checked_pair(stage, route, source, target, **config):
-    config = {"integrity": "full", "chunk_bytes": "16KiB", "in_place_chunk_bytes": "16KiB", **config}
+    config = {"integrity": "full", "chunk_bytes": "16KiB", **config}
     return await stage.pair(source, target, prefill={"integrity": "off"}, decode={"route": route}, **config)
 
 
@@ -71,7 +71,7 @@ def damaged(monkeypatch):
 
 async def test_what_arrives_unharmed_is_compared_chunk_by_chunk(stage, route):
     source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target, chunk_bytes="1KiB", in_place_chunk_bytes="1KiB")
+    prefill, decode = await checked_pair(stage, route, source, target, chunk_bytes="1KiB")
     result = await bring(prefill, decode, source, target)
     assert result.stats.route == route
     assert result.stats.chunks > 2
@@ -150,7 +150,8 @@ async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(sta
 async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, monkeypatch):
     source, target = caches(route)
     tap = Tap(monkeypatch)
-    sizes = {"chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB", "integrity_every": 3}
+    monkeypatch.setattr("kvxfer.config._SAMPLED_EVERY", 3)
+    sizes = {"chunk_bytes": "1KiB"}
     prefill, decode = await checked_pair(stage, route, source, target, integrity="sampled", **sizes)
     for number in range(4):
         await bring(prefill, decode, source, target, f"r{number}")
@@ -285,7 +286,7 @@ async def test_converted_elements_are_compared_as_they_arrive(stage, route, dtyp
 
 async def test_an_offer_that_grows_is_compared_as_it_does(stage, route):
     source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target, in_place_chunk_bytes="1KiB", chunk_bytes="1KiB")
+    prefill, decode = await checked_pair(stage, route, source, target, chunk_bytes="1KiB")
     want = Copied(target).bring(source, IDS, INTO, TOKENS)
     offer = prefill.offer("r", streaming=True)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)

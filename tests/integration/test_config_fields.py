@@ -41,7 +41,6 @@ from kvxfer import (
     RequestError,
     TicketError,
     TransferFailedError,
-    TransferTimeoutError,
     UnreachableError,
     Worker,
 )
@@ -95,15 +94,7 @@ def about(seconds):
     return pytest.approx(seconds, abs=0.05)
 
 
-# --- where settings come from, and who a worker is
-
-
-@field("config_file")
-async def a_file_sets_what_no_argument_does(play):
-    file = play.folder / "worker.toml"
-    file.write_text("send_share = 0.25\narena_bytes = '4KiB'\n")
-    worker = await play.worker("w", Cache(), config_file=file)
-    assert worker.describe()["arena"]["send"].capacity_bytes == 16 << 10  # arena_bytes is an argument, which wins
+# --- who a worker is
 
 
 @field("engine")
@@ -123,12 +114,6 @@ async def different_models_do_not_meet(play):
     assert error.fields == {"model": ("mamba", "llama")}
     nameless = await play.worker("nameless", Cache())
     await nameless.fetch(play.ticket("r"), [3, 4], tokens=range(8))
-
-
-@field("compat")
-async def geometry_forgives_names(play):
-    await play.pair(prefill={"model": "llama"}, decode={"model": "mamba"}, compat="geometry")
-    await play.bring("r")
 
 
 @field("convert")
@@ -160,15 +145,6 @@ async def what_arrives_damaged_is_found(play):
     damaged(play)
     play.prefill.offer("r", [1, 2], tokens=8)
     assert (await fails(play.start("r"), IntegrityError)).code is Code.INTEGRITY
-
-
-@field("integrity_every")
-async def so_few_chunks_are_compared(play):
-    await play.pair(route="staged", decode={"integrity": "sampled", "integrity_every": 2**20})
-    damaged(play)
-    play.prefill.offer("r", [1, 2], tokens=8)
-    await play.start("r")
-    assert play.decode.describe()["metrics"]["chunks_checked"] == {}
 
 
 async def duo(play, **config):
@@ -323,13 +299,6 @@ async def the_arena_is_of_that_kind(play):
         assert f"arena_kind is '{kind}' and the cache is on a CPU" in str(error)
 
 
-@field("send_share")
-async def the_arena_is_divided_like_that(play):
-    worker = await play.worker("w", Cache(), send_share=0.25)
-    arena = worker.describe()["arena"]
-    assert (arena["send"].capacity_bytes, arena["receive"].capacity_bytes) == (16 << 10, 48 << 10)
-
-
 @field("chunk_bytes", "prefill", "decode")
 async def chunks_are_no_larger_than_either_side_says(side, play):
     other = {"prefill": "decode", "decode": "prefill"}[side]
@@ -339,10 +308,10 @@ async def chunks_are_no_larger_than_either_side_says(side, play):
     assert max(entry.length for entry in play.network.log) <= 1024
 
 
-@field("in_place_chunk_bytes", "mapped", "direct", "pull")
+@field("chunk_bytes", "mapped", "direct", "pull")
 async def chunks_in_place_are_no_larger(route, play):
     source, target = Cache(shared=True), Cache(shared=True)
-    await play.pair(source=source, target=target, route=route, in_place_chunk_bytes=1024)
+    await play.pair(source=source, target=target, route=route, chunk_bytes=1024)
     result, _ = await play.bring("r")
     assert (result.stats.route, result.stats.chunks) == (route, NBYTES // 1024)
 
@@ -359,42 +328,12 @@ async def so_many_chunks_are_in_flight(window, play):
     await transfer
 
 
-async def in_place(play, nbytes):
-    """How many chunks of 1 KiB are in flight under this bound, of 8 that may be."""
-    await play.pair(route="direct", max_in_place_bytes=nbytes, chunk_bytes=1024, in_place_chunk_bytes=1024, window=8)
-    play.network.hold("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r")
-    await asyncio.sleep(1)
-    held = play.network.held("decode")
-    play.network.release("decode")
-    await transfer
-    return held
-
-
-@field("max_in_place_bytes")
-async def no_more_is_written_in_place_at_a_time(play):
-    assert 1 <= await in_place(play, 4096) <= 4
-
-
-@field("max_in_place_bytes")
-async def all_of_it_may_be_written_in_place_at_a_time(play):
-    assert await in_place(play, 4096) == 4
-
-
-@field("max_in_place_bytes")
-async def none_refuses_routes_that_write_in_place(play):
-    await play.pair(max_in_place_bytes=0, target=Cache())
-    result, _ = await play.bring("r")  # so few pieces would be written in place otherwise
-    assert result.stats.route == "staged"
-
-
 # --- times
 
 
-@field("heartbeat")
+@field("peer_timeout")
 async def frames_come_as_often(play):
-    await play.pair(heartbeat=0.5)
+    await play.pair(peer_timeout=5)
     claim = play.decode.claim(play.ticket("r"))
     await asyncio.sleep(1)
     claim.close()
@@ -469,9 +408,9 @@ async def a_claim_lasts_so_long(play):
     assert waited == about(90)
 
 
-@field("heartbeat")
+@field("offer_lease")
 async def a_claim_is_renewed_as_often(play):
-    await play.pair(heartbeat=10, peer_timeout=30)
+    await play.pair(peer_timeout=100, offer_lease=100)
     play.prefill.offer("r", [1], tokens=4)
     claim = play.decode.claim(play.ticket("r"))
     await asyncio.sleep(101)
@@ -495,18 +434,18 @@ async def a_fetch_is_kept_so_long_for_its_offer(play):
     assert waited == about(45)
 
 
-@field("handshake_timeout")
+@field("connect_timeout")
 async def a_handshake_takes_no_longer(play):
-    await play.pair(decode={"handshake_timeout": 12})
+    await play.pair(decode={"connect_timeout": 2})
     play.wire.silence()
     error, waited = await play.timed(play.start("r"))
     assert isinstance(error, UnreachableError)
     assert waited == about(12)
 
 
-@field("handshake_timeout")
+@field("connect_timeout")
 async def a_stranger_is_listened_to_no_longer(play):
-    await play.pair(prefill={"handshake_timeout": 12})
+    await play.pair(prefill={"connect_timeout": 2})
     began = play.now
     reader, writer = await asyncio.open_unix_connection(play.prefill.card.endpoint.removeprefix("unix:"))
     assert await reader.read() == b""
@@ -541,48 +480,6 @@ async def a_drain_lasts_no_longer(seconds, play):
     assert await play.timed(play.prefill.drain()) == (False, about(seconds))
 
 
-@field("close_timeout")
-async def what_does_not_stop_is_left(play):
-    await play.pair(route="direct", revoke_timeout=3, close_timeout=8)
-    play.network.wedge("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
-    await asyncio.sleep(1)
-    _, waited = await play.timed(play.prefill.aclose(drain=False))
-    assert waited == about(3 + 8)
-
-
-@field("fetch_timeout")
-async def a_fetch_that_names_no_time_out_has_this_one(play):
-    await play.pair(decode={"fetch_timeout": 33})
-    error, waited = await play.timed(play.start("r"))
-    assert isinstance(error, TransferTimeoutError)
-    assert waited == about(33)
-    _, waited = await play.timed(play.start("r", timeout=7))
-    assert waited == about(7)
-
-
-@field("retry_window")
-async def what_failed_is_kept_so_long_for_a_retry(play):
-    await play.pair(decode={"retry_window": 7}, prefill={"offer_lease": 400})
-    offer = play.prefill.offer("r", streaming=True)
-    outcome, _ = await play.timed(play.start("r", timeout=1))
-    assert isinstance(outcome, TransferTimeoutError)
-    _, released = await play.timed(offer.released())
-    assert 7 <= released <= 7.5
-
-
-@field("request_memory")
-async def a_used_id_is_refused_so_long(play):
-    await play.pair(prefill={"request_memory": 50})
-    await play.bring("r")
-    await asyncio.sleep(49)
-    with pytest.raises(RequestError, match="just used"):
-        play.prefill.offer("r", [1], tokens=4)
-    await asyncio.sleep(2)
-    play.prefill.offer("r", [1], tokens=4)
-
-
 # --- how many
 
 
@@ -603,41 +500,6 @@ async def no_more_fetches_from_here(play):
     assert error.reason is Code.TOO_MANY
 
 
-@field("max_parked")
-async def no_more_fetches_wait_for_their_offers(play):
-    await play.pair(prefill={"max_parked": 1})
-    play.start("r")
-    await asyncio.sleep(1)
-    error = await fails(play.start("s", [5, 6]), RefusedError)
-    assert error.reason is Code.TOO_MANY
-    assert "max_parked=1" in str(error)
-
-
-@field("max_streams")
-async def no_more_streams_of_peers(play):
-    await play.pair(prefill={"max_streams": 1})
-    await play.bring("r")
-    second = await play.worker("second", play.target)
-    error = await fails(second.start_fetch(play.ticket("s"), [5, 6], tokens=range(8)), UnreachableError)
-    assert "max_streams=1" in str(error)
-    assert error.retry_after == 1.0
-    await play.bring("t")  # the first one's is untouched
-    await play.decode.aclose()
-    await asyncio.sleep(1)
-    play.prefill.offer("s", [1, 2], tokens=8)
-    await second.start_fetch(play.ticket("s"), [5, 6], tokens=range(8))
-
-
-@field("max_offers")
-async def no_more_offers(play):
-    await play.pair(prefill={"max_offers": 1})
-    offer = play.prefill.offer("r", [1], tokens=4)
-    with pytest.raises(RequestError, match="max_offers is 1"):
-        play.prefill.offer("s", [2], tokens=4)
-    await offer.withdraw()
-    play.prefill.offer("s", [2], tokens=4)
-
-
 class Counting(LoopbackTransport):
     """Notes the pieces and the bytes of every post."""
 
@@ -652,7 +514,7 @@ class Counting(LoopbackTransport):
 
 async def posts_of(play, **fabric):
     """What a whole request in one chunk is cut into."""
-    config = {"route": "direct", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
+    config = {"route": "direct", "chunk_bytes": "32KiB"}
     transport = Counting("prefill", play.network)
     play.prefill = await play.worker("prefill", play.source, transport=transport, fabric=fabric, **config)
     play.decode = await play.worker("decode", play.target, **config)

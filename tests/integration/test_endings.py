@@ -28,7 +28,7 @@ async def granted(prefill, tap, chunks):
 async def test_after_that_fires_late_begins_nothing(stage, route):
     """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
     source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20, close_timeout=20)
+    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20)
     gate = Gate()
     offer = prefill.offer("r", streaming=True)
     offer.extend([1, 2], tokens=range(8))
@@ -63,7 +63,7 @@ async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how, monk
         arena_bytes="8MiB",
         chunk_bytes="1KiB",
         decode={"window": 1000},
-        prefill={"send_share": 0.01},
+        prefill={"arena_bytes": "160KiB"},
     )
     ids = list(range(blocks))
     offer = prefill.offer("r", ids, tokens=4 * blocks, after=Gate())

@@ -205,13 +205,6 @@ async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs
     await quiet(prefill, decode)
 
 
-async def test_names_may_be_forgiven(stage, source, target):
-    prefill, decode = await stage.pair(
-        source, target, compat="geometry", prefill={"model": "a", "engine": "x"}, decode={"model": "b"}
-    )
-    await works(prefill, decode, source, target)
-
-
 async def test_a_cache_that_the_other_side_does_not_hold(stage):
     prefill, decode = await stage.pair(Cache(layers=[0]), Cache(layers=[0, 1]))
     prefill.offer("r", [1], tokens=4)
@@ -312,14 +305,14 @@ async def test_another_secret(stage, source, target):
 
 
 async def test_a_worker_that_does_not_answer_in_time(stage, source, target):
-    decode = await stage.worker("decode", target, handshake_timeout=0.05)
+    decode = await stage.worker("decode", target, connect_timeout=0.25)
     heard = []
     silent = await asyncio.start_unix_server(
         lambda *streams: heard.append(streams), decode.card.endpoint[5:] + ".silent"
     )
     ticket = {**decode.engine.ticket("r"), "endpoints": {"prefix": decode.card.endpoint + ".silent"}}
     try:
-        with pytest.raises(UnreachableError, match=r"no handshake within 0\.05 s"):
+        with pytest.raises(UnreachableError, match=r"no handshake within 1\.5 s"):
             await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
     finally:
         silent.close()
@@ -357,7 +350,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE.keys())
 async def test_strangers_disturb_nobody(stage, source, target, data, network):
-    prefill, decode = await stage.pair(source, target, prefill={"handshake_timeout": 3.0})
+    prefill, decode = await stage.pair(source, target, prefill={"connect_timeout": 0.5})
     network.hold("decode")
     offer = prefill.offer("r", [1], tokens=4)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4))

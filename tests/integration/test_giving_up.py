@@ -399,7 +399,7 @@ async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(s
 @pytest.mark.parametrize("again", ["fetch", "claim", "keep", "nothing"])
 def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_lease(tmp_path, again):
     async def scenario(one):
-        await one.pair(offer_lease=60.0, retry_window=2.0)
+        await one.pair(offer_lease=60.0)
         offer = one.prefill.offer("r", streaming=True)
         outcome, _ = await one.timed(one.start("r", timeout=1.0, keep=again == "keep"))
         assert isinstance(outcome, TransferTimeoutError)
@@ -440,7 +440,7 @@ async def fails(one, timeout, **options):
 )
 def test_who_tries_again_decides_anew_what_becomes_of_a_request(tmp_path, retry, kept):
     async def scenario(one):
-        await one.pair(offer_lease=60.0, retry_window=2.0)
+        await one.pair(offer_lease=60.0)
         offer = one.prefill.offer("r", streaming=True)
         await fails(one, 1.0)
         await asyncio.sleep(0.9)
@@ -466,7 +466,7 @@ def test_who_tries_again_decides_anew_what_becomes_of_a_request(tmp_path, retry,
 
 def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(tmp_path):
     async def scenario(one):
-        await one.pair(offer_lease=60.0, retry_window=2.0)
+        await one.pair(offer_lease=60.0)
         offer = one.prefill.offer("r", streaming=True)
         failed = await fails(one, 1.0)
         await one.decode.aclose()

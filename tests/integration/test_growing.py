@@ -58,7 +58,7 @@ async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer
 async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, route, steps):
     """None waits for the next layer, which is not computed yet."""
     source, target = Cache(layers=range(3)), Cache(layers=range(3), layout="HND")
-    sizes = {"chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
+    sizes = {"chunk_bytes": "1KiB"}
     prefill, decode = await stage.pair(source, target, route=route, **sizes)
     offer = prefill.offer("r", streaming=True)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)

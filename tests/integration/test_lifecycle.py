@@ -88,7 +88,7 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     """The others are told to stop, the fetch fails once, every byte comes back, and the same ticket works again."""
     tap = Tap(monkeypatch)
     sources, target = [Cache(heads=heads) for heads in split(4)], Cache(heads=range(8))
-    small = {"route": route, "revoke_timeout": 5, "window": 1, "chunk_bytes": 512, "in_place_chunk_bytes": 512}
+    small = {"route": route, "revoke_timeout": 5, "window": 1, "chunk_bytes": 512}
     ranks, _ = await stage.engine("prefill", sources, **small)
     decode = await stage.worker("decode", target, **small)
     ticket = ranks[0].engine.ticket
@@ -218,7 +218,7 @@ def test_any_order_twice(tmp_path, seed):
 
     async def scenario(one):
         draw = random.Random(seed)
-        await one.pair(prefill={"unclaimed_timeout": 30}, decode={"heartbeat": 1})
+        await one.pair(prefill={"unclaimed_timeout": 30}, decode={"peer_timeout": 10})
         names, offers, transfers = [f"r{n}" for n in range(6)], {}, []
         free = [[n] for n in range(16)]
         for _ in range(120):

@@ -203,7 +203,7 @@ async def test_a_kind_of_memory_that_a_peer_does_not_know_is_not_mapped_and_anot
 
 async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target):
     source = Cache(layout="NHD", heads=range(4))
-    prefill, decode = await stage.pair(source, target, prefill={"in_place_chunk_bytes": 512})
+    prefill, decode = await stage.pair(source, target, prefill={"chunk_bytes": 512})
     ours, _ = await bring(prefill, decode, source, target)
     assert (ours.stats.route, ours.stats.chunks) == ("mapped", 6)
 

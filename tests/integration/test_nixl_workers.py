@@ -173,7 +173,6 @@ async def test_a_cancel_in_the_middle_leaves_the_blocks_alone_afterwards(far, ne
 
 
 QUICK: dict[str, Any] = {
-    "heartbeat": 0.2,
     "peer_timeout": 1.5,
     "revoke_timeout": 1.0,
     "offer_lease": 1.0,

@@ -33,8 +33,8 @@ from kvxfer import (
     Withdrawn,
 )
 
-PAUSED = {"heartbeat": 1.0, "peer_timeout": 5.0, "offer_lease": 5.0, "unclaimed_timeout": 5.0}
-FAST = {"heartbeat": 0.02, "peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
+PAUSED = {"peer_timeout": 5.0, "offer_lease": 5.0, "unclaimed_timeout": 5.0}
+FAST = {"peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
 TOKENS = range(8)
 
 
@@ -134,15 +134,13 @@ async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair)
 
 
 async def test_what_is_parked_is_bounded(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill={"max_parked": 2})
+    prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 2})
     waiting = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
     await parked(prefill, count=2)
     with refused(Code.TOO_MANY):
         await decode.fetch(prefill.engine.ticket("r2"), [2], tokens=range(4), timeout=5)
-    again = decode.start_fetch(prefill.engine.ticket("r1"), [3], tokens=range(4))  # of a request that is parked
-    await parked(prefill, count=4)
     offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(2)]
-    await asyncio.gather(*waiting, again, return_exceptions=True)
+    await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(await offer.released()) for offer in offers} == {Released}
 
 
@@ -178,7 +176,7 @@ def test_an_offer_that_nobody_claims_expires(tmp_path):
 @pytest.mark.parametrize("known", [False, True], ids=["reached for it", "connected before"])
 def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
     """The decode engine's own heartbeat is longer than any lease of the prefill engine, and than its patience."""
-    patient = {"heartbeat": 60.0, "peer_timeout": 200.0, "offer_lease": 200.0}
+    patient = {"peer_timeout": 200.0, "offer_lease": 200.0}
 
     async def scenario(one):
         await one.pair(prefill=FAST, decode=patient)
@@ -247,8 +245,8 @@ def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_pat
     """An engine that asks for frequent signs of life costs others nothing, whether they are there or not."""
 
     async def scenario(one):
-        often = {"heartbeat": 0.1, "peer_timeout": 5.0, "offer_lease": 5.0}
-        await one.pair(prefill=often, decode={"heartbeat": 4.0})
+        often = {"peer_timeout": 1.0, "offer_lease": 5.0}
+        await one.pair(prefill=often, decode={"peer_timeout": 40.0})
         seldom, lost = [await one.worker(name, Cache(), engine=name) for name in ("seldom", "lost")]
         wire = await one.wire_to(lost, "lost-wire")
         wire.silence()  # connected, and no answer
@@ -271,7 +269,7 @@ def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_pat
 
 def test_new_claims_put_off_no_renewal_and_add_none(tmp_path):
     async def scenario(one):
-        often = {"heartbeat": 0.1, "peer_timeout": 5.0, "offer_lease": 5.0}
+        often = {"peer_timeout": 1.0, "offer_lease": 5.0}
         await one.pair(prefill=often)
         one.wire.cut()
         one.decode.claim(one.ticket("r"))  # fails, and is tried again in a second
@@ -485,9 +483,7 @@ def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
     """However seldom this side would speak by itself."""
 
     async def scenario(one):
-        await one.pair(
-            prefill={"offer_lease": 25.0}, decode={"heartbeat": 60.0, "peer_timeout": 200.0, "offer_lease": 200.0}
-        )
+        await one.pair(prefill={"offer_lease": 25.0}, decode={"peer_timeout": 200.0, "offer_lease": 200.0})
         offer = one.prefill.offer("r", [1, 2], tokens=8)
         one.decode.claim(one.ticket("r"))
         await one.until(lambda: frames(one.prefill, "Claim"))
@@ -648,13 +644,16 @@ async def test_a_ticket_is_worth_nothing_after_the_release(pair):
     await quiet(*pair)
 
 
-async def test_an_id_is_used_once(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill={"max_offers": 2})
+async def test_an_id_is_used_once(stage, source, target, monkeypatch):
+    monkeypatch.setattr("kvxfer.config._MANY", 1)
+    prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
     offer = prefill.offer("r", [1], tokens=4)
     with pytest.raises(RequestError, match="is live"):
         prefill.offer("r", [2], tokens=4)
     again = prefill.offer("r", [2], tokens=4, attempt=1)
-    with pytest.raises(RequestError, match="max_offers is 2"):
+    for other in "pq":
+        prefill.offer(other, [3], tokens=4)
+    with pytest.raises(RequestError, match="max_transfers, which is 1"):
         prefill.offer("s", [2], tokens=4)
     await offer.withdraw()
     with pytest.raises(RequestError, match="just used"):

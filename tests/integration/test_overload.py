@@ -24,7 +24,7 @@ def sending(worker):
 
 
 async def test_one_peer_does_not_take_every_transfer(stage):
-    prefill = await stage.worker("prefill", Cache(), max_transfers=16, max_parked=16)
+    prefill = await stage.worker("prefill", Cache(), max_transfers=16)
     greedy = await stage.worker("greedy", Cache(blocks=32))
     modest = await stage.worker("modest", Cache())
     ticket = prefill.engine.ticket
@@ -47,7 +47,7 @@ async def test_one_peer_does_not_take_every_transfer(stage):
 
 
 async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
-    prefill = await stage.worker("prefill", Cache(), max_parked=16, unclaimed_timeout=0.3)
+    prefill = await stage.worker("prefill", Cache(), max_transfers=16, unclaimed_timeout=0.3)
     greedy, modest = await stage.worker("greedy", Cache()), await stage.worker("modest", Cache())
     claims = [greedy.claim(prefill.engine.ticket(f"g{n}")) for n in range(30)]
     heard = lambda: prefill.describe()["metrics"]["frames_received"]  # noqa: E731
@@ -67,9 +67,9 @@ def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
     clients, each, limit = 3, 80, 8
 
     async def scenario(one):
-        await one.pair(prefill={"max_transfers": limit, "max_parked": limit}, source=Cache(blocks=each))
+        await one.pair(prefill={"max_transfers": limit}, source=Cache(blocks=each))
         caches = [Cache(blocks=each) for _ in range(clients)]
-        decodes = [await one.worker(f"decode{n}", cache, fetch_timeout=60) for n, cache in enumerate(caches)]
+        decodes = [await one.worker(f"decode{n}", cache) for n, cache in enumerate(caches)]
         copied = [Copied(cache).bring(one.source, [*range(each)], [*range(each)], range(4 * each)) for cache in caches]
         most, refused, done = Counter(), Counter(), Counter()
 
@@ -145,7 +145,7 @@ def test_a_parked_fetch_whose_time_has_passed_is_dropped(tmp_path):
 async def test_thousands_of_claims_in_one_frame(stage):
     """One frame, no lag to speak of, and each of them renews its lease."""
     count = 4096
-    prefill = await stage.worker("prefill", Cache(), max_offers=count, max_parked=2 * count, offer_lease=30)
+    prefill = await stage.worker("prefill", Cache(), max_transfers=2 * count, offer_lease=30)
     decode = await stage.worker("decode", Cache())
     offers = [prefill.offer(f"r{n}", [1], tokens=4) for n in range(count)]
     kept = [decode.claim(prefill.engine.ticket(f"r{n}")) for n in range(count)]
@@ -205,18 +205,19 @@ def test_events_that_nobody_polls_are_bounded(network, monkeypatch):
         assert worker.poll(5)
 
 
-async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage):
+async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage, monkeypatch):
     """Each was counted before the first of them was let in, so that all were turned away."""
-    prefill = await stage.worker("prefill", Cache(), listen="tcp:127.0.0.1:0", max_streams=3)
+    monkeypatch.setattr("kvxfer.config._MANY", 1)
+    prefill = await stage.worker("prefill", Cache(), listen="tcp:127.0.0.1:0", max_transfers=1)
     where = prefill.card.endpoint.removeprefix("tcp:").rpartition(":")
     with contextlib.ExitStack() as stack:  # connected by the kernel, before the worker has a turn to accept any
-        socks = [stack.enter_context(socket.create_connection((where[0], int(where[2])))) for _ in range(5)]
+        socks = [stack.enter_context(socket.create_connection((where[0], int(where[2])))) for _ in range(6)]
         for sock in socks:
             sock.setblocking(False)
         said = [asyncio.create_task(asyncio.get_running_loop().sock_recv(sock, 1000)) for sock in socks]
         await eventually(lambda: sum(one.done() for one in said) == 2)
-        assert all(b"max_streams=3" in one.result() for one in said if one.done())
-        assert prefill.describe()["streams"] == 3
+        assert all(b"max_transfers=1" in one.result() for one in said if one.done())
+        assert prefill.describe()["streams"] == 4
         for one in said:
             one.cancel()
         await asyncio.wait(said)

@@ -271,7 +271,7 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
 
 async def test_the_decode_worker_vanishes_for_good(stage, source, target):
     """Nobody answers any more: the offer ends with its lease, and its blocks are free."""
-    fast = {"heartbeat": 0.02, "offer_lease": 0.2}
+    fast = {"offer_lease": 0.2}
     prefill, decode = await stage.pair(source, target, prefill={"route": "staged", **fast}, **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     never_come_back(decode)
@@ -307,7 +307,7 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
 
 def test_a_silent_peer_is_given_up(tmp_path):
     async def scenario(one):
-        await one.pair(heartbeat=0.05, peer_timeout=0.3)
+        await one.pair(peer_timeout=0.3)
         transfer = one.start("r")
         await one.until(lambda: one.prefill.describe()["sending"])
         fall_silent(one.prefill)

@@ -47,7 +47,7 @@ from kvxfer.protocol.session import Role
 from kvxfer.safety import rebuilding
 
 TOKENS = range(8)
-TIMES = {"heartbeat": 0.1, "peer_timeout": 0.4, "revoke_timeout": 2.0, "handshake_timeout": 1.0}
+TIMES = {"peer_timeout": 0.4, "revoke_timeout": 2.0}
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
 
 
 async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, source, target, monkeypatch):
-    prefill, decode = await stage.pair(source, target, route="staged", **{**TIMES, "handshake_timeout": 5.0})
+    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     with monkeypatch.context() as patch:
         kept = hear_later(Role.SERVER, patch)
         fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
@@ -426,7 +426,7 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
 
 
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
-    worker = await stage.worker("w", target, heartbeat=1.0, peer_timeout=50.0, revoke_timeout=20.0)
+    worker = await stage.worker("w", target, peer_timeout=50.0, revoke_timeout=20.0)
     armed, capacity = timers(worker, monkeypatch), worker.describe()["arena"]["receive"].capacity_bytes
     leave = rebuild(worker, urgent=False)
     assert armed[-1] == pytest.approx(50, abs=1)

@@ -158,11 +158,6 @@ SETTINGS = {
         {"route": "staged"},
         {"route": ("staged", "none")},
     ),
-    "in place alone, and that is off": (
-        {"arena_bytes": 0, "route": "direct"},
-        {"route": "auto", "max_in_place_bytes": 0},
-        {"route": ("auto", "pull")},
-    ),
     "chunks of the decode rank too small, and no other route": (
         {},
         {"chunk_bytes": 512, "route": "staged"},

@@ -15,7 +15,7 @@ from kvxfer import Code, FailureReport, KvxferError, MemoryInDoubt, Step, Transf
 
 TOKENS = range(8)
 INTO = [3, 4]
-PAIR = {"route": "staged", "revoke_timeout": 0.2, "window": 1, "chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
+PAIR = {"route": "staged", "revoke_timeout": 0.2, "window": 1, "chunk_bytes": "1KiB"}
 CASES = {}
 
 

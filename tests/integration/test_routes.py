@@ -90,7 +90,7 @@ async def test_a_request_larger_than_the_arena_goes_through_it(stage):
 
 async def test_chunks_of_different_ends_agree(stage, route):
     source, target = Cache(blocks=32), Cache(blocks=32)
-    sizes = {"chunk_bytes": "8KiB", "in_place_chunk_bytes": "8KiB"}
+    sizes = {"chunk_bytes": "8KiB"}
     prefill, decode = await stage.pair(source, target, route=route, prefill=sizes)
     await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(9, 126), offered=128)
 
@@ -225,7 +225,7 @@ async def test_the_route_is_one_that_both_can(stage, prefill, decode, taken):
 async def test_auto_takes_few_large_pieces_one_by_one_and_stages_many_small_ones(stage, layout, taken):
     """At the first transfer of a pair, by the profile alone."""
     many, source, target = list(range(128)), Cache(blocks=128), Cache(blocks=128, layout=layout)
-    sizes = {"arena_bytes": "16MiB", "chunk_bytes": "1MiB", "in_place_chunk_bytes": "1MiB"}
+    sizes = {"arena_bytes": "16MiB", "chunk_bytes": "1MiB"}
     prefill, decode = await stage.pair(source, target, **sizes)
     result, _ = await move(prefill, decode, source, target, many, many, range(512))
     assert result.stats.route == taken
@@ -338,7 +338,7 @@ async def test_200_fetches_at_once(stage, route):
 @pytest.mark.parametrize("route", ["mapped", "staged", "direct", "pull"])
 async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
     """All chunks of both wait for their blocks; then the small one takes its turn after a few of the large one's."""
-    shared, cut = route == "mapped", {"in_place_chunk_bytes": "1KiB", "chunk_bytes": "1KiB", "window": 1024}
+    shared, cut = route == "mapped", {"chunk_bytes": "1KiB", "window": 1024}
     source, target = Cache(blocks=130, shared=shared), Cache(blocks=130, shared=shared, layout="HND")
     prefill, decode = await stage.pair(source, target, route=route, **cut)
     ready, many = Gate(), list(range(128))

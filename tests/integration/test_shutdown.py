@@ -213,7 +213,7 @@ async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):
 @pytest.mark.parametrize("call", ["close", "renew"])
 async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(network, caplog, call):
     transport = Stuck("p", network, call)
-    config = Config(**{**DEFAULTS, **SOON, "close_timeout": 0.2, "heartbeat": 0.1, "peer_timeout": 0.3})
+    config = Config(**{**DEFAULTS, **SOON, "peer_timeout": 0.3})
     async with Worker(Cache().tensors, config, transport=transport) as worker:
         if call == "renew":
             rebuild(worker)
@@ -228,7 +228,7 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
 
 async def test_opening_can_be_cancelled_where_the_transport_does_not_return(network, caplog):
     transport = Stuck("p", network, "register")
-    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"close_timeout": 0.2}), transport=transport)
+    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"revoke_timeout": 0.2}), transport=transport)
     opening = asyncio.ensure_future(worker.__aenter__())
     await eventually(transport.inside.is_set)
     opening.cancel()
@@ -273,7 +273,7 @@ async def test_events_that_never_fire_do_not_keep_anything(network):
 
 
 async def test_strangers_do_not_outlive_the_worker(network):
-    async with make("p", Cache(), network, handshake_timeout=60) as worker:
+    async with make("p", Cache(), network) as worker:
         reader, writer = await asyncio.open_unix_connection(worker.card.endpoint[5:])
         await eventually(lambda: handshakes(worker))
     assert await reader.read() == b""
@@ -283,7 +283,7 @@ async def test_strangers_do_not_outlive_the_worker(network):
 async def test_closing_while_connecting(network):
     """A peer that says nothing is not waited for by who needs nothing of it any more."""
     quiet_server = []
-    decode = make("d", Cache(), network, handshake_timeout=60, revoke_timeout=30, close_timeout=30)
+    decode = make("d", Cache(), network, revoke_timeout=30)
     async with decode:
         path = decode.card.endpoint[5:] + ".silent"
         server = await asyncio.start_unix_server(lambda *streams: quiet_server.append(streams), path)

@@ -26,12 +26,10 @@ from kvxfer.copy.port import Direction
 TOKENS = range(8)
 SLACK = 0.05
 TIMES = {
-    "heartbeat": 1.0,
     "peer_timeout": 7.0,
     "revoke_timeout": 3.0,
     "offer_lease": 11.0,
     "drain_timeout": 4.0,
-    "close_timeout": 2.5,
 }
 BOUNDS = Config(**TIMES).bounds()
 SIDES = [

@@ -62,7 +62,7 @@ async def refused(awaitable, error: type[Exception] = UnreachableError):
     began = time.monotonic()
     with pytest.raises(error) as caught:
         await awaitable
-    assert time.monotonic() - began < DEFAULTS["handshake_timeout"] / 2
+    assert time.monotonic() - began < DEFAULTS["connect_timeout"]
     return str(caught.value)
 
 
@@ -163,19 +163,19 @@ async def test_an_expired_certificate_is_refused(stage, authority, said, expired
 
 async def test_a_listener_that_says_nothing_is_left_in_time(stage, authority):
     """The kernel connects at once, so the bound is that of the handshake and not that of connecting."""
-    decode = await stage.worker("decode", Cache(), tls=authority.issue(), handshake_timeout=0.5, connect_timeout=0.1)
+    decode = await stage.worker("decode", Cache(), tls=authority.issue(), connect_timeout=0.1)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         host, port = deaf.getsockname()
         ticket = decode.engine.ticket("r") | {"endpoints": {"prefix": f"tcp:{host}:{port}"}}
         began = time.monotonic()
         with pytest.raises(UnreachableError, match="handshake"):
             await decode.fetch(ticket, [3], tokens=range(4))
-        assert 0.4 < time.monotonic() - began < 10
+        assert 0.5 < time.monotonic() - began < 10
     await eventually(lambda: not handshakes(decode))
 
 
 async def test_a_stranger_that_says_nothing_is_cut_off_in_time(stage, authority):
-    first, _, bring = await pair(stage, authority.issue(), authority.issue(), handshake_timeout=0.5)
+    first, _, bring = await pair(stage, authority.issue(), authority.issue(), connect_timeout=0.2)
     async with stranger(first) as (reader, _):
         await eventually(lambda: handshakes(first) == 1)
         await bring("r")  # others are served meanwhile
@@ -194,7 +194,7 @@ async def test_who_only_looks_whether_the_port_is_open_is_no_warning(stage, auth
 
 
 async def test_closing_ends_handshakes_under_way(stage, authority):
-    first, _, _ = await pair(stage, authority.issue(), authority.issue(), handshake_timeout=20)
+    first, _, _ = await pair(stage, authority.issue(), authority.issue())
     async with stranger(first) as (reader, _):
         await eventually(lambda: handshakes(first) == 1)
         began = time.monotonic()

@@ -190,7 +190,7 @@ def test_a_file_of_settings_is_a_path(file):
 
 
 async def test_the_first_claim_begins_the_lease(stage):
-    prefill, decode = await stage.pair(Cache(), Cache(), unclaimed_timeout=60, offer_lease=1.1, heartbeat=0.5)
+    prefill, decode = await stage.pair(Cache(), Cache(), unclaimed_timeout=60, offer_lease=1.1)
     offer = prefill.offer("r", [1], tokens=4)
     claim = decode.claim(prefill.engine.ticket("r"))
     await eventually(lambda: entry(offer).engine)

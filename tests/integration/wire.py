@@ -14,7 +14,7 @@ from stage import Cache, Copied
 from kvxfer import Config, Worker
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 
-SIZES = {"arena_bytes": "64KiB", "chunk_bytes": "2KiB", "in_place_chunk_bytes": "2KiB"}
+SIZES = {"arena_bytes": "64KiB", "chunk_bytes": "2KiB"}
 
 
 class Wire:

@@ -22,18 +22,15 @@ TOKENS = range(5, ASKED * 16 - 3)
 SIZES: dict[str, Any] = {
     "arena_bytes": "8MiB",
     "chunk_bytes": "256KiB",
-    "in_place_chunk_bytes": "256KiB",
     "window": 3,
     "secret": "of both engines, as the tests say",
 }
 QUICK: dict[str, Any] = {
-    "heartbeat": 0.3,
     "peer_timeout": 3.0,
     "revoke_timeout": 1.5,
     "offer_lease": 3.0,
     "no_progress_timeout": 3.0,
     "connect_timeout": 2.0,
-    "handshake_timeout": 5.0,
     "drain_timeout": 0.0,
 }
 STARVED_SECONDS = 3.0

@@ -15,7 +15,6 @@ from kvxfer.tickets import EngineCard, Issuer
 SIZES: Mapping[str, Any] = {
     "arena_bytes": "256KiB",
     "chunk_bytes": "24KiB",
-    "in_place_chunk_bytes": "24KiB",
     "window": 3,
     "drain_timeout": 1.0,
 }

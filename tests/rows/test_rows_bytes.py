@@ -103,7 +103,7 @@ async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: py
     route, chunk_bytes = route_in_turn(name), rng.choice(CHUNKS[large])
     request = Request.of(case)
     world = World.of(case, Request(request.tokens, request.offered + 17))  # pools for the longest that is drawn
-    sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes, "in_place_chunk_bytes": chunk_bytes}
+    sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes}
     tickets = issuer(await ranks.prefill_of(world, **sizes), KEY)
     await ranks.decode(world, **sizes)
     watch_all(ledger, world, ranks.workers)
@@ -164,7 +164,7 @@ async def test_what_is_converted_crosses_once_as_the_narrower_of_two_dtypes(
     monkeypatch.setattr("kvxfer.worker.Mover", recording_mover(ledger))
     given = Stored(src, "head", blocks=14, block_tokens=16)
     ours = Stored(dst, "tensor", seed=2, blocks=6, block_tokens=64, layout="HND")
-    sizes = {**SIZES, "chunk_bytes": chunk_bytes, "in_place_chunk_bytes": chunk_bytes, "route": route}
+    sizes = {**SIZES, "chunk_bytes": chunk_bytes, "route": route}
     tickets = issuer(await storing.open("prefill", [given], network=network, **sizes), KEY)
     await storing.open("decode", [ours], network=network, convert=True, **sizes)
     (prefill, decode), (theirs, mine) = storing.workers, storing.caches

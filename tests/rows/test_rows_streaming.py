@@ -25,7 +25,7 @@ from kvxfer.protocol.transfer import SendState
 
 Mask = NDArray[np.bool_]
 
-SIZES = {"arena_bytes": "128KiB", "chunk_bytes": "24KiB", "in_place_chunk_bytes": "24KiB"}
+SIZES = {"arena_bytes": "128KiB", "chunk_bytes": "24KiB"}
 SMALLEST_STEP = 2
 """Tokens of the smallest chunk by tokens: of a shorter step such a small request would have too many."""
 

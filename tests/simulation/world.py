@@ -26,16 +26,13 @@ from kvxfer.tickets import EngineCard, Issuer
 BLOCKS = 20
 HEADS = 4
 TIMES = {
-    "heartbeat": 0.05,
     "peer_timeout": 0.25,
     "revoke_timeout": 0.1,
     "offer_lease": 0.4,
     "unclaimed_timeout": 0.5,
-    "handshake_timeout": 0.2,
     "connect_timeout": 0.1,
     "no_progress_timeout": 0.15,
     "drain_timeout": 0.1,
-    "close_timeout": 0.1,
 }
 """Short, since a heartbeat costs as much real time in virtual time as anywhere."""
 SHAPES = [(1, 1)] * 6 + [(2, 1)] * 2 + [(1, 2)] * 2 + [(2, 2)] + [(1, 1, 1)]
@@ -112,6 +109,7 @@ class World:
         errors: What went wrong, in words.
         trail: What was done, for whoever replays a seed.
         settings: Of every worker.
+        in_place_bytes: How many a peer may be writing in place at a time.
         layouts: Of which each engine has one.
         layers: How many there are.
         block_tokens: Of which each engine has one.
@@ -129,6 +127,7 @@ class World:
         self.tags = itertools.count(1)
         self.left: list[Rank] = []  # killed
         self.settings = self._draw_settings()
+        self.in_place_bytes = self.rnd.choice([2048, 1 << 20])
         self._folder = folder
         self._names = itertools.count()
         self.layouts = self.rnd.choice([["NHD", "HND"]] * 3 + [["MLA"]])
@@ -159,12 +158,10 @@ class World:
             "trust": "full",
             "arena_bytes": draw([2, 4, 8]) * 2 * chunk,
             "chunk_bytes": chunk,
-            "in_place_chunk_bytes": draw([512, 1024, 1 << 20]),
             "window": draw([1, 2, 4]),
             "route": draw(["auto"] * 4 + ["staged", "direct", "pull"]),
             "revoke_timeout": draw([0.05, 0.1]),
             "grant_lease": draw([0.005, 0.05, 0.3]),
-            "max_in_place_bytes": draw([2048, 1 << 20]),
         }
 
     @property
@@ -175,6 +172,7 @@ class World:
         """Open every engine; `shape` says how many ranks each has, if that is not to be drawn."""
         _make_sets_orderly(monkeypatch, self.loop)
         self.streams.install(monkeypatch)
+        inside.bound_in_place(self.in_place_bytes, monkeypatch)
         if self.apart:
             monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(self._names)} pid:[1]")
         if shape is None:

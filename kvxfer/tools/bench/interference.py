@@ -23,7 +23,7 @@ from kvxfer.tools.bench.device import Kind, sides, synchronize
 from kvxfer.tools.bench.layouts import plain
 from kvxfer.tools.bench.report import Chart, Report, Table
 from kvxfer.tools.bench.samples import GIGABYTE
-from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keep
+from kvxfer.tools.bench.standing import Tickets, introduce, keep
 from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
@@ -106,7 +106,7 @@ async def prefill(side: Side, spec: Interference) -> None:
         request = Request(order.seed, tuple(range(spec.blocks)))
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
-        config = settings(side, order.route, order.ctas, max_offers=AHEAD + 1)
+        config = settings(side, order.route, order.ctas)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             side.send(introduce(worker))
             keepers = keep(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens)

@@ -104,7 +104,7 @@ async def _offer(side: Side) -> None:
         request = draw(order.seed, _POOL, 1, source=True)
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
-        config = settings(side, order.route, None, max_offers=2 * order.requests)
+        config = settings(side, order.route, None, max_transfers=order.requests)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             began, names = time.perf_counter(), [str(number) for number in range(order.requests)]
             tokens, ids = order.layout.block_tokens, list(request.ids)

@@ -124,7 +124,7 @@ async def prefill(side: Side, spec: Load) -> None:
         request = Request(order.seed, tuple(range(spec.largest)))
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
-        config = settings(side, order.route, None, max_offers=AHEAD * order.slots + 1, max_transfers=2 * order.slots)
+        config = settings(side, order.route, None, max_transfers=AHEAD * order.slots)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             card, key = introduce(worker)
             lateness = Lateness()

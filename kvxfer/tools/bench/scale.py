@@ -130,7 +130,7 @@ class _Hub:
         cache = Slab("cpu", [(layout, _POOL)], source=True).cache(layout, _POOL)
         cache.write(Request(_SEED, (0,)))
         most = max(place.spec.transfers, _COUNTED, *place.spec.peers)
-        bounds = {"max_offers": 2 * most, "max_transfers": 2 * most, "request_memory": 1.0}
+        bounds = {"max_transfers": 2 * most}
         memory = {"arena_bytes": 64 * MIB, "chunk_bytes": MIB}
         return cls(await place.worker("hub", cache, loop="own", **memory, **bounds, **settings), layout)
 

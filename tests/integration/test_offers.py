@@ -33,7 +33,7 @@ from kvxfer import (
     Withdrawn,
 )
 
-PAUSED = {"peer_timeout": 5.0, "offer_lease": 5.0, "unclaimed_timeout": 5.0}
+PAUSED = {"peer_timeout": 10.0, "offer_lease": 10.0, "unclaimed_timeout": 10.0}
 FAST = {"peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
 TOKENS = range(8)
 

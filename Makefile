@@ -7,11 +7,14 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 3
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+TOOLS := $(addprefix tests/,tools bench demo deploy docs doctor examples release) \
+	$(addprefix tests/integration/,test_admin.py test_admin_page.py test_top.py)
+
 # without mkdocs-material's advertisement of its successor
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: house demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
-.PHONY: schema drawings licences
+.PHONY: house demo serve test check unit tools fuzz simulate network loops rows cancel faults soak format docs docs-serve
+.PHONY: pages clean schema drawings licences
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -22,25 +25,39 @@ serve: $(STAMP)
 
 test: check unit
 
+# the core and the integrations
 unit: $(STAMP)
-	$(SPREAD) $(ARGS)
+	$(SPREAD) $(addprefix --ignore=,$(TOOLS)) $(ARGS)
 
-# ten times the schedules of `make test`, and the mover's machine against its model, also with its bounds checked;
-# SEED=1234 replays that one of each, and says what was done in it
+# tools, documents, examples, deployment and release
+tools: $(STAMP)
+	$(SPREAD) $(TOOLS) $(ARGS)
+
+# forty times the schedules of `make test`, the mover's machine against its model, also with its bounds checked, and more
+# plans of the planner and of the interpreted kernel; SEED=1234 replays that one schedule of each, and says what was done
 simulate: $(STAMP)
-	SIMULATE_TIMES=10 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(SPREAD) tests/simulation \
+	SIMULATE_TIMES=40 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(SPREAD) tests/simulation \
 		$(if $(SEED),-n 0 -k test_schedules -s) $(ARGS)
-	$(if $(SEED),,MACHINE_STEPS=1000000 $(SPREAD) tests/copy/test_model.py)
+	$(if $(SEED),,WORLDS=300 $(SPREAD) tests/geometry/test_plan.py tests/geometry/test_conversion.py)
+	$(if $(SEED),,MACHINE_STEPS=1000000 KERNEL=all $(SPREAD) tests/copy/test_model.py tests/copy/test_kernel.py)
 	$(if $(SEED),,NUMBA_BOUNDSCHECK=1 MACHINE_STEPS=100000 $(SPREAD) tests/copy/test_model.py)
 
 # every scene on every route; `make test` plays a part of them
 network: $(STAMP)
 	NETWORK_SCENES=all $(SPREAD) tests/network $(ARGS)
 
+# every scene on asyncio's loop and on uvloop's; `make test` plays most cases on one of them
+loops: $(STAMP)
+	LOOPS=all $(SPREAD) tests/integration $(ARGS)
+
+# every pair of engines in two processes over NIXL; `make test` plays a third of them
+rows: $(STAMP)
+	ROWS=all $(SPREAD) tests/rows $(ARGS)
+
 cancel: $(STAMP)
 	CANCELLATIONS=all $(SPREAD) tests/integration/test_cancel_awaits.py --timeout=1800 $(ARGS)
 
-# every fault at every step on every route, and stalls of ten seconds; `make unit` takes 40 of them
+# every fault at every step on every route, and stalls of ten seconds; `make unit` takes 24 of them
 faults: $(STAMP) network
 	FAULTS=all $(SPREAD) tests/faults $(ARGS)
 
@@ -59,7 +76,7 @@ check: $(STAMP)
 house: $(STAMP)
 	PYTHONPATH=tests/house $(BIN)/python tests/house/sizes.py
 
-# the full count of what `make test` plays a tenth of
+# the full count, of which `make test` plays a part
 fuzz: $(STAMP)
 	FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz -s --timeout=3600 $(ARGS)
 

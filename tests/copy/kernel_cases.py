@@ -18,6 +18,9 @@ from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"
 
+MORE = os.environ.get("KERNEL") == "all"
+EXAMPLES = 25 if MORE else 8
+"""Of each kind of random plan: `make simulate` draws more."""
 NBYTES = 1 << 18
 copy_boxes: Any = kernel.copy_boxes
 SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
@@ -54,7 +57,7 @@ def check(make, *, ctas=3, tile=64) -> list[int]:
     return used
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), ctas=st.integers(1, 7), tile=st.sampled_from([32, 256, 4096]))
 def test_random_plans(seed, ctas, tile):
     most = 24 * tile  # the interpreter takes milliseconds for a tile
@@ -106,14 +109,13 @@ def test_rows_of_132_bytes_travel_in_wide_words_where_whole_and_in_narrow_ones_w
     assert sorted(check(make)) == [4, 16]
 
 
-@pytest.mark.parametrize("tile", [512, 4096])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "tile"),
     [
-        lambda *at: contiguous_rows(*at, rows=3, regions=2, row_bytes=4096, pool=4),
-        lambda *at: contiguous_rows(*at, rows=40, regions=2, row_bytes=48, pool=64),
-        lambda *at: head_split(*at, rows=3, regions=2, pool=3, row_bytes=64),
-        lambda *at: hnd_to_nhd(*at, rows=2, regions=2, pool=3),
+        (lambda *at: contiguous_rows(*at, rows=3, regions=2, row_bytes=4096, pool=4), 4096),
+        (lambda *at: contiguous_rows(*at, rows=40, regions=2, row_bytes=48, pool=64), 512),
+        (lambda *at: head_split(*at, rows=3, regions=2, pool=3, row_bytes=64), 4096),
+        (lambda *at: hnd_to_nhd(*at, rows=2, regions=2, pool=3), 512),
     ],
     ids=["4 KiB", "48 bytes", "head split", "HND to NHD"],
 )
@@ -134,7 +136,7 @@ def test_more_axes_than_a_box_has_today():
 
 # numpy, which interprets, warns where a number becomes infinite
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), ctas=st.integers(1, 7), tile=st.sampled_from([32, 256]))
 def test_random_plans_that_convert(seed, ctas, tile):
     dst = np.full(NBYTES, CANARY, np.uint8)
@@ -148,6 +150,8 @@ def test_random_plans_that_convert(seed, ctas, tile):
 @pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
 def test_every_element_is_converted_as_torch_does(src, dst):
     given = conversions.patterns(src)
+    if given.itemsize == 4 and not MORE:  # there are a million, and the host's code is put to all of them
+        given = given[::7].contiguous()
     for multiply, divide in ((1.0, 1.0), (0.0123, 1.7)):
         made = torch.zeros(len(given), dtype=getattr(torch, dst))
         at, to = given.data_ptr(), made.data_ptr()

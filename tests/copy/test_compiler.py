@@ -73,8 +73,9 @@ def test_it_is_compiled_once_and_then_loaded_by_every_process(tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b""), lambda file: os.truncate(file, 100)])
-@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize(
+    ("kind", "damage"), [("nbi", lambda file: file.write_bytes(b"")), ("nbc", lambda file: os.truncate(file, 100))]
+)
 def test_a_damaged_file_is_compiled_past_and_named(tmp_path, damage, kind, compiled_before):
     shutil.copytree(compiled_before, tmp_path / "kvxfer", dirs_exist_ok=True)
     for file in (tmp_path / "kvxfer").rglob(f"*.{kind}*" if kind == "nbc" else "*.nbi"):

@@ -61,8 +61,9 @@ class Progress:
         return self.world.outcomes[self.name]
 
 
-@pytest.mark.parametrize("width", [1, 2, 8, 64])
-@pytest.mark.parametrize("steps", [1, 2, 7, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("steps", "width"), [(1, 1), (2, 64), (7, 8), (63, 64), (64, 1), (64, 64), (65, 2), (65, 64), (200, 8), (200, 64)]
+)
 async def test_its_steps_follow_one_another(world, steps, width):
     flow = Progress(world, "f", steps, width=width)
     await world.run(1)
@@ -270,7 +271,7 @@ async def test_many_share_the_rows_of_steps(world):
     assert all(kind(one.outcome) == "done" and one.written() == 64 for one in flows)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 async def test_whatever_comes_in_whatever_order(world, seed):
     """Added, allowed, cancelled, finished, past its lease: what is told is what is there, and everything ends."""
     rng = random.Random(seed)

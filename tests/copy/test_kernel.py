@@ -46,6 +46,6 @@ def test_the_wide_variant_makes_16_byte_accesses(tmp_path):
 
 
 def test_importing_the_package_imports_neither_torch_nor_triton():
-    child("-c", "import sys, kvxfer.copy.mover, kvxfer.copy.walk; assert not {'torch', 'triton'} & set(sys.modules)")
+    nothing = "import sys, kvxfer.copy.mover, kvxfer.copy.walk; assert not {'torch', 'triton'} & set(sys.modules)"
     loaded = "'triton' in sys.modules"  # torch may import it by itself
-    child("-c", f"import sys, torch; before = {loaded}; import kvxfer.copy.cuda; assert before == ({loaded})")
+    child("-c", f"{nothing}; import torch; before = {loaded}; import kvxfer.copy.cuda; assert before == ({loaded})")

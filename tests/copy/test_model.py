@@ -10,7 +10,7 @@ import time
 import pytest
 from model import GpuModel, HostModel
 
-STEPS = int(os.environ.get("MACHINE_STEPS", "30000"))
+STEPS = int(os.environ.get("MACHINE_STEPS", "12000"))
 SEED = os.environ.get("MACHINE_SEED")
 AT_ONCE = 2500
 

@@ -735,13 +735,9 @@ def test_the_machine_has_what_it_reads_also_when_nobody_has_its_mover_any_more()
         machine.close()
 
 
-@pytest.mark.parametrize(
-    "threads",
-    [1, 3],
-)
-def test_a_process_that_ends_under_a_large_copy_ends_soon(threads):
+def test_a_process_that_ends_under_a_large_copy_ends_soon():
     """And nothing of it goes on while memory is taken down."""
-    ends_soon(LARGE.format(threads=threads))
+    ends_soon(LARGE.format(threads=3))
 
 
 def test_a_simulation_that_was_not_closed_does_not_disturb_the_end_of_its_process():

@@ -76,7 +76,7 @@ def same(found, expected):
     assert (found.nbytes, found.blanks, found.from_nic) == (expected.nbytes, expected.blanks, expected.from_nic)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS)
 def test_numbers_and_words_are_the_planners(seed):
     rng = Random(seed)
@@ -230,7 +230,7 @@ def outcome(make) -> Any:
         return type(error), str(error)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS)
 def test_what_is_refused_is_refused_with_the_planners_words(seed):
     rng = Random(seed)

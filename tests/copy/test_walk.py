@@ -41,7 +41,7 @@ def walk(request):
     return request.param
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_plans_equal_their_pieces(walk, seed):
     dst = canvas()
@@ -51,7 +51,7 @@ def test_random_plans_equal_their_pieces(walk, seed):
     np.testing.assert_array_equal(dst, want)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_pieces_are_those_of_the_formula(seed):
     plan, _, _ = random_plan(seed, 0, 0, NBYTES)
@@ -83,7 +83,7 @@ def test_common_layouts(make, flat, walk):
     np.testing.assert_array_equal(dst, want)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     row_bytes=st.one_of(st.integers(1, 40), st.integers(1000, 1050), st.sampled_from([4095, 4096, 4097])),
     gaps=st.tuples(st.integers(0, 70), st.integers(0, 70)),

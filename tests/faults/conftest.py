@@ -1,7 +1,6 @@
 """Puts this folder on the path, and that of the helpers `stage` and `far`."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
@@ -15,14 +14,14 @@ for folder in (HERE, HERE.parent / "integration"):
 pytest.register_assert_rewrite("faults", "ranks", "stall", "soak")
 
 from company import Company  # noqa: E402 - found by the lines above
+from faults import EVERYTHING  # noqa: E402
 
 collect_ignore_glob = [] if importlib.util.find_spec("nixl") else ["test_*.py"]  # all of them are about NIXL
-EVERYTHING = os.environ.get("FAULTS") == "all"
 
 
 @pytest.fixture(scope="session")
 def everything():
-    """Whether all cases are asked for (`make faults`), however long that takes."""
+    """Whether all cases are asked for."""
     return EVERYTHING
 
 

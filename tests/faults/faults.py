@@ -6,6 +6,7 @@ Three processes over NIXL: the *victim*, to which it happens; the *survivor*, wi
 
 import asyncio
 import itertools
+import os
 from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,8 @@ from steps import STEPS, Step
 
 from kvxfer import Config
 
+EVERYTHING = os.environ.get("FAULTS") == "all"
+"""Whether all cases are asked for (`make faults`), however long that takes."""
 QUICK: dict[str, Any] = {
     "peer_timeout": 1.0,
     "revoke_timeout": 0.5,

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-FRAMES = int(os.environ.get("FUZZ_FRAMES", "100000"))
+FRAMES = int(os.environ.get("FUZZ_FRAMES", "40000"))
 SEED = os.environ.get("FUZZ_SEED", "1")
 CASE = os.environ.get("FUZZ_CASE", "")
 

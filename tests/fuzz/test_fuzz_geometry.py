@@ -120,7 +120,7 @@ def some_ids(draw: Random):
 
 def test_bodies():
     made = 0
-    for number in range(max(600, campaign.FRAMES // 100)):
+    for number in range(max(1000, campaign.FRAMES // 100)):
         draw = Random(f"{campaign.SEED}/geometry/{number}")
         told = drawn(draw)
         identity = Identity("peer", b"e" * 16, b"i" * 16, 0, 1, 0b1111111, "kvxfer")

@@ -1,5 +1,6 @@
 """Plans that convert against the oracle: every element of random worlds, in place and through staging, bit for bit."""
 
+import os
 from collections import defaultdict
 from dataclasses import replace
 from random import Random
@@ -111,7 +112,10 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
     return moved
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+WORLDS = int(os.environ.get("WORLDS", "75")) * 2 // 5
+
+
+@settings(derandomize=True, deadline=None, max_examples=WORLDS)
 @given(st.integers(0, 1 << 32))
 def test_every_world_of_unequal_dtypes_agrees_with_the_oracle(seed: int) -> None:
     rng = Random(seed)

@@ -36,7 +36,7 @@ def addresses(view: View) -> set[int]:
     return {at + byte for at in found for byte in range(item)}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(drawn_views(), min_size=2, max_size=5))
 def test_it_is_exact(views: list[View]) -> None:
     sets = [addresses(view) for view in views]
@@ -46,7 +46,7 @@ def test_it_is_exact(views: list[View]) -> None:
     assert found is None or found in pairs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn_views())
 def test_the_form_without_gaps_holds_the_same_bytes(view: View) -> None:
     short = Bytes.of(*view)

@@ -1,6 +1,7 @@
 """The planner against the brute-force oracle: whole copies, staged chunks, merged pieces, both ends."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -27,8 +28,11 @@ from kvxfer.geometry import (
     resolve,
 )
 
+WORLDS = int(os.environ.get("WORLDS", "75"))
+"""`make simulate` plans four times as many."""
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+
+@settings(derandomize=True, deadline=None, max_examples=WORLDS)
 @given(st.integers(0, 1 << 32))
 def test_every_world_agrees_with_the_oracle(seed: int) -> None:
     rng = Random(seed)

@@ -52,7 +52,7 @@ def chunks(rng: Random, *, mixed: bool = False) -> Iterator[tuple[ChunkPlan, Ran
                 yield part, source, target
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32))
 def test_both_sides_of_any_pair_of_layouts_add_up_alike(seed: int) -> None:
     for part, _, _ in chunks(Random(seed)):
@@ -60,7 +60,7 @@ def test_both_sides_of_any_pair_of_layouts_add_up_alike(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32))
 def test_converted_elements_are_added_up_as_they_arrive(seed: int) -> None:
     for part, _, _ in chunks(Random(seed), mixed=True):
@@ -98,7 +98,7 @@ def by_the_protocol(chunk: ChunkPlan) -> bytes:
     return b"".join(number.to_bytes(8, "little") for number in [*regions, *rows])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 2**32))
 def test_they_are_what_the_protocol_says(seed: int) -> None:
     for part, _, _ in chunks(Random(seed)):
@@ -117,7 +117,7 @@ def hit(tensor: dict[str, Any], byte: int) -> tuple[int, str, int] | None:
     return tensor["layers"][at.get("layer", 0)], tensor["group"], at["block"] // tensor["ratio"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_bit_that_flips_anywhere_shows_and_is_named(seed: int) -> None:
     rng = Random(seed)
@@ -136,7 +136,7 @@ def test_a_bit_that_flips_anywhere_shows_and_is_named(seed: int) -> None:
         assert (found.layers, found.blocks) in [((layer,), {group: (block,)}) for layer, group, block in places]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32))
 def test_bytes_that_were_not_asked_for_do_not_count(seed: int) -> None:
     rng = Random(seed)

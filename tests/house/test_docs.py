@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvxfer"
 SKIPPED = {"build", "dist", "node_modules"}
@@ -66,9 +64,8 @@ def broken_links(path, text):
                 yield f"{target}: no such heading"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_local_links_resolve(path):
-    assert list(broken_links(path, path.read_text())) == []
+def test_local_links_resolve():
+    assert [(name(path), broken) for path in PAGES for broken in broken_links(path, path.read_text())] == []
 
 
 def test_the_rule_sees_a_broken_link():
@@ -77,15 +74,14 @@ def test_the_rule_sees_a_broken_link():
     assert list(broken_links(ROOT / "README.md", text)) == ["nowhere.md: no such file", "#another: no such heading"]
 
 
-@pytest.mark.parametrize("path", WRAPPED, ids=name)
-def test_lines_are_wrapped(path):
-    long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > COLUMNS and line[:1] != "|"]
-    assert long == []
+def test_lines_are_wrapped():
+    lines = [(name(path), n, line) for path in WRAPPED for n, line in enumerate(path.read_text().splitlines(), 1)]
+    assert [one for one in lines if len(one[2]) > COLUMNS and one[2][:1] != "|"] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_fences_are_closed(path):
-    assert len(re.findall(r"^(?:```|~~~)", path.read_text(), re.MULTILINE)) % 2 == 0
+def test_fences_are_closed():
+    fences = {name(path): re.findall(r"^(?:```|~~~)", path.read_text(), re.MULTILINE) for path in PAGES}
+    assert [page for page, marks in fences.items() if len(marks) % 2] == []
 
 
 def test_the_module_map_names_every_room_and_every_module_of_the_root():

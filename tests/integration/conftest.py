@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import importlib.util
+import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ ON_BOTH_LOOPS = {
     "test_shutdown",
     "test_tls",
 }
-"""Scenes that are played on asyncio's loop and on uvloop's, which shares no code with it."""
+"""Scenes that are played on asyncio's loop and on uvloop's, which shares no code with it: each case on one of the two
+that its name draws, so that both play every file; those about the loop itself, and all with `make loops`, on both."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,6 +47,22 @@ def pytest_asyncio_loop_factories(config, item):
 
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave each case one of its loops."""
+    if os.environ.get("LOOPS") == "all":
+        return
+    dropped = []
+    for item in items:
+        loop, _, case = item.name.partition("[")[2].partition("-")
+        if item.path.stem in ON_BOTH_LOOPS - {"test_loop"} and (loop := loop.strip("]")) in {"asyncio", "uvloop"}:
+            drawn = zlib.crc32(f"{item.originalname} {case}".encode()) % 2
+            if loop != ("asyncio", "uvloop")[drawn]:
+                dropped.append(item)
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(dropped)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture

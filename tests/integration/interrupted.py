@@ -87,4 +87,5 @@ def calls() -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     kvxfer.testing._STEP_SECONDS = TURN_SECONDS  # type: ignore[misc]
-    print({"awaits": awaits, "calls": calls}[sys.argv[1]]())
+    for what in sys.argv[1:]:
+        print({"awaits": awaits, "calls": calls}[what]())

@@ -296,9 +296,14 @@ async def leaves_the_block_by_an_error(transfer):
         raise TimeoutError
 
 
-@pytest.mark.parametrize("use", [awaits, leaves_the_block, leaves_the_block_by_an_error], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("means", [wait_for, timeout, fail_after, sibling], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+ROUTES = ("staged", "direct", "pull")
+MEANS = (wait_for, timeout, fail_after, sibling)
+USES = (awaits, leaves_the_block, leaves_the_block_by_an_error)
+EACH_TWO = [(route, means, USES[(r + m) % 3]) for r, route in enumerate(ROUTES) for m, means in enumerate(MEANS)]
+"""Every route with every means and every use, and each means with every use."""
+
+
+@pytest.mark.parametrize(("route", "means", "use"), EACH_TWO, ids=lambda v: getattr(v, "__name__", v))
 async def test_every_means_of_cancellation_waits_for_memory(stage, source, target, route, means, use):
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=5)
     prefill.offer("r", [1, 2], tokens=8)

@@ -366,30 +366,30 @@ async def evidence_is_waited_for_so_long(play):
     assert waited == about(4)
 
 
-@field("grant_lease", 49.0, 51.0)
+@field("grant_lease", 4.9, 5.1)
 async def a_grant_may_be_used_so_long(fires, play):
-    await play.pair(route="direct", decode={"grant_lease": 50})
+    await play.pair(route="direct", decode={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8, after=gate)
     transfer = play.start("r")
     await asyncio.sleep(fires)
     gate.fired = True
-    if fires < 50:
+    if fires < 5:
         await transfer
     else:
         error = await fails(transfer, TransferFailedError)
         assert error.reason is Code.TIMEOUT
 
 
-@field("grant_lease", 49.0, 51.0)
+@field("grant_lease", 4.9, 5.1)
 async def what_was_announced_may_be_read_so_long(fires, play):
-    await play.pair(route="pull", prefill={"grant_lease": 50})
+    await play.pair(route="pull", prefill={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8)
     transfer = play.start("r", after=gate)
     await asyncio.sleep(fires)
     gate.fired = True
-    if fires < 50:
+    if fires < 5:
         await transfer
     else:
         error = await fails(transfer, TransferFailedError)

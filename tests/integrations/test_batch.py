@@ -48,10 +48,9 @@ def alone(model):
     return expected
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
-    ("layout", "block_tokens", "divided"),
-    [("NHD", 16, {}), ("HND", 32, {}), ("HND", 16, {"cross_layer": True, "ranks": 2})],
+    ("attention", "layout", "block_tokens", "divided"),
+    [("eager", "NHD", 16, {}), ("sdpa", "HND", 32, {}), ("sdpa", "HND", 16, {"cross_layer": True, "ranks": 2})],
 )
 def test_sequences_that_come_and_go_are_as_if_alone(alone, attention, layout, block_tokens, divided):
     model = tiny_llama(SEED)

@@ -92,7 +92,7 @@ def test_the_reference_is_what_generate_gives(model, expected):
         assert len(set(expected[length].tokens)) > STEPS // 2  # no loop that would hide damage
 
 
-@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES[::3])
 def test_greedy_tokens_and_logits_equal_those_of_the_dynamic_cache(model, expected, layout, block_tokens):
     cache = pool(model, layout, block_tokens)
     for length in LENGTHS:
@@ -116,7 +116,7 @@ def test_the_attention_function_does_not_matter(expected, attention):
     assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
 
 
-@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES[1:3])
 def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected, layout, block_tokens):
     cache = pool(model, layout, block_tokens, num_blocks=20)
     live = {}
@@ -139,9 +139,11 @@ def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected, la
     assert cache.free_blocks == 20
 
 
-@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
-@pytest.mark.parametrize("cuts", [(1,), (16,), (7, 32), (15, 16, 17, 39)])
-def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, layout, block_tokens, cuts):
+@pytest.mark.parametrize(
+    ("shape", "cuts"), list(zip(SHAPES, [(1,), (16,), (7, 32), (15, 16, 17, 39)], strict=True)), ids=str
+)
+def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, shape, cuts):
+    layout, block_tokens = shape
     cache = pool(model, layout, block_tokens)
     sequence, ids, logits = Sequence([]), prompt(40), torch.empty(0)
     for start, stop in zip((0, *cuts), (*cuts, 40), strict=True):
@@ -341,7 +343,7 @@ def test_two_processes_build_the_same_weights(model):
         "from kvxfer.integrations.transformers import tiny_llama, weights_digest\n"
         f"print(weights_digest(tiny_llama({SEED})).hex())"
     )
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "77"}
+    env = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "77"}
     other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == weights_digest(model).hex()
 

@@ -25,11 +25,13 @@ CALLING = {"no_progress_timeout": 12.0}
 """Longer than the transport calls a host that does not answer."""
 
 
+FULL = pytest.mark.skipif(os.environ.get("NETWORK_SCENES") != "all", reason="runs with `make network`")
+
+
 def routes(*always):
     """Every route; those that are not named here only in a full run."""
-    full = pytest.mark.skipif(os.environ.get("NETWORK_SCENES") != "all", reason="runs with `make network`")
     return pytest.mark.parametrize(
-        "route", [route if route in always else pytest.param(route, marks=full) for route in ROUTES]
+        "route", [route if route in always else pytest.param(route, marks=FULL) for route in ROUTES]
     )
 
 
@@ -58,7 +60,7 @@ async def recovers(pair, *, quiet=True):
     await pair.succeeds("last", zone=0 if quiet else 2)
 
 
-@routes("direct")
+@routes()
 async def test_a_short_cut_is_ridden_out(pair):
     session = await pair.hosts.decode.session()
     await strike(pair, prefill=LOST, decode=LOST)
@@ -98,7 +100,7 @@ async def test_a_host_that_goes_leaves_nothing_in_doubt(hosts, route):
 
 
 @routes("direct")
-@pytest.mark.parametrize("how", ["timed out", "cancelled"])
+@pytest.mark.parametrize("how", [pytest.param("timed out", marks=FULL), "cancelled"])
 async def test_fetches_that_are_given_up_at_any_moment_end_at_once(pair, how):
     """Whatever the other host may be writing by then: this side helps it to end that."""
     usual, tries = await pair.succeeds("usual"), 8
@@ -133,7 +135,7 @@ async def test_one_frame_in_a_hundred_is_lost(pair):
     await pair.quiet()
 
 
-@routes("pull")
+@routes()
 async def test_every_frame_takes_fifty_milliseconds(pair):
     slow = Impairment(delay=0.05)
     await pair.hosts.cable.impair(prefill=slow, decode=slow)

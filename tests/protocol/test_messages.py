@@ -89,7 +89,7 @@ def structs(kind):
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_wire(kind):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(structs(kind))
     def survives(message):
         frame = encode(message)
@@ -100,13 +100,13 @@ def test_every_message_survives_the_wire(kind):
     survives()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(structs(AgentBody))
 def test_a_body_survives_the_wire(body):
     assert decode_body(encode_body(body)) == body
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=40))
 def test_noise_is_a_body_or_a_protocol_error(data):
     with contextlib.suppress(ProtocolError):

@@ -10,7 +10,7 @@ from kvxfer.protocol.messages import Reserve, Route
 from kvxfer.protocol.transfer import ReceiveState, SendState
 
 Pair.TestCase.settings = settings(
-    max_examples=500, stateful_step_count=20, deadline=None, suppress_health_check=[*HealthCheck]
+    max_examples=120, stateful_step_count=20, deadline=None, suppress_health_check=[*HealthCheck]
 )
 TestPair = Pair.TestCase
 

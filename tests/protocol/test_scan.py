@@ -59,7 +59,7 @@ def packable(value):
     return ok and (all(map(packable, value)) if isinstance(value, list) else True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(VALUES.filter(packable))
 def test_it_agrees_with_an_independent_encoder(value):
     data = packb(value)
@@ -69,7 +69,7 @@ def test_it_agrees_with_an_independent_encoder(value):
     assert head(b"\xc0" + data, 1)[:2] == (items[0].kind, items[0].value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(VALUES.filter(packable), st.data())
 def test_a_cut_is_found(value, data):
     packed = packb(value)
@@ -79,7 +79,7 @@ def test_a_cut_is_found(value, data):
     assert 0 <= caught.value.offset <= cut
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=60))
 def test_noise_is_items_or_a_scan_error(data):
     offsets = []

@@ -25,7 +25,7 @@ _NUMBERS = {name: number for number, name in enumerate(CASES)}
 
 
 def route_in_turn(name: str, *, ahead: int = 0) -> str:
-    """The routes take turns over the cases, so that every row of the catalogue meets each of them."""
+    """The routes take turns over the cases, and each test begins at another: a case meets all of them in the four."""
     return ROUTES[(_NUMBERS[name] + ahead) % len(ROUTES)]
 
 

@@ -119,7 +119,7 @@ async def opened(ranks: Sides, case: Case, route: str) -> tuple[Play, dict[str, 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> None:
-    route = route_in_turn(name)
+    route = route_in_turn(name, ahead=3)
     play, ticket = await opened(ranks, CASES[name], route)
     world, whole = play.world, range(play.world.request.offered)
     offers = [

@@ -1,8 +1,14 @@
-"""Every case of the catalogue as workers over NIXL, the two engines in two processes: every byte of every rank."""
+"""Cases of the catalogue as workers over NIXL, the two engines in two processes: every byte of every rank.
+
+In a quick run a third of the cases of each row: every one of them is moved within one process, by `test_rows_bytes` and
+`test_rows_streaming`.
+"""
 
 import asyncio
 import importlib.util
+import os
 from collections.abc import AsyncIterator, Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -10,15 +16,12 @@ import pytest
 from catalogue import CASES
 from far import Far
 from ranks import Request, World
-from sides import Sides, all_idle, issuer
+from sides import Sides, all_idle, issuer, route_in_turn
 from stage import KEY
 
 from kvxfer import READY, RefusedError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-
-NUMBERS = {name: number for number, name in enumerate(CASES)}
-BY_PIECE = ("direct", "pull")
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +56,32 @@ def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...]
     return tuple(map(tuple, found))
 
 
-@pytest.mark.parametrize("name", CASES)
+ROWS = [list(names) for _, names in groupby(CASES, lambda name: CASES[name].row)]
+CHOSEN = list(CASES) if os.environ.get("ROWS") == "all" else [name for names in ROWS for name in names[::3]]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
 async def test_every_byte_between_two_processes(far: Far, near: Sides, name: str) -> None:
-    """All cases staged and mapped, and each also on one of the routes that post every piece."""
     world = World.of(CASES[name])
     needed = [len(world.needs(rank)) for rank in world.decode]
     tickets = issuer(await far.prefill(name), KEY)
-    before = [rank.memory.copy() for rank in world.decode]
     expected = [world.expected(rank) for rank in world.decode]
-    for route in ("staged", "mapped", BY_PIECE[NUMBERS[name] % 2]):
-        request = f"{NUMBERS[name]} {route}"
-        for rank, memory in zip(world.decode, before, strict=True):
-            rank.memory[:] = memory
-        await far.offer_all(request, payload=b"token")
-        await near.decode(world, f"decode-{route}", route=route)
-        fetches = [
-            worker.fetch(tickets.ticket(request), rank.spans, tokens=world.request.tokens, after=READY, timeout=20)
-            for worker, rank in zip(near.workers[-len(world.decode) :], world.decode, strict=True)
-        ]
-        results = await asyncio.gather(*fetches)
-        for rank, memory in zip(world.decode, expected, strict=True):
-            assert np.array_equal(rank.memory, memory), f"rank {rank.number}: {(rank.memory != memory).sum()} bytes"
-        assert {(result.payload, result.stats.route) for result in results} == {(b"token", route)}
-        endings = await far.released_all(request)
-        assert {ending for ending, _ in endings} == {"Released"}
-        assert [result.stats.bytes for result in results] == needed
-        assert sum(stats.bytes for _, each in endings for stats in each) == sum(needed)
-        assert senders(endings, len(world.decode)) == world.case.senders
+    route = route_in_turn(name, ahead=1)
+    await far.offer_all(name, payload=b"token")
+    await near.decode(world, route=route)
+    fetches = [
+        worker.fetch(tickets.ticket(name), rank.spans, tokens=world.request.tokens, after=READY, timeout=20)
+        for worker, rank in zip(near.workers, world.decode, strict=True)
+    ]
+    results = await asyncio.gather(*fetches)
+    for rank, memory in zip(world.decode, expected, strict=True):
+        assert np.array_equal(rank.memory, memory), f"rank {rank.number}: {(rank.memory != memory).sum()} bytes"
+    assert {(result.payload, result.stats.route) for result in results} == {(b"token", route)}
+    endings = await far.released_all(name)
+    assert {ending for ending, _ in endings} == {"Released"}
+    assert [result.stats.bytes for result in results] == needed
+    assert sum(stats.bytes for _, each in endings for stats in each) == sum(needed)
+    assert senders(endings, len(world.decode)) == world.case.senders
     assert await far.intact()
     await all_idle(far, near)
 

@@ -1,7 +1,7 @@
 """How many schedules a run plays; all of them are numbered, and a number alone replays one.
 
-make test                       # 20,000: SIMULATIONS of whole workers, the rest models
-make simulate                   # ten times as many
+make test                       # 5,000: SIMULATIONS of whole workers, the rest models
+make simulate                   # forty times as many
 make simulate SEED=1234         # that one of each, with everything that was done in it
 """
 
@@ -10,10 +10,10 @@ import os
 TIMES = int(os.environ.get("SIMULATE_TIMES", "1"))
 SEED = os.environ.get("SIMULATE_SEED")
 
-CROWDS = 100 * TIMES
-"""Models that hypothesis draws, and shrinks what it finds; it draws 500 in `tests/protocol/test_pair.py` as well."""
-SIMULATIONS = 1_400
-MODELS = 20_000 - 600 - SIMULATIONS
+CROWDS = 25 * TIMES
+"""Models that hypothesis draws, and shrinks what it finds; it draws others in `tests/protocol/test_pair.py` as well."""
+SIMULATIONS = 400
+MODELS = 5_000 - SIMULATIONS
 """Models that a number draws."""
 BATCH = 100
 """Simulations in one test: a batch takes some seconds."""

@@ -11,7 +11,7 @@ import pytest
 
 import kvxfer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 UNREACHABLE = re.compile(
     r"NewConnectionError|Connection(?:Error|Reset)|Max retries|Temporary failure in name|timed? ?out|ProxyError"
     r"|SSLError|No matching distribution found for hatchling",

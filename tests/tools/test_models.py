@@ -6,8 +6,7 @@ import pytest
 
 from kvxfer.errors import GeometryError
 from kvxfer.tools.engine import Part, dtype_name, read_model
-
-from .published import CONFIGS
+from tests.geometry.published import CONFIGS
 
 PLAIN = CONFIGS["Llama-3.1-8B"]
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Interleave, PairPlan, group, resolve
 from kvxfer.tools.engine import EngineLayout, from_hf_config, scattered
-
-from .published import CONFIGS
+from tests.geometry.published import CONFIGS
 
 LLAMA = CONFIGS["Llama-3.2-1B"]
 NEMOTRON = CONFIGS["Nemotron-H-8B"]

@@ -14,7 +14,7 @@ from kvxfer.tools.engine import KNOWN_TYPES, EngineLayout, read_model
 from kvxfer.tools.plan import forecast, parse_engine
 from tests.geometry.published import CONFIGS
 
-PAGE = (Path(__file__).parents[1] / "docs/plan.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/plan.md").read_text()
 
 
 def section(title):

@@ -660,7 +660,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
-_CHUNK_BYTES: Final = 64 * MIB
+_CHUNK_BYTES: Final = 32 * MIB
 _IN_PLACE_CHUNK_BYTES: Final = 256 * MIB
 _CLOSE_SECONDS: Final = 5.0
 _MANY: Final = 4096
@@ -818,9 +818,9 @@ class Config(BaseSettings):
     arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
     """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
-    """Bytes of one chunk at most, or about that on routes in place. Left out, 64 MiB on the route `staged`, of a small
-    arena 32 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory."""
-    window: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Bytes of one chunk at most, or about that on routes in place. Left out, 32 MiB on the route `staged`, of a small
+    arena 16 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory."""
+    window: Annotated[int, Field(ge=1, le=1024)] = 6
     """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
     copy_ctas: Annotated[int, Field(ge=1, le=MAX_CTAS)] = 24
     """Thread blocks that a copy on a GPU may occupy; `Worker.occupy` changes it while the worker runs."""

@@ -54,7 +54,7 @@ def refusal(**arguments):
 
 def test_defaults_are_sound_and_named_so():
     config = Config()
-    assert (config.arena_bytes, config.chunk_bytes) == (512 * 2**20, 64 * 2**20)
+    assert (config.arena_bytes, config.chunk_bytes) == (512 * 2**20, 32 * 2**20)
     assert set(config.sources().values()) == {"default"}
 
 
@@ -67,10 +67,10 @@ def test_a_default_that_is_made_of_a_wrong_setting_is_not_named_too():
     ("arguments", "chunk"),
     [
         ({"arena_bytes": "256MiB"}, 32 << 20),
-        ({"arena_bytes": "4GiB"}, 64 << 20),
-        ({"arena_bytes": "64MiB"}, 32 << 20),
+        ({"arena_bytes": "4GiB"}, 32 << 20),
+        ({"arena_bytes": "64MiB"}, 16 << 20),
         ({"arena_bytes": "1KiB", "chunk_bytes": 512}, 512),
-        ({"arena_bytes": 0}, 64 << 20),
+        ({"arena_bytes": 0}, 32 << 20),
     ],
 )
 def test_chunks_are_cut_for_the_arena_unless_somebody_says(arguments, chunk):
@@ -148,7 +148,7 @@ def test_a_group_in_one_variable_yields_to_its_single_ones(environment):
 def test_a_config_is_read_once(environment):
     config = Config()
     environment(KVXFER_WINDOW="9")
-    assert config.window == 4
+    assert config.window == 6
     assert Config().window == 9
 
 

@@ -1,19 +1,15 @@
 """What a person meets who uses the library for the first time."""
 
 import inspect
-import io
 import logging
 import pydoc
 
 import pytest
 import torch
-from rich.console import Console
 from stage import DEFAULTS, Cache
 
-from kvxfer import CacheTensor, Config, GeometryError, MissingExtraError, Released, TransferState, Worker
+from kvxfer import CacheTensor, Config, GeometryError, Released, TransferState, Worker
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
-from kvxfer.tools.demo import run as demo
-from kvxfer.tools.demo.script import Script
 
 
 def worker(network, name, cache, **config):
@@ -67,10 +63,3 @@ def test_a_state_is_printed_by_its_name_and_compared_by_its_number():
     assert f"{TransferState.MOVING} {TransferState.DONE!s:>6}" == "MOVING   DONE"
     assert min(TransferState.MOVING, TransferState.WAITING) is TransferState.WAITING
     assert TransferState.DONE == 4
-
-
-def test_the_demo_says_at_once_what_it_lacks(monkeypatch):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    monkeypatch.setattr(demo, "_running", lambda *_: pytest.fail("it has begun"))
-    with pytest.raises(MissingExtraError, match="pip install transformers"):
-        demo.run(Script(), Console(file=io.StringIO()))

@@ -32,7 +32,7 @@ from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
 from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Keys
 
-TIMES = {"peer_timeout": 3, "revoke_timeout": 5}
+TIMES = {"peer_timeout": 3, "revoke_timeout": 5, "connect_timeout": 0.2}
 ROUTES = ["mapped", "direct", "staged"]
 
 

@@ -863,7 +863,8 @@ class Config(BaseSettings):
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict[str, str])
 
-    def __init__(self, config_file: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
+    # of any type for those who check types: `Config(**settings)` may be given a mapping of numbers
+    def __init__(self, config_file: Any = None, **arguments: Any) -> None:
         readings = _read(type(self), config_file, arguments)
         origins = {name: origin for reading in reversed(readings) for name, origin in reading.origins.items()}
         reset = _readings.set(readings)

@@ -590,7 +590,7 @@ class Receiver:
             self._ask_for_room(bound)
         if self._room is not None:
             token, agent = await self._named_turns() if grants.staged else (b"", "")
-            extent, self._room = self._room, None
+            extent, self._room, contended = self._room, None, grants.desk.contended
             ring = grants.hold(extent, most - 1, machine.granted)
             if ring:  # what is heard of chunks before there is a flow for them would be lost
                 self._turns = Turns(len(ring), machine.granted, token, agent)

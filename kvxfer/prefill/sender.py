@@ -651,13 +651,17 @@ class Sender:
         if run is None:
             run = self._run = _Run(self._shipped, terms, stop=self._shipped, allowed=terms.stop)
             await self._find_way(run, bound)
-        while run.stop < terms.stop and self._run is run and self.machine.state is SendState.MOVING:
+        while run.stop < terms.stop and self._has(run, terms) and self.machine.state is SendState.MOVING:
             # one, two, four: the mover begins while others are made
             await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
-        if self._run is run and self._granted and self._granted[0] is terms:
+        if self._has(run, terms) and self._granted and self._granted[0] is terms:
             self._granted.popleft()
             if run.allowed < terms.stop:
                 self._let_go_on(run, terms)
+
+    def _has(self, run: _Run, terms: _Terms) -> bool:
+        """Whether chunks are, or may still become, a part of what is moved: it may have been concluded meanwhile."""
+        return self._run is run and (run.allowed >= terms.stop or not run.finished)
 
     async def _look_ahead(self, bound: Bound) -> bool:
         """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""

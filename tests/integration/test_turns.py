@@ -7,6 +7,9 @@ from inside import keep_plans, pause_grants, resume_grants, take_all
 from stage import Cache, Copied, Gate, eventually, extents, quiet
 
 from kvxfer import KvxferError
+from kvxfer.plans.planning import Bound
+from kvxfer.prefill.sender import Sender
+from kvxfer.site import Site
 
 IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
 ROUTES = ["staged", "direct", "pull"]
@@ -122,6 +125,36 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
     gate.fired = True
     await first
     copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_next_one(stage, monkeypatch):
+    source, target = Cache(blocks=64), Cache(blocks=64)
+    prefill, decode = await stage.pair(source, target, route="staged", window=2)
+    make_bound, concluded = Bound.__init__, []
+
+    def with_rows(self, *given):
+        make_bound(self, *given)
+        object.__setattr__(self, "part_rows", 1)  # so that steps are made as where that takes long
+
+    async def plan(self, make, *, rows):
+        found, sender = make(), getattr(getattr(make, "func", None), "__self__", None)
+        if isinstance(sender, Sender) and sender._granted and (run := sender._run) is not None and run.flow is not None:
+            more, until = run.allowed < sender._granted[0].stop, asyncio.get_running_loop().time() + 0.2
+            while not (run.finished if more else len(sender._granted) > 1):
+                if asyncio.get_running_loop().time() >= until:  # nothing else is granted, or all has been
+                    break
+                await asyncio.sleep(0)
+            concluded.append(more and run.finished)
+        return found
+
+    monkeypatch.setattr(Bound, "__init__", with_rows)
+    monkeypatch.setattr(Site, "plan", plan)
+    copied = Copied(target).bring(source, range(64), range(64), range(256))
+    prefill.offer("r", list(range(64)), tokens=256)
+    await decode.fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256), timeout=20)
+    copied.check()
+    assert any(concluded)
     await quiet(prefill, decode)
 
 

@@ -663,6 +663,7 @@ _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which
 _CHUNK_BYTES: Final = 32 * MIB
 _IN_PLACE_CHUNK_BYTES: Final = 256 * MIB
 _CLOSE_SECONDS: Final = 5.0
+_HEARTBEAT_SECONDS: Final = 2.0
 _MANY: Final = 4096
 _SAMPLED_EVERY: Final = 16
 _SECRET_CHARACTERS: Final = 16
@@ -833,8 +834,8 @@ class Config(BaseSettings):
     """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, one in 16, or all."""
 
     peer_timeout: Patience = 20.0
-    """Silence after which a peer is in doubt. A tenth of it is the heartbeat: a frame is sent at least that often, more
-    often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
+    """Silence after which a peer is in doubt. A tenth of it, 2 s at most, is the heartbeat: a frame is sent that often,
+    and more often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
     revoke_timeout: Duration = 15.0
     """How long evidence that memory is safe is waited for before `MemoryInDoubt`."""
     grant_lease: Duration = 30.0
@@ -928,7 +929,7 @@ class Config(BaseSettings):
     @property
     def heartbeat(self) -> float:
         """Seconds after which a frame is sent at the latest: a peer's patience, or a lease, outlasts several."""
-        return min(self.peer_timeout, self.offer_lease) / 10
+        return min(_HEARTBEAT_SECONDS, self.peer_timeout / 10, self.offer_lease / 10)
 
     @property
     def handshake_timeout(self) -> float:

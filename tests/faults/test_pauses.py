@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 BACK_SECONDS = 2.0
 IMPATIENT = {"no_progress_timeout": 0.4}
-LEFT = {**IMPATIENT, **{name: QUICK[name] for name in ("peer_timeout", "revoke_timeout")}}
+LEFT = {**IMPATIENT, "peer_timeout": QUICK["peer_timeout"], "revoke_timeout": 2.0}
 """The stream is given up too, and the agent made anew."""
 
 

@@ -138,7 +138,7 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
     result = await transfer
     copied.check()
     assert result.stats.chunks > 5
-    assert [len(said.ring) for said in tap.of(Reserve) if said.ring][:2] == [1, 4]
+    assert [len(said.ring) for said in tap.of(Reserve) if said.ring][:2] == [1, 6]
     await quiet(prefill, decode)
 
 

@@ -91,7 +91,7 @@ def test_settings_and_commands_are_listed(site):
 
 
 def test_diagrams_in_mermaid_are_drawn(site):
-    for name in ("architecture", "serving", "performance"):
+    for name in ("architecture", "serving"):
         source = (ROOT / f"docs/{name}.md").read_text()
         drawn = (site / f"{name}.html").read_text()
         assert len(re.findall(r'<div class="drawing"[^>]*><svg', drawn)) == source.count("```mermaid") > 0

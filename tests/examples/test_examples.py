@@ -37,6 +37,7 @@ def running(name, *arguments, tmp_path, **options):
         text=True,
         cwd=tmp_path,
         env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a shell's background jobs ignore it
     )
     try:
         yield process

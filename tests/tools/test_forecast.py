@@ -114,7 +114,7 @@ def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
 
     assert taken() == (Route.MAPPED, 2)
     assert taken(chunk_bytes="1GiB", route="mapped") == (Route.MAPPED, 1)
-    assert taken(route="staged") == (Route.STAGED, 8)
+    assert taken(route="staged") == (Route.STAGED, 16)
     assert taken(trust="none")[0] is Route.STAGED
 
 

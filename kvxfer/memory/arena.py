@@ -833,21 +833,18 @@ class Arena:
     receiving: Share
 
     @classmethod
-    def split(cls, base: int, capacity: int, send_share: float = 0.5, alignment: int = MIN_ALIGNMENT) -> "Arena":
-        """Divide an allocation: the share for sending first, the share for receiving behind it.
+    def split(cls, base: int, capacity: int, alignment: int = MIN_ALIGNMENT) -> "Arena":
+        """Halve an allocation: the share for sending first, the share for receiving behind it.
 
         Args:
             base: Address of the first byte. If it is not aligned, the bytes up to the next aligned one stay unused.
             capacity: Bytes of the allocation. 0 switches the staged route off: every request is refused.
-            send_share: Fraction for sending, from 0 to 1, rounded down to the alignment; the rest is for receiving.
             alignment: Bytes; a power of two, at least 512.
 
         Raises:
-            ConfigError: `send_share` is outside 0 to 1, the alignment is no power of two or below 512, or the capacity
-                is negative, or positive and too small for a single aligned extent.
+            ConfigError: The alignment is no power of two or below 512, or the capacity is negative, or positive and too
+                small for a single aligned extent.
         """
-        if not 0.0 <= send_share <= 1.0:
-            raise ConfigError(f"send_share={send_share} must lie between 0 and 1")
         check_alignment(alignment)
         first = base + -base % alignment
         usable = (capacity - (first - base)) // alignment * alignment if capacity else 0
@@ -855,7 +852,7 @@ class Arena:
             raise ConfigError(
                 f"arena_bytes={capacity} holds no extent of {alignment} bytes; 0 switches the staged route off"
             )
-        sending = min(int(usable * send_share), usable) // alignment * alignment
+        sending = usable // 2 // alignment * alignment
         return cls(
             sending=Share("send", base=first, capacity=sending, alignment=alignment),
             receiving=Share("receive", base=first + sending, capacity=usable - sending, alignment=alignment),

@@ -553,20 +553,19 @@ class TestQuarantine:
 
 class TestArena:
     def test_the_shares_are_disjoint_aligned_and_fill_the_allocation(self):
-        arena = Arena.split(BASE, 1 << 20, send_share=0.25)
-        assert (arena.sending.base, arena.sending.capacity) == (BASE, 1 << 18)
-        assert (arena.receiving.base, arena.receiving.capacity) == (BASE + (1 << 18), 3 << 18)
+        arena = Arena.split(BASE, 1 << 20)
+        assert (arena.sending.base, arena.sending.capacity) == (BASE, 1 << 19)
+        assert (arena.receiving.base, arena.receiving.capacity) == (BASE + (1 << 19), 1 << 19)
         assert arena.enabled
         assert arena.capacity == 1 << 20
 
     @given(
         base=st.integers(0, 1 << 47),
         capacity=st.integers(1 << 17, 1 << 40),
-        fraction=st.floats(0, 1),
         alignment=st.sampled_from([512, 4096, 65536]),
     )
-    def test_any_split_stays_inside_and_is_aligned(self, base, capacity, fraction, alignment):
-        arena = Arena.split(base, capacity, fraction, alignment)
+    def test_any_split_stays_inside_and_is_aligned(self, base, capacity, alignment):
+        arena = Arena.split(base, capacity, alignment)
         for share in (arena.sending, arena.receiving):
             assert share.base % alignment == share.capacity % alignment == 0
         assert base <= arena.sending.base
@@ -589,8 +588,6 @@ class TestArena:
             {"base": 0, "capacity": 100},
             {"base": 0, "capacity": -1},
             {"base": 511, "capacity": 512},
-            {"base": 0, "capacity": 4096, "send_share": 1.5},
-            {"base": 0, "capacity": 4096, "send_share": math.nan},
             {"base": 0, "capacity": 4096, "alignment": 256},
             {"base": 0, "capacity": 4096, "alignment": 768},
             {"base": 0, "capacity": 4096, "alignment": 0},

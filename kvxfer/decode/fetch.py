@@ -37,6 +37,7 @@ from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import ROUTE_NAMES, Route, Status
+from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import Failure, ReceiveState
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
@@ -235,6 +236,10 @@ class Demand(Struct, frozen=True):
     written: Mapping[str, I64]
 
 
+def _peers(links: Sequence[Link | None]) -> list[PeerInfo | None]:
+    return [None if link is None else link.peer for link in links]
+
+
 class Fetch:
     """One fetch.
 
@@ -284,14 +289,23 @@ class Fetch:
     # --- from the ticket to the end
 
     def begin(self) -> None:
-        """Go."""
+        """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
+        links = self._known()
+        try:
+            if None not in links and (shares := self._site.plans.known_shares(_peers(links))) is not None:
+                self._ask(shares, links)
+        except KvxferError as error:
+            self._stop(error)
+        except BaseException as error:
+            self._abandoned(error)
+            raise
         name = f"kvxfer fetch {self.transfer.id}"
         self._task = self._site.tasks.spawn(self._run(), name, self._abandoned, spare=True)
 
     async def _run(self) -> None:
         try:
-            shares, links = await self._divided()
-            self._ask(shares, links)
+            if not self._asked:
+                self._ask(*await self._divided())
             if len(self.receivers) == 1:
                 (receiver,) = self.receivers
                 await receiver.run()
@@ -307,13 +321,11 @@ class Fetch:
 
     async def _divided(self) -> tuple[Sequence[tuple[Selection, ...]], Sequence[Link | None]]:
         """What is needed of each prefill rank, and the links to those that could be reached."""
-        site, role, ticket = self._site, self._role, self.demand.ticket
-        epoch = bytes.fromhex(ticket.epoch)
+        site, links = self._site, self._known()
         lost: KvxferError | None = None
-        links = [role.peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints]
         if None in links:
-            links, lost = await self._connected(epoch)
-        peers = [None if link is None else link.peer for link in links]
+            links, lost = await self._connected()
+        peers = _peers(links)
 
         def shares() -> Sequence[tuple[Selection, ...]]:
             try:
@@ -332,9 +344,16 @@ class Fetch:
             found = await site.plan(shares, rows=site.plans.shares_rows(peers))
         return found, links
 
-    async def _connected(self, epoch: bytes) -> tuple[list[Link | None], KvxferError | None]:
+    def _known(self) -> list[Link | None]:
+        """Links to all ranks; None for one that is not connected."""
+        ticket, known = self.demand.ticket, self._role.peers.known
+        epoch = bytes.fromhex(ticket.epoch)
+        return [known(endpoint, epoch) for endpoint in ticket.rank_endpoints]
+
+    async def _connected(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
         endpoints, peers = self.demand.ticket.rank_endpoints, self._role.peers
+        epoch = bytes.fromhex(self.demand.ticket.epoch)
         found = await asyncio.gather(*(peers.link(each, epoch) for each in endpoints), return_exceptions=True)
         lost: KvxferError | None = None
         links: list[Link | None] = []
@@ -359,9 +378,9 @@ class Fetch:
                 self.links.append(link)
                 if selections:
                     receiver = self._role.receiver(link, selections, self)
-                    self.transfer.expect(dict.fromkeys(receiver.layers, 1))
                     self.receivers.append(receiver)
                     receiver.ask()
+                    self.transfer.expect(dict.fromkeys(receiver.layers, 1))
                 else:
                     link.send(wire.Release(self.ref))
         finally:
@@ -381,10 +400,11 @@ class Fetch:
             site.custody.doubt(self.transfer.id)
         else:
             site.custody.release(self.transfer.id)
-        if self._error is None:  # before whoever awaits the fetch goes on, perhaps with another one
-            site.loop.call_soon(self._release)
+        if self._error is None:
             role.succeeded(self)
         self._tell()
+        if self._error is None:  # when whoever awaits the fetch has gone on, perhaps with another one
+            site.loop.call_soon(self._release)
         if self._unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
         elif self._error is not None and not (self.demand.keep or self._superseded):

@@ -193,8 +193,12 @@ class Link(asyncio.Protocol):
         stream = self._transport
         return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
-    def send(self, *messages: wire.Message) -> bool:
+    def send(self, *messages: wire.Message, soon: bool = False) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.
+
+        Args:
+            *messages: Which.
+            soon: They may wait for the end of this turn of the loop, or for what is sent before that.
 
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
@@ -205,7 +209,9 @@ class Link(asyncio.Protocol):
         for message in messages:
             session.send(message, self._runtime.now())
             self._handler.frames_sent[type(message).__name__] += 1
-        if not self._handling:
+        if soon:
+            self._loop.call_soon(self._flush)
+        elif not self._handling:
             self._flush()
         return True
 

@@ -1127,7 +1127,7 @@ def build_without(capability: Capability, monkeypatch: Any) -> None:
 def send_by(act: Callable[[Callable[..., bool], tuple[Message, ...]], bool], monkeypatch: Any) -> None:
     """Call `act(send, messages)` where messages are to be sent, which says whether the session is still there."""
     send = Link.send
-    monkeypatch.setattr(Link, "send", lambda link, *messages: act(partial(send, link), messages))
+    monkeypatch.setattr(Link, "send", lambda link, *messages, **how: act(partial(send, link, **how), messages))
 
 
 def hear_later(role: Role, monkeypatch: Any) -> list[Callable[[], None]]:

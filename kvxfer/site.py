@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
+from msgspec.structs import replace
+
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
@@ -546,6 +548,7 @@ class Site:
         lookouts: Tasks that look for evidence: closing does not wait for them, but has them look once more.
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
+        found: By incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped.
         draining: True once new work is refused.
         looking: Held while a thread looks at what a new peer holds.
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
@@ -584,6 +587,7 @@ class Site:
     lookouts: Tasks = field(default_factory=Tasks)
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
+    found: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
     draining: bool = False
     incarnation: bytes = field(init=False)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -654,6 +658,7 @@ class Site:
         """
         theirs = Capability(peer.identity.capabilities)
         self.here.add(peer.identity.incarnation)
+        self.found.clear()
         self.plans.meet(peer, agreed)
         if (desk := self.in_place_desks.get(peer.identity.incarnation)) is not None:
             desk.emptied = None
@@ -805,6 +810,7 @@ class Site:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
         self.here.discard(key)
+        self.found.clear()
         self.lanes.forget(peer)
         self.mappings.forget(peer)
         self.keys.forget(peer)
@@ -839,11 +845,22 @@ class Site:
             trusted: Whether this side shared its own.
             sending: Whether this rank is the prefill rank.
         """
+        key = peer.identity.incarnation, trusted, sending
+        before, means = self.found.get(key, (None, None))
+        if means is None or before is not peer:
+            means = self._means(peer, trusted=trusted, sending=sending)
+            self.found[key] = peer, means
+        if sending and means.mapped and self.mappings.why_not(peer):
+            means = replace(means, mapped=False)
+        return means
+
+    def _means(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> Means:
+        """The same, but for memory that could not be mapped."""
         theirs = peer.identity.capabilities
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
         if sending:
-            mapped = known and Mappings.offered(peer) and not self.mappings.why_not(peer)
+            mapped = known and Mappings.offered(peer)
         else:
             mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's

@@ -381,6 +381,13 @@ class RowSide:
         turn = self.chunk * self.of
         return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
 
+    def before(self, token: int) -> int:
+        """The same of one token: for numbers, of which there are few, arrays take longer."""
+        if self.of == 1:
+            return token
+        turns, rest = divmod(token, self.chunk * self.of)
+        return turns * self.chunk + min(max(0, rest - self.rank * self.chunk), self.chunk)
+
     def most(self, tokens: int) -> int:
         """How many token rows this rank holds of so many neighbouring tokens, at most."""
         turns, rest = divmod(tokens, self.chunk * self.of)

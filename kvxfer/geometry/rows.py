@@ -178,12 +178,11 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
         BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
     """
     groups = geometry.groups
-    if isinstance(blocks, Mapping):
-        given = dict(blocks)
-    elif len(groups) == 1:
-        given = dict.fromkeys(groups, blocks)
-    else:
+    if not isinstance(blocks, Mapping):
+        if len(groups) == 1:
+            return {name: _normal_span(name, blocks) for name in groups}
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
+    given = dict(blocks)
     if set(given) != set(groups):
         raise BlocksError(f"blocks= names the groups {sorted(given, key=str)}, but this cache has {sorted(groups)}")
     return {name: _normal_span(name, given[name]) for name in groups}
@@ -233,13 +232,14 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
         BlocksError: Naming the group, the position and the id.
     """
     for group, span in spans.items():
-        is_state, null = geometry.sides[group].is_state, geometry.sides[group].null_block
-        ids, limit = np.asarray(span.ids, np.int64), geometry.pool_ids[group]
+        side, ids, limit = geometry.sides[group], np.asarray(span.ids, np.int64), geometry.pool_ids[group]
+        is_state, null = side.is_state, side.null_block
         if ids.size == 0 and receiving and is_state:
             raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
         if ids.size == 0:  # whether a list is long enough is for those to say who know the tokens
             continue
-        if int(ids.view(np.uint64).max()) >= limit:  # as numbers without a sign, negative ones are beyond every limit
+        unsigned = ids.view(np.uint64)  # then negative ones are beyond every limit
+        if int(unsigned[unsigned.argmax()]) >= limit:
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
         if null is not None and is_state and (ids == null).any():
@@ -342,7 +342,7 @@ def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I
     and the last of them are inside, all are. The blocks of later ones may be unknown.
     """
     ids, unit, id_rows = at.kernel_blocks(np.asarray(span.ids)), at.tokens_per_row, at.block_ratio * at.block_tokens
-    first = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
+    first = at.before(span.first_token // unit)
     position = at.local(begin)
     if origin := first // id_rows * id_rows:
         position = position - origin

@@ -70,20 +70,18 @@ class _GroupBooks:
 
     def taken(self, ids: I64) -> int | None:
         """The position of the first of `ids` that is in the books; None if there is none."""
-        known = ids < len(self.marks)
-        found = known.copy()
-        found[known] = self.marks[ids[known]] != 0
+        if (most := int(ids[ids.argmax()])) >= len(self.marks):
+            self.marks = np.concatenate([self.marks, np.zeros(most + 1 - len(self.marks), np.int32)])
+        found = self.marks[ids] != 0
         if self.readers:
             found |= np.fromiter((block in self.readers for block in ids.tolist()), np.bool_, len(ids))
         first = int(found.argmax())
         return first if found[first] else None
 
     def write(self, ids: I64) -> bool:
-        """Mark `ids`, none of which is marked. False, and none is, if one of them is named twice."""
+        """Mark `ids`, none of which is `taken`. False, and none is, if one of them is named twice."""
         if not len(ids):
             return True
-        if (most := int(ids[ids.argmax()])) >= len(self.marks):
-            self.marks = np.concatenate([self.marks, np.zeros(most + 1 - len(self.marks), np.int32)])
         numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
         self.marks[ids] = numbers
         once = self.marks[ids].tobytes() == numbers.tobytes()  # of an id named twice only the last number is left
@@ -106,9 +104,8 @@ class Custody:
             BlocksError: the first such block; the message names its group, position in the list, id and holder.
         """
         for group, ids in blocks.items():
-            books = self._groups.get(group)
-            if books is not None and len(ids):
-                listed = np.asarray(ids, np.int64)
+            if len(ids):
+                listed, books = np.asarray(ids, np.int64), self._groups.get(group) or self._books(group)
                 if (at := books.taken(listed)) is not None:
                     raise self._clash_error(group, at, int(listed[at]), books)
 
@@ -218,7 +215,7 @@ class Custody:
         """Note what `holder` writes: all of it, or nothing."""
         done: list[str] = []
         for group, ids in blocks.items():
-            if not (self._groups.get(group) or self._books(group)).write(ids):
+            if not self._books(group).write(ids):
                 for other in done:
                     self._groups[other].marks[blocks[other]] = 0
                 raise _repeated_error(group, ids.tolist())

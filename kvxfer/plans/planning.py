@@ -119,11 +119,9 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
     for group, span in spans.items():
         ids, side = np.asarray(span.ids, np.int64), geometry.sides[group]
         if not side.is_state:
-            edges = np.asarray([span.first_token, tokens.start, tokens.stop], np.int64)
-            listed, start, stop = side.local(edges).tolist()
             size = side.id_tokens
-            origin = listed // size
-            first, last = max(0, start // size - origin), max(0, -(-stop // size) - origin)
+            origin, stop = side.before(span.first_token) // size, -(-side.before(tokens.stop) // size)
+            first, last = max(0, side.before(tokens.start) // size - origin), max(0, stop - origin)
             ids = ids[first : last if len(tokens) else first]
         written[group] = ids
     return written
@@ -149,7 +147,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
             continue
         unit = side.tokens_per_row
         id_rows = side.block_tokens * side.block_ratio
-        first, stop = side.local(np.asarray([span.first_token, tokens.stop], np.int64) // unit).tolist()
+        first, stop = side.before(span.first_token // unit), side.before(tokens.stop // unit)
         cover = (first // id_rows + count) * id_rows
         if len(tokens) and first < stop and cover < stop:
             whose = " of this rank's turns" if side.of > 1 else ""

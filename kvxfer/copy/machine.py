@@ -1035,7 +1035,7 @@ def _delay(state: Any, now: Any) -> Any:
     if state[LIVE] - state[LEFT_COUNT] - state[FLOW_COUNT] + state[EAGER] + state[DUE_COUNT] > 0:
         if waited < state[SPIN]:
             return 0
-        delay = min(max(waited // 8, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
+        delay = min(max(waited // 32, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
     if state[HELD] + state[LISTENING] != 0:
         delay = often if delay < 0 else min(delay, often)
     if state[WATCHED] != 0:

@@ -22,7 +22,7 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -68,6 +68,7 @@ _NO_LAUNCH: Final = (0,) * 10
 _NO_POST: Final = (0,) * (records.OF_FLOW - records.POST)
 _MEMORIES: Final = {"DRAM": 0, "VRAM": 1}
 _BROKEN: Final = frozenset({records.FAILED, records.IN_DOUBT})
+_MOST_NAMED: Final = 1024
 _PEER: Final = "peer"
 """What makes a peer, among owners, another than an owner of its name."""
 _DOING: Final = {Operation.READ: "read from", Operation.WRITE: "write to"}
@@ -765,7 +766,7 @@ class Mover:
 
     def _posting(self, copy: Copy, post: Post, peer: int) -> tuple[int, ...]:
         """What a record says from POST on."""
-        name, near, far = ctypes.create_string_buffer(post.peer.encode()), post.local, post.remote
+        name, near, far = _named(post.peer), post.local, post.remote
         here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
         copy.kept += [name, here, there]
         pieces, nbytes = self._limits
@@ -1351,9 +1352,15 @@ def _check(post: Post) -> None:
 
 def _turns(turns: Turns, kept: list[Any], peer: int) -> tuple[int, int, int, int, bytes]:
     """What the record of a flow says from PEER on."""
-    agent = ctypes.create_string_buffer(turns.agent.encode())
+    agent = _named(turns.agent)
     kept.append(agent)
     return ctypes.addressof(agent), peer, turns.places, turns.first, turns.token
+
+
+@lru_cache(_MOST_NAMED)
+def _named(agent: str) -> "ctypes.Array[ctypes.c_char]":
+    """An agent's name as C reads it. To make one takes long: its type is made with it, and is garbage after it."""
+    return ctypes.create_string_buffer(agent.encode())
 
 
 def _ns(until: float) -> int:

@@ -70,8 +70,6 @@ class _GroupBooks:
 
     def taken(self, ids: I64) -> int | None:
         """The position of the first of `ids` that is in the books; None if there is none."""
-        if (most := int(ids[ids.argmax()])) >= len(self.marks):
-            self.marks = np.concatenate([self.marks, np.zeros(most + 1 - len(self.marks), np.int32)])
         found = self.marks[ids] != 0
         if self.readers:
             found |= np.fromiter((block in self.readers for block in ids.tolist()), np.bool_, len(ids))
@@ -105,7 +103,8 @@ class Custody:
         """
         for group, ids in blocks.items():
             if len(ids):
-                listed, books = np.asarray(ids, np.int64), self._groups.get(group) or self._books(group)
+                listed = np.asarray(ids, np.int64)
+                books = self._books(group, listed)
                 if (at := books.taken(listed)) is not None:
                     raise self._clash_error(group, at, int(listed[at]), books)
 
@@ -167,7 +166,7 @@ class Custody:
             raise InvariantError(f"{holder} has blocks in the books already")
         taken = {group: _distinct(ids) for group, ids in blocks.items()}
         for group, ids in taken.items():
-            readers = self._books(group).readers
+            readers = self._books(group, ids).readers
             for block in ids.tolist():
                 readers.setdefault(block, []).append(holder)
         self._entries[holder] = _Entry(taken, in_doubt=True, reads=True)
@@ -205,17 +204,20 @@ class Custody:
             raise InvariantError(f"{holder} has no blocks in the books (any more)")
         return entry
 
-    def _books(self, group: str) -> _GroupBooks:
-        """A group's, begun when it is first named."""
-        if group not in self._groups:
-            self._groups[group] = _GroupBooks(np.zeros(0, np.int32))
-        return self._groups[group]
+    def _books(self, group: str, ids: I64) -> _GroupBooks:
+        """A group's, with a mark for each of these ids."""
+        books = self._groups.get(group)
+        if books is None:
+            books = self._groups[group] = _GroupBooks(np.zeros(0, np.int32))
+        if len(ids) and (most := int(ids[ids.argmax()])) >= len(books.marks):
+            books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
+        return books
 
     def _write(self, holder: str, blocks: dict[str, I64]) -> _Entry:
         """Note what `holder` writes: all of it, or nothing."""
         done: list[str] = []
         for group, ids in blocks.items():
-            if not self._books(group).write(ids):
+            if not self._books(group, ids).write(ids):
                 for other in done:
                     self._groups[other].marks[blocks[other]] = 0
                 raise _repeated_error(group, ids.tolist())

@@ -792,8 +792,8 @@ class Mover:
             target = copy.found.ctypes.data
         kept += [launches, words]
         return (
-            *(launches.ctypes.data, len(launches), self._ctas),
-            *(words.ctypes.data, len(words), int(gpu.near(job.tables, sums))),
+            *(launches.__array_interface__["data"][0], len(launches), self._ctas),
+            *(words.__array_interface__["data"][0], len(words), int(gpu.near(job.tables, sums))),
             *((gate.address, gate.generation) if gate is not None else _NOWHERE),
             int(job.tables.from_nic and gpu.flushes),
             *(_NOWHERE if copy.room is None else (copy.room[0].data_ptr(), copy.room[1].data_ptr())),

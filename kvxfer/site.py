@@ -553,6 +553,7 @@ class Site:
         looking: Held while a thread looks at what a new peer holds.
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
+        place_bytes: How large a chunk may be in staging memory that peers write.
     """
 
     config: Config
@@ -593,11 +594,13 @@ class Site:
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
+    place_bytes: int = field(init=False)
     rebuilds: Rebuilds = field(init=False)
 
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()
         self.now = self.runtime.now
+        self.place_bytes = min(self.config.chunk_bytes, self.receive_desk.share.capacity)
         self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 

@@ -239,10 +239,10 @@ _AHEAD_STAGED: list[Line] = [
         "decode",
         msgspec.structs.replace(
             _fetch([Route.STAGED]),
-            staging_lease_ms=30_000,
+            lease_ms=30_000,
             agreement=_AGREEMENT,
-            staging_address=_place(0).address,
-            staging_bytes=2 * CHUNK_BYTES,
+            ring=[Grant(_place(0).address, 2 * CHUNK_BYTES)],
+            ring_chunks=1,
         ),
     ),
     (

@@ -150,7 +150,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     bounds = (33_554_432, 10_000, 1 << 32)
     ahead = Fetch(1, TICKET, keys, GROUPS, 0, 48, [Route.MAPPED], *bounds, 30_000, 5 << 32 | 1, DIGEST)
     yield "fetch_that_grants_ahead", ahead
-    extent = (0, 0, DIGEST, 0x7F00_0000_0000, 65_536, 30_000)
+    extent = (30_000, 0, DIGEST, [PLACE, PLACE], 4, bytes(range(1, 17)))
     yield "fetch_that_grants_staging_ahead", Fetch(1, TICKET, keys, GROUPS, 0, 48, [Route.STAGED], *bounds, *extent)
     yield "fetch_that_is_traced", msgspec.structs.replace(ahead, trace=f"00-{MAC.hex()[:32]}-{MAC.hex()[:16]}-01")
     yield "accept_of_what_was_granted_ahead", Accept(1, Route.MAPPED, 8192, [], 2, 32, 1, DIGEST, "", True, 64)

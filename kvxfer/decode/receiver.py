@@ -163,7 +163,7 @@ class Grants:
     def __init__(self, site: Site, peer: PeerInfo) -> None:
         self.desk: Desk = site.receive_desk
         self.staged = True
-        self.ahead: Extent | None = None
+        self.ahead: Sequence[Extent] = ()
         self.ring: Sequence[Extent] = ()
         self.lease_ms = 0
         self._first = 0  # the chunk that the first place was for
@@ -179,38 +179,37 @@ class Grants:
         self.staged = staged
         self.desk = self._site.receive_desk if staged else self._site.in_place_desk(self._peer)
 
-    def take_ahead(self, nbytes: int) -> bool:
-        """Grant so much with the question, if it is free right now."""
+    def take_ahead(self, nbytes: int, most: int = 1) -> bool:
+        """Grant so much, up to so many times, with the question, if it is free right now."""
         extent = self.desk.take(self._peer.account, max(1, nbytes))
         if extent is not None:
-            self.desk.share.write(extent)
-            self.ahead = extent
+            self.ahead = self._more(extent, most)
             self.lease_ms = self.next_lease_ms()
         return extent is not None
 
     def use_ahead(self) -> None:
         """The peer uses what `Fetch` granted."""
-        if self.ahead is not None:
-            self.ring, self.ahead = [self.ahead], None
+        self.ring, self.ahead = self.ahead, ()
 
     def void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            self._give_back(ahead)
+        ahead, self.ahead = self.ahead, ()
+        for extent in ahead:
+            self._give_back(extent)
 
-    def hold(self, extent: Extent, more: int, chunk: int) -> list[wire.Grant]:
-        """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now.
+    def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
+        """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
+        self.ring, self._first = self._more(extent, most), chunk
+        return named(self.ring) if self.staged else []
 
-        The peer is about to hear of it.
-        """
+    def _more(self, extent: Extent, most: int) -> list[Extent]:
+        """An extent, and others like it as far as they are free right now; the peer is about to hear of them."""
         ring = [extent]
-        while len(ring) <= more and (another := self.desk.take(self._peer.account, extent.nbytes)) is not None:
+        while len(ring) < most and (another := self.desk.take(self._peer.account, extent.nbytes)) is not None:
             ring.append(another)
         for one in ring:
             self.desk.share.write(one)
-        self.ring, self._first = ring, chunk
-        return [wire.Grant(one.address, one.nbytes) for one in ring] if self.staged else []
+        return ring
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
@@ -237,10 +236,11 @@ class Grants:
             hands: Chunks in the peer's hands.
             lost: Whether it is lost.
         """
-        if self.ahead is not None and not lost:
+        if not lost:
             self.void_ahead()
-        elif self.ahead is not None and self.ahead.state is not ExtentState.QUARANTINED:
-            self.desk.quarantine(self.ahead, f"{self._peer.name} is silent")
+        for extent in self.ahead:
+            if extent.state is not ExtentState.QUARANTINED:
+                self.desk.quarantine(extent, f"{self._peer.name} is silent")
         if self.ring:
             self._settle(hands if lost else range(0))
 
@@ -261,6 +261,11 @@ class Grants:
 
     def _give_back(self, extent: Extent) -> None:
         (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
+
+
+def named(ring: Sequence[Extent]) -> list[wire.Grant]:
+    """Places as the peer is told of them."""
+    return [wire.Grant(one.address, one.nbytes) for one in ring]
 
 
 class _Said(Struct, eq=False):
@@ -336,10 +341,6 @@ class Receiver:
         # of a peer that was lost since it was looked up nothing is known any more
         self._routes: Final = site.routes(self.peer, trusted=link.trusted, sending=False) if link.is_open else []
         self._pair: PairPlan | None = None
-        ahead = self._grant_ahead()
-        name = f"{site.incarnation.hex()[:8]}-{number}"
-        self.exposure: Final = Exposure(site, link, name, self._safe, self._routes if ahead else ())
-        self.machine: Final = Receiving(number, ahead=ahead, staging=ahead and self.grants.staged)
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
@@ -370,6 +371,10 @@ class Receiver:
         self._leave: Callable[[], None] = no_hold
         self._grant_said: Final = _Said()
         self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
+        ahead = self._grant_ahead()
+        name = f"{site.incarnation.hex()[:8]}-{number}"
+        self.exposure: Final = Exposure(site, link, name, self._safe, self._routes if ahead else ())
+        self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self.grants.staged else 0)
 
     # --- what others ask
 
@@ -435,8 +440,7 @@ class Receiver:
     def ask(self) -> None:
         """Ask, and grant with the question what may be granted."""
         site, demand, grants = self.site, self._demand, self.grants
-        left, ahead = self._fetch.deadline - site.now(), grants.ahead
-        staging = ahead if grants.staged else None
+        left, ahead, turns = self._fetch.deadline - site.now(), bool(grants.ahead), self._turns
         message = wire.Fetch(
             transfer=self.transfer,
             ticket=self._fetch.ref,
@@ -445,21 +449,21 @@ class Receiver:
             token_start=demand.tokens.start,
             token_stop=demand.tokens.stop,
             routes=self._routes,
-            max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
+            max_extent_bytes=site.place_bytes,
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
             in_place_bytes=IN_PLACE_BYTES,
-            lease_ms=grants.lease_ms if staging is None else 0,
-            generation=0 if ahead is None else self.exposure.grant(mapped=Route.MAPPED in self._routes),
-            agreement=b"" if ahead is None else self._agreement,
-            staging_address=0 if staging is None else staging.address,
-            staging_bytes=0 if staging is None else staging.nbytes,
-            staging_lease_ms=0 if staging is None else grants.lease_ms,
+            lease_ms=grants.lease_ms,
+            generation=self.exposure.grant(mapped=Route.MAPPED in self._routes) if ahead else 0,
+            agreement=self._agreement if ahead else b"",
+            ring=named(grants.ahead) if grants.staged else [],
+            ring_chunks=self.machine.staging,
+            token=b"" if turns is None else turns.token,
             fenced=site.keys.has(self.peer),
             trace=self._fetch.trace,
         )
         if not self.link.send(message):  # lost since it was looked up: `lost` will not tell
             self.machine.ahead = False
-            grants.void_ahead()
+            self._void_ahead()
             self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
 
     async def run(self) -> None:
@@ -591,7 +595,7 @@ class Receiver:
         if self._room is not None:
             token, agent = await self._named_turns() if grants.staged else (b"", "")
             extent, self._room, contended = self._room, None, grants.desk.contended
-            ring = grants.hold(extent, most - 1, machine.granted)
+            ring = grants.hold(extent, most, machine.granted)
             if ring:  # what is heard of chunks before there is a flow for them would be lost
                 self._turns = Turns(len(ring), machine.granted, token, agent)
                 self._begin(machine.granted, self._turns)
@@ -625,17 +629,19 @@ class Receiver:
         """
         if self.checking is not None or self.machine.chunks - self.machine.granted == 1:
             return b"", ""
+        agent = self._agent()
+        if agent is not None and not agent.done():  # no longer than the loops would be late
+            await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=REPEAT_S)))
+        return _token(agent)
+
+    def _agent(self) -> "asyncio.Future[str] | None":
+        """The name of the peer's agent, once ours knows it; None if it will not."""
         if self._leave is no_hold:
             self._leave = self.site.lanes.hold(self.peer)
         try:
-            agent = self.site.lanes.connect(self.peer, self.link.renewals)
-            if not agent.done():  # no longer than the loops would be late
-                await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=REPEAT_S)))
-            if agent.done():
-                return b"\1" + token_bytes(TOKEN_BYTES - 1), agent.result()
-        except FabricError:  # it brings nothing but counts, which the loops can say
-            pass
-        return b"", ""
+            return self.site.lanes.connect(self.peer, self.link.renewals)
+        except FabricError:
+            return None
 
     def _ask_for_room(self, bound: Bound) -> None:
         """Ask for memory, or admission in place, that holds any chunk. It is waited for no longer than `_patience`."""
@@ -918,26 +924,35 @@ class Receiver:
         """On whose behalf things are copied. Its name: an owner is known for a while, and would keep the transfer."""
         return f"kvxfer receive {self.transfer}"
 
-    def _grant_ahead(self) -> bool:
-        """Take memory, or admission, for the whole transfer, to be granted with the question; whether there is some.
+    def _grant_ahead(self) -> int:
+        """Take memory, or admission, to be granted with the question; for how many chunks that is, if there is some.
 
-        That is so only if all of it may be under way at once; where a route in place comes first, the caller's blocks
-        may be written now; and where `STAGED` does, it is one chunk at the most.
+        Where a route in place comes first that is admission for the whole transfer, and only if the caller's blocks may
+        be written now. Where `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two
+        agents can tell each other of the turns that are taken in it.
         """
         site, demand, first = self.site, self._demand, self._routes[0] if self._routes else Route.UNKNOWN
         staged = first is Route.STAGED
         if not staged and (first not in IN_PLACE or not has_fired(demand.after)):
-            return False
-        pair = site.plans.incoming(self.peer, self._selections)
+            return 0
+        pair, most, token, agent = site.plans.incoming(self.peer, self._selections), 1, b"", ""
         nbytes = pair.most_staged_bytes(demand.tokens) if staged else pair.most_bytes(demand.spans, demand.tokens)
-        if staged and max(1, nbytes) > site.config.chunk_bytes:
-            return False
+        grants = self.grants
+        grants.choose(staged=staged)
+        if staged and nbytes > site.place_bytes:
+            places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
+            most = min(site.config.window, grants.desk.share.most(nbytes), places)
+            token, agent = _token(None if self.checking is not None else self._agent())
+            if not token:
+                return 0
         agreement = pair.agreement(demand.spans, demand.tokens)
-        self.grants.choose(staged=staged)
-        if not self.grants.take_ahead(nbytes):  # last: what raises before has taken nothing
-            return False
+        if not grants.take_ahead(nbytes, most):  # last: what raises before has taken nothing
+            return 0
         self._pair, self._agreement = pair, agreement
-        return True
+        places = len(grants.ahead)
+        if token:
+            self._turns = Turns(places, 0, token, agent)
+        return _TURNS * places if token and places == most else places
 
     # --- messages
 
@@ -947,9 +962,9 @@ class Receiver:
             return
         site, grants = self.site, self.grants
         if message.ahead:  # even if it is stopped below: what is under way may still arrive
-            self._granted.append((message.chunks, site.now()))
+            self._granted.append((self.machine.granted, site.now()))
         else:
-            grants.void_ahead()
+            self._void_ahead()
         if message.route not in self._routes:
             name = message.route.name.lower()
             reason = f"the peer chose the route {name}, which was not among those it was asked for"
@@ -960,15 +975,19 @@ class Receiver:
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
         if message.ahead:
+            grants.use_ahead()
             try:
-                grid = self._agreed(message)
+                self._cut(self._agreed(message))
+                if self._turns is not None:
+                    self._begin(0, self._turns)
+                    self._grant_said.restart(0, site.now())
+                    self._grant_said.renewal = site.now() + grants.lease_ms / 1000 / _RENEWALS
+                    self._say_soon()
             except KvxferError as error:
                 self._failed(error)
                 return
-            self._cut(grid)
             self._plans = grants.staged or self.checking is not None  # else the peer has compared what both mean by it
             self.tally.pieces = message.pieces
-            grants.use_ahead()
         else:
             self.exposure.void()
             if message.route is not Route.PULL:
@@ -979,6 +998,12 @@ class Receiver:
         self._answer = message
         if self._plans:  # else there is nothing to do before chunks arrive
             self._wake()
+
+    def _void_ahead(self) -> None:
+        """The peer writes nothing under the grant of `Fetch`."""
+        self.grants.void_ahead()
+        if self._flow is None:
+            self._turns = None
 
     def refused(self, message: wire.Refuse) -> None:
         """The peer refused."""
@@ -991,7 +1016,7 @@ class Receiver:
         if self.machine.wanted(message):
             self._readable.append((message.chunks, self.site.now() + message.lease_ms / 1000, message.generation))
         if not self.machine.exposed:
-            self.grants.void_ahead()
+            self._void_ahead()
         if message.spans and self.moving:
             self._stale = True
             self._learn(message.spans)
@@ -1194,6 +1219,16 @@ class Receiver:
             self._fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
             self._fetch.doubted(self)
+
+
+def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:
+    """A token by which an agent and ours notify each other, and its name; nothing if ours does not know it (yet).
+
+    Then the loops say what has arrived.
+    """
+    if agent is None or not agent.done() or agent.cancelled() or agent.exception() is not None:
+        return b"", ""
+    return b"\1" + token_bytes(TOKEN_BYTES - 1), agent.result()
 
 
 def _by_nic(receiver: Receiver, *, staged: bool) -> bool:

@@ -70,7 +70,7 @@ from kvxfer.plans.routes import Choice, Means, choose, never
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import REPEAT_S, Failure, Sending, SendState, added
+from kvxfer.protocol.transfer import REPEAT_S, Failure, Sending, SendState, added, names_turns
 from kvxfer.safety.evidence import Exposure
 from kvxfer.safety.rebuilding import runs_on, want_end
 from kvxfer.site import Callback, Site, Tally, no_hold, resolve
@@ -181,7 +181,7 @@ def answer(
     )
     route, chunks, bound = choice.route, grid.chunks, Bound.of(plan, grid)
     fenced = site.keys.has(peer)
-    ahead = ahead and offer.finished and _covers(peer, fetch, route, plan, chunks, fenced=fenced)
+    ahead = ahead and offer.finished and _covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
     pieces = plan.merged_pieces if route in LISTED else bound.pieces
     plain = site.estimates.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
@@ -207,19 +207,23 @@ def answer(
 
 def _check_agreement(fetch: wire.Fetch, plan: TransferPlan) -> None:
     """What was granted ahead is for the plan that the decode rank has made."""
-    if (fetch.lease_ms or fetch.staging_lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
+    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
-def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, plan: TransferPlan, chunks: int, *, fenced: bool) -> bool:
+def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fenced: bool) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
     passes_word = route is Route.MAPPED and peer.body.gates > 0
     if fetch.generation and not passes_word and not fenced:
         return False
-    if not fetch.staging_lease_ms:
+    if not fetch.ring:
         return route in IN_PLACE
-    return route is Route.STAGED and chunks == 1 and plan.staged_bytes <= fetch.staging_bytes
+    for place in fetch.ring:
+        if place.length < bound.most_bytes:
+            return False
+    named = not fetch.token or names_turns(fetch.token)
+    return route is Route.STAGED and named and min(bound.grid.chunks, fetch.ring_chunks) > 0
 
 
 def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
@@ -402,9 +406,8 @@ class Sender:
         self._ended: Final = ended
         self._sums_every: Final = sums_every
         self._news: asyncio.Future[None] | None = None  # which `run` waits for
-        lease_ms = fetch.lease_ms or fetch.staging_lease_ms
-        self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
-        self._ahead_until = self.began + lease_ms / 1000
+        self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
+        self._ahead_until = self.began + fetch.lease_ms / 1000
         self._bound: Bound | None = None
         self._answer: Answer | None = None
         self._prompt = False  # nothing of it is waited for, as of `Draft`
@@ -545,7 +548,7 @@ class Sender:
         # in place nothing waits for that: to move it is more urgent
         self._say(machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
-            self._take(message.chunks, self._ahead_until, fetch.generation, fresh=True)
+            self._take(machine.granted, self._ahead_until, fetch.generation, fresh=True)
 
     def _announce(self, bound: Bound, offer: Entry) -> None:
         """Tell the decode rank which chunks may go now."""
@@ -655,6 +658,8 @@ class Sender:
         while run.stop < terms.stop and self._has(run, terms) and self.machine.state is SendState.MOVING:
             # one, two, four: the mover begins while others are made
             await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
+            if run.stop < terms.stop:
+                await asyncio.sleep(0)  # what is granted meanwhile is heard
         if self._has(run, terms) and self._granted and self._granted[0] is terms:
             self._granted.popleft()
             if run.allowed < terms.stop:

@@ -415,8 +415,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Asks for a part of a request's cache. `routes` are those this side accepts, best first.
 
-    With `lease_ms` it also grants all chunks ahead, on routes in place, or with `staging_lease_ms` the only chunk of a
-    `STAGED` transfer; the first answer uses that grant or voids it.
+    With `lease_ms` it also grants chunks ahead: all, on routes in place, or with a `ring`, on `STAGED`, the first
+    `ring_chunks`, as a `Reserve` would. The first answer uses that grant or voids it.
     """
 
     transfer: U64
@@ -432,9 +432,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     lease_ms: U32 = 0
     generation: U64 = 0
     agreement: Hash = b""
-    staging_address: U64 = 0
-    staging_bytes: U64 = 0
-    staging_lease_ms: U32 = 0
+    ring: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)] = []
+    ring_chunks: Chunks = 0
+    token: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
     fenced: bool = False
     trace: TraceParent = ""
 

@@ -113,6 +113,11 @@ def build_result(
     )
 
 
+def names_turns(token: bytes) -> bool:
+    """Whether agents can notify each other by a token."""
+    return len(token) == TOKEN_BYTES and any(token[:8])
+
+
 class Sending:
     """One transfer at the prefill rank.
 
@@ -182,13 +187,15 @@ class Sending:
     def accept(self, message: Accept) -> list[Message]:
         """The offer is there and the plan is made.
 
-        With `message.ahead` every chunk is to be moved now, under the grant of `Fetch`.
+        With `message.ahead` what `Fetch` grants is to be moved now.
         """
         self._event("accept")
         self.route, self.chunks = message.route, message.chunks
         if message.ahead:
             self.ready = self.granted = self.chunks
-            self.ring = [Grant(self.fetch.staging_address, self.fetch.staging_bytes)]
+            if message.route is Route.STAGED:
+                self.ring, self.token = self.fetch.ring, self.fetch.token
+                self.granted = min(self.chunks, self.fetch.ring_chunks)
         return [message, *self._complete()]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
@@ -231,7 +238,7 @@ class Sending:
         # as its agents hear of each other, it may know sooner than we do what has arrived
         if message.ring and max(self.arrived, message.copied) < self.granted:
             raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
-        if message.token and not (message.ring and len(message.token) == TOKEN_BYTES and any(message.token[:8])):
+        if message.token and not (message.ring and names_turns(message.token)):
             raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
         if self.route is Route.STAGED and not (message.ring or self.ring):
             raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
@@ -426,8 +433,8 @@ class Receiving:
 
     Args:
         transfer: Its id, unique within this rank's incarnation.
-        ahead: Whether `Fetch` grants every chunk, before the peer has said how many there are.
-        staging: Whether that is staging memory, for one chunk; else they are granted in place.
+        ahead: Whether `Fetch` grants chunks before the peer has said how many there are.
+        staging: How many, the first ones, if they are granted staging memory; else all are granted in place.
 
     Attributes:
         transfer: Its id.
@@ -436,6 +443,7 @@ class Receiving:
         was_lost: Whether it has ever been lost, though the peer may be back.
         heard_last: Whether the last result of a success is in.
         ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
+        staging: As given.
         failure: Why it does not succeed, once that is known.
         payload: The offer's payload, once the last result is in.
         stale: Frames that were dropped because nothing waited for them.
@@ -447,12 +455,12 @@ class Receiving:
         chunks_done: The first so many are where they belong.
     """
 
-    def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
+    def __init__(self, transfer: int, *, ahead: bool = False, staging: int = 0) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED
         self.ended = self.was_lost = self.heard_last = False
         self.ahead = ahead
-        self._covered: Final = frozenset({Route.STAGED} if staging else {Route.DIRECT, Route.MAPPED})
+        self.staging: Final = staging
         self.failure: Failure | None = None
         self.payload = b""
         self.stale = 0
@@ -484,7 +492,9 @@ class Receiving:
         Raises:
             ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        covered = message.route in self._covered and (message.route is not Route.STAGED or message.chunks == 1)
+        covered = message.route in {Route.DIRECT, Route.MAPPED}
+        if self.staging:
+            covered = message.route is Route.STAGED and message.chunks > 0
         if message.ahead and not (self.ahead and covered):
             raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         if self.state is not ReceiveState.ASKED:
@@ -493,7 +503,8 @@ class Receiving:
         self._accepted = True
         self.chunks = message.chunks
         if message.ahead:
-            self.ready = self.granted = message.chunks
+            self.ready = message.chunks
+            self.granted = min(message.chunks, self.staging or message.chunks)
         self.ahead = False
         return True
 

@@ -197,7 +197,8 @@ class CrookedWire:
             case Reserve():
                 self._turns(message)
             case Fetch():
-                self.grants.setdefault(message.staging_address, []).append(message.staging_bytes)
+                self._turns(Reserve(message.transfer, message.ring_chunks, message.lease_ms, ring=message.ring))
+                self._rings[message.transfer] = message.ring, 0, 0  # it may be void: then the same chunks come again
                 self.blocks |= {int(block) for span in message.spans for block in unpack_u32(span.ids)}
                 self.in_place |= bool({Route.DIRECT, Route.MAPPED} & set(message.routes))
             case _:

@@ -79,7 +79,9 @@ class Sender:
         self.draw = draw
         self.route = draw.choice(ROUTES)
         self.chunks = draw.randrange(7)
-        self.machine = Sending(Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1))
+        ring = {"ring": PLACES[: draw.randrange(1, 3)], "ring_chunks": draw.randrange(1, 5)}
+        self.fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1, lease_ms=1000, **ring)
+        self.machine = Sending(self.fetch)
         self.announced = self.granted = self.arrived = self.dropped = self.told = 0
         self.readable = 0  # route pull: so many chunks may be read
         self.parted = False
@@ -131,11 +133,11 @@ class Sender:
     def accept(self):
         if self.machine.state is SendState.PARKED:
             ahead = self.route is not Route.PULL and self.draw.random() < 0.2
-            ahead = ahead and (self.route is not Route.STAGED or self.chunks == 1)
             accept = Accept(1, self.route, 0, [], 1, 1, self.chunks, b"", ahead=ahead)
             if ahead:
                 self.announced = self.granted = self.chunks
-                self.ring = [Grant(0, 0)]
+                if self.route is Route.STAGED:
+                    self.granted, self.ring = min(self.chunks, self.fetch.ring_chunks), self.fetch.ring
             self.say(self.machine.accept(accept))
 
     def announce(self):
@@ -246,7 +248,7 @@ class Sender:
             assert len(self.machine.ring) == len(self.ring)
             places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]
             for chunk, place in zip(self.hands, places, strict=True):
-                assert self.ring == [Grant(0, 0)] or machine.place(chunk) == self.ring[place]
+                assert machine.place(chunk) == self.ring[place]
 
     def play(self) -> int:
         acts = [self.accept, *[self.announce] * 2, self.finish, *[self.report] * 2, self.news, *[self.hear] * 6]
@@ -310,7 +312,7 @@ class Receiver:
 
     def __init__(self, draw: Random):
         self.draw = draw
-        self.ahead, self.staging = draw.random() < 0.4, draw.random() < 0.5
+        self.ahead, self.staging = draw.random() < 0.4, draw.choice([0, 0, 1, 3])
         self.machine = Receiving(1, ahead=self.ahead, staging=self.staging)
         self.ready = self.reading = self.granted = self.arrived = self.placed = self.chunks = 0
         self.route = Route.UNKNOWN
@@ -350,7 +352,8 @@ class Receiver:
                 if asked:
                     assert not message.ahead or exposed
                     self.chunks, self.route = message.chunks, message.route
-                    self.ready = self.granted = self.chunks if message.ahead else 0
+                    self.ready = self.chunks if message.ahead else 0
+                    self.granted = min(self.ready, self.staging or self.ready)
             case Refuse():
                 machine.refused(message)
                 assert machine.ended
@@ -433,7 +436,7 @@ class Receiver:
         if self.draw.random() < 0.8:
             ahead = self.ahead and self.draw.random() < 0.5
             route = Route.STAGED if ahead and self.staging else self.draw.choice(ROUTES[1:2] if ahead else ROUTES)
-            chunks = 1 if ahead and self.staging else self.draw.randrange(6)
+            chunks = self.draw.randrange(int(ahead and self.staging > 0), 6)
             self.take(Accept(1, route, 64, [], 1, 1, chunks, b"", ahead=ahead))
         for _ in range(STEPS):
             self.draw.choice(acts)()

@@ -114,10 +114,10 @@ async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, 
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("why", ["blocks in use", "nothing may be admitted", "too much at once", "staged", "pull"])
+@pytest.mark.parametrize("why", ["blocks in use", "nothing may be admitted", "too much at once", "pull"])
 async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why, monkeypatch):
     source, target = caches()
-    route = why if why in {"staged", "pull"} else "direct"
+    route = "pull" if why == "pull" else "direct"
     if why == "too much at once":
         bound_in_place(4096, monkeypatch)
     prefill, decode = await stage.pair(source, target, route=route)

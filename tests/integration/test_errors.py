@@ -441,7 +441,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
     monkeypatch.setattr(Estimates, "seconds", seconds)  # `staged` is the first choice
 
     def received(self, link, message):
-        void = {"lease_ms": 0, "staging_lease_ms": 0, "agreement": b""}
+        void = {"lease_ms": 0, "ring": [], "agreement": b""}
         real(self, link, msgspec.structs.replace(message, **void, **change) if isinstance(message, Fetch) else message)
 
     monkeypatch.setattr(type(prefill._service), "received", received)

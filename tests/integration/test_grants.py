@@ -17,15 +17,17 @@ def tap(monkeypatch):
 
 
 @pytest.fixture
-async def pair(stage):
+async def pair(stage, tap):
+    tap.change[Fetch] = lambda fetch: replace(fetch, ring=[])  # what is granted is granted by `Reserve`
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route="staged")  # in several chunks, each granted by itself
     return prefill, decode, source, target
 
 
 @pytest.fixture
-async def narrow(stage):
+async def narrow(stage, tap):
     """As `pair`, in turns of two chunks, so that not all of a fetch are granted at once."""
+    tap.change[Fetch] = lambda fetch: replace(fetch, ring=[])
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route="staged", window=2)
     return prefill, decode, source, target
@@ -75,8 +77,8 @@ async def test_nor_is_one_that_rides_with_a_fetch(stage, tap, place, caplog):
     span, move = staging(decode, "receive"), outside(place)
 
     def change(fetch):
-        assert fetch.staging_bytes
-        return replace(fetch, staging_address=move(Grant(0, 0), span).address)
+        (place,) = fetch.ring
+        return replace(fetch, ring=[Grant(move(Grant(0, 0), span).address, place.length)])
 
     tap.change[Fetch] = change
     await ends_badly(start((prefill, decode, source, target)), target)

@@ -163,15 +163,16 @@ async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(
     source, target = Cache(blocks=32), Cache(blocks=32)
     few = {"arena_bytes": "8KiB", "grant_lease": 20.0}  # which bounds its own wait for send memory too
     prefill, decode = await stage.pair(source, target, route="staged", window=2, prefill=few, grant_lease=1.0)
-    copied = Copied(target).bring(source, range(8), range(8), range(32))
-    copied.bring(source, range(8, 16), range(8, 16), range(32))
-    everything = take_all(prefill, "send")
-    stage.network.hold("decode")
 
     def fetch(request, ids):
         prefill.offer(request, ids, tokens=4 * len(ids))
         return decode.start_fetch(prefill.engine.ticket(request), ids, tokens=range(4 * len(ids)), timeout=20)
 
+    await fetch("before", list(range(8)))  # from then on the agents know each other
+    copied = Copied(target).bring(source, range(8), range(8), range(32))
+    copied.bring(source, range(8, 16), range(8, 16), range(32))
+    everything = take_all(prefill, "send")
+    stage.network.hold("decode")
     first = fetch("first", list(range(8)))
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 2)
     second = fetch("second", list(range(8, 16)))

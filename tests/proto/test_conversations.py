@@ -125,8 +125,7 @@ class Played:
     """The machines of a transfer, to which a script is played: each must say what its side says there."""
 
     def __init__(self, fetch):
-        ahead = bool(fetch.lease_ms or fetch.staging_lease_ms)
-        self.receiving = Receiving(fetch.transfer, ahead=ahead, staging=bool(fetch.staging_lease_ms))
+        self.receiving = Receiving(fetch.transfer, ahead=fetch.lease_ms > 0, staging=fetch.ring_chunks)
         self.sending = Sending(fetch)
         self.sent, self.total = [], 0
 

@@ -70,7 +70,7 @@ class Pair(RuleBasedStateMachine):
         lease = 1000 if self.ahead else 0
         fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
         if staging and self.ahead:
-            fetch = msgspec.structs.replace(fetch, staging_address=PLACES[0], staging_bytes=64)
+            fetch = msgspec.structs.replace(fetch, ring=[Grant(PLACES[0], 64)], ring_chunks=1)
         self.receiver = Receiving(1, ahead=self.ahead, staging=staging)
         self.sender = None
         self.connected = True

@@ -208,9 +208,8 @@ def test_a_want_of_nothing_voids_what_was_granted_ahead():
         ({}, Route.DIRECT, 1),
         ({"ahead": True}, Route.STAGED, 1),
         ({"ahead": True}, Route.PULL, 1),
-        ({"ahead": True, "staging": True}, Route.DIRECT, 1),
-        ({"ahead": True, "staging": True}, Route.STAGED, 2),
-        ({"ahead": True, "staging": True}, Route.STAGED, 0),
+        ({"ahead": True, "staging": 1}, Route.DIRECT, 1),
+        ({"ahead": True, "staging": 1}, Route.STAGED, 0),
     ],
 )
 def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
@@ -221,7 +220,17 @@ def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
     assert known(receiving) == before
 
 
-@pytest.mark.parametrize(("staging", "route", "chunks"), [(True, Route.STAGED, 1), (False, Route.MAPPED, 3)])
+@pytest.mark.parametrize("staging", [1, 2, 5, 7])
+def test_a_ring_that_rides_with_the_question_is_for_so_many_chunks(staging):
+    receiving = Receiving(5, ahead=True, staging=staging)
+    assert receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 5, b"", ahead=True))
+    assert (receiving.ahead, receiving.ready, receiving.granted) == (False, 5, min(5, staging))
+    if staging < 5:
+        with pytest.raises(ProtocolError, match="before every chunk was granted"):
+            receiving.result(ok())
+
+
+@pytest.mark.parametrize(("staging", "route", "chunks"), [(1, Route.STAGED, 1), (0, Route.MAPPED, 3)])
 def test_a_grant_ahead_that_is_used_is_one_of_every_chunk(staging, route, chunks):
     receiving = Receiving(5, ahead=True, staging=staging)
     assert receiving.accept(Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))

@@ -329,7 +329,7 @@ def test_messages_of_another_route():
 
 
 def test_what_was_granted_ahead_is_in_our_hands_at_once():
-    sending = parked(staging_address=1 << 20, staging_bytes=512, staging_lease_ms=1000)
+    sending = parked(ring=[Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
     assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
     assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
     assert (sending.place(0), len(sending.ring)) == (Grant(1 << 20, 512), 1)

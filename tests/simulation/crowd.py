@@ -16,7 +16,7 @@ from pair import CALLER, GONE, Pair
 
 from kvxfer.decode.receiver import Grants
 from kvxfer.memory import Custody, Extent, ExtentState, Share
-from kvxfer.protocol.messages import Accept, Route, Want
+from kvxfer.protocol.messages import Accept, Grant, Route, Want
 from kvxfer.protocol.transfer import ReceiveState, SendState
 from kvxfer.site import Desk
 
@@ -74,11 +74,11 @@ class Kept(Pair):
         ahead = ahead and self.grants.take_ahead(UNIT)
         self.begin(route, chunks, ahead, sticky, troubles, [])
         if ahead:
-            self.extents = dict.fromkeys(range(chunks), self.grants.ahead)
+            self.extents = dict.fromkeys(range(chunks), self.grants.ahead[0])
         if ahead and route is Route.STAGED:
-            self.where = {0: self.grants.ahead.address}
+            self.where = {0: self.grants.ahead[0].address}
             fetch = self.to_sender.popleft()
-            self.to_sender.append(msgspec.structs.replace(fetch, staging_address=self.where[0], staging_bytes=UNIT))
+            self.to_sender.append(msgspec.structs.replace(fetch, ring=[Grant(self.where[0], UNIT)], ring_chunks=1))
 
     # --- troubles, each if it can happen
 
@@ -183,7 +183,7 @@ class Kept(Pair):
             if extent is None:
                 return  # others have made too much doubtful meanwhile
             most = min(receiver.ready - receiver.granted, WINDOW)
-            ring = grants.hold(extent, most - 1, receiver.granted)
+            ring = grants.hold(extent, most, receiver.granted)
         most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
@@ -263,8 +263,7 @@ class Kept(Pair):
     def held(self):
         """What it holds of the decode rank's memory, each extent once."""
         grants = self.grants
-        ahead = [] if grants.ahead is None else [grants.ahead]
-        return set(ahead) | set(grants.ring) | {self.extents[chunk] for chunk in self.copies}
+        return set(grants.ahead) | set(grants.ring) | {self.extents[chunk] for chunk in self.copies}
 
     # --- what must hold
 
@@ -287,8 +286,7 @@ class Kept(Pair):
         if self.route is Route.PULL:
             return
         theirs = {self.extents[chunk] for chunk in range(machine.arrived, machine.granted)}
-        if self.grants.ahead is not None:
-            theirs.add(self.grants.ahead)
+        theirs.update(self.grants.ahead)
         doubtful = {extent for extent in self.held if extent.state is ExtentState.QUARANTINED}
         assert doubtful <= theirs
         assert machine.state is not ReceiveState.LOST or self.copies or doubtful == theirs

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
 from kvxfer.copy.port import CopyJob
-from kvxfer.decode.receiver import Receiver
+from kvxfer.decode.receiver import Receiver, named
 from kvxfer.fabric.loopback import LoopbackNetwork, Part
 from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
@@ -151,10 +151,17 @@ class Hands:
         """A transfer begins with the peer of this incarnation."""
         self._peers[machine] = peer
 
-    def ahead(self, machine, address, length):
-        """`Fetch` grants a chunk, before it is known that there is one."""
-        self._rings[machine] = _Ring(0, [Grant(address, length)], b"", 1, 0)
+    def ahead(self, machine, ring, chunks=1, token=b""):
+        """`Fetch` grants chunks, before it is known that there are any."""
+        self._rings[machine] = _Ring(0, list(ring), token, chunks, 0)
         self._give(machine)
+
+    def accepted(self, machine):
+        """There are so many of them, perhaps fewer."""
+        if machine in self._rings:
+            self._rings[machine].granted = machine.granted
+            for chunk in [chunk for chunk in self._held[machine] if chunk >= machine.granted]:
+                del self._held[machine][chunk]
 
     def granted(self, machine, chunks: range, ring, copied, token):
         """`Reserve` grants chunks, perhaps in a new ring."""
@@ -231,9 +238,10 @@ class Hands:
         def watched_ask(receiver):
             self.asked(receiver.machine, receiver.peer.identity.incarnation)
             ask(receiver)
-            ahead = receiver.grants.ahead
-            if receiver.machine.ahead and ahead is not None and receiver.grants.staged:
-                self.ahead(receiver.machine, ahead.address, ahead.nbytes)
+            machine, turns = receiver.machine, receiver._turns
+            if machine.ahead and machine.staging:
+                token = b"" if turns is None else turns.token
+                self.ahead(machine, named(receiver.grants.ahead), machine.staging, token)
 
         def watched_grant(machine, chunks, lease_ms, generation=0, ring=(), copied=0, token=b""):
             before = machine.granted
@@ -247,6 +255,8 @@ class Hands:
                 found = hear(machine, message)
                 if ahead and not machine.ahead and not machine.granted:
                     self.over(machine)  # what `Fetch` granted is void
+                elif ahead and not machine.ahead:
+                    self.accepted(machine)
                 return found
 
             return heard

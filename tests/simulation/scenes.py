@@ -17,11 +17,12 @@ from stage import Gate, quarantined
 from world import World
 
 from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
+from kvxfer.decode.receiver import named
 from kvxfer.errors import BlocksError
 from kvxfer.memory import ExtentState
 from kvxfer.offers import Ending
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Cancel, Grant, Reserve
+from kvxfer.protocol.messages import Cancel, Reserve
 from kvxfer.safety.processes import Processes
 from kvxfer.testing import simulate
 
@@ -619,9 +620,9 @@ async def crooked_grant(scene, chunks, ring=(), copied=0):
     """The decode rank grants what it must not, behind its own back; what it names is memory that nobody else has."""
     (number,), (link,) = inside.unanswered(scene.b.worker), inside.sessions(scene.b.worker)
     scene.world.ledger.hands.asked(scene, link.peer.identity.incarnation)
-    for place in ring:
-        scene.world.ledger.hands.ahead(scene, place.address, place.nbytes)
-    link.send(Reserve(number, chunks, 1000, 0, [Grant(place.address, place.nbytes) for place in ring], copied))
+    for place in named(ring):
+        scene.world.ledger.hands.ahead(scene, [place])
+    link.send(Reserve(number, chunks, 1000, 0, named(ring), copied))
     await asyncio.sleep(0.01)
 
 

@@ -113,9 +113,9 @@ def test_a_fetch():
         "  lease_ms          0 ms",
         "  generation        0",
         "  agreement         empty",
-        "  staging_address   0",
-        "  staging_bytes     0 bytes",
-        "  staging_lease_ms  0 ms",
+        "  ring              []",
+        "  ring_chunks       0",
+        "  token             empty",
         "  fenced            no",
         "  trace             ''",
     ]

@@ -506,7 +506,8 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
             return fed
         for word in range(LANE, OWNER + 1):
             state[FEED + word] = flow[word]
-        for word in range(UNTIL, LOCK_USERS + 1):
+        state[FEED + UNTIL] = min(state[FEED + UNTIL], flow[UNTIL])
+        for word in range(LOCK, LOCK_USERS + 1):
             state[FEED + word] = flow[word]
         state[FEED + PEER_NUMBER], state[FEED + OF_FLOW] = flow[PEER_NUMBER], slot + 1
         state[FEED + EVENT_COUNT] = flow[FIRED] = 0
@@ -604,7 +605,7 @@ def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
         for number in range(state[LIVE]):
             job = jobs[state[LISTED + number]]
             if job[OF_FLOW] == slot + 1:
-                job[UNTIL] = flow[UNTIL]
+                job[UNTIL] = min(load(_step_at(flow, job[STEP]) + 8 * UNTIL), flow[UNTIL])
 
 
 @inlined

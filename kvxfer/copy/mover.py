@@ -347,7 +347,7 @@ class Mover:
         self._say(flow)
 
     def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
-        """The first so many steps may begin, none of them later than `until`. Harmless if it is over."""
+        """The first so many steps may begin, none of them later than `until`, or its own. Harmless if it is over."""
         flow.allowed = max(flow.allowed, min(steps, flow.total))
         if until is not None:
             flow.until = _ns(until)
@@ -756,7 +756,7 @@ class Mover:
             copy.lane,
             owner,
             job.nbytes,
-            _ns(job.until) if copy.flow is None else 0,
+            _FOREVER_NS if job.until >= _FOREVER_S else _ns(job.until),
             *lock,
             *events,
             *blanks,

@@ -284,7 +284,7 @@ class CopyJob(Struct, frozen=True, eq=False):
     """One copy to run, and what is to be posted when it has run; or only one of the two.
 
     Of a flow it says what its steps have in common: `done`, `until`, `passage`, `owner`, and all of `post` but the
-    pieces. Of a step it says the rest.
+    pieces. Of a step it says the rest, and `until` if its own lease ends before.
 
     Attributes:
         tables: What to copy. Its addresses must stay valid until `done` has been called.

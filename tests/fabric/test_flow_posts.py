@@ -11,17 +11,19 @@ STEPS = 5
 
 
 class Posting:
-    """A flow that posts so many parts to a peer."""
+    """A flow that posts so many parts to a peer, or reads them from it; each has a lease of its own."""
 
-    def __init__(self, rig: Rig, *, way=None, width=2, allowed=STEPS, peer="b", runs_on=False) -> None:
-        self.rig, self.counts = rig, []
+    def __init__(
+        self, rig: Rig, *, way=None, width=2, allowed=STEPS, peer="b", doing=Operation.WRITE, leases=(1e9,) * STEPS
+    ) -> None:
+        self.rig, self.counts, self.doing = rig, [], doing
         rig.results["x"] = []
         late = rig.late.append
-        common = Post(peer, Operation.WRITE, NO_PIECES, NO_PIECES, runs_on, late)
+        common = Post(peer, doing, NO_PIECES, NO_PIECES, late=late)
         steps = []
-        for number in range(STEPS):
+        for number, until in enumerate(leases):
             here, there = rig.piece(PART, peer=peer, at=number * PART)
-            steps.append(CopyJob(NOTHING, nbytes=PART, post=Post(peer, Operation.WRITE, here, there, runs_on, late)))
+            steps.append(CopyJob(NOTHING, nbytes=PART, until=until, post=Post(peer, doing, here, there, late=late)))
         passage = way.passage if way else None
         job = CopyJob(NOTHING, rig.results["x"].append, until=1e9, passage=passage, owner="x", post=common)
         self.flow = rig.mover.flow(
@@ -35,13 +37,15 @@ class Posting:
         )
 
     def landed(self):
-        return int(np.count_nonzero(self.rig.memory["b"])) // PART
+        written = self.rig.memory["b"] if self.doing is Operation.WRITE else self.rig.source == 0
+        return int(np.count_nonzero(written)) // PART
 
 
-async def test_steps_are_posted_one_behind_the_other(make):
+@pytest.mark.parametrize("doing", Operation)
+async def test_steps_are_posted_one_behind_the_other(make, doing):
     rig = await make()
     way = rig.way()
-    posting = Posting(rig, way=way, width=2)
+    posting = Posting(rig, way=way, width=2, doing=doing)
     rig.network.hold("b")
     rig.step(10)
     assert (rig.network.held("b"), way.inside, posting.counts) == (2, 2, []), "no more than may be under way"
@@ -66,6 +70,39 @@ async def test_what_is_not_allowed_is_not_posted(make):
     assert (rig.result().outcome, rig.result().steps, posting.landed()) == (Outcome.STOPPED, 3, 3)
 
 
+async def test_no_step_is_posted_after_its_own_lease(make):
+    """Whatever the lease of those behind it, and of them all: that which ends first counts."""
+    for ended, of_all, posted in ((3, 1e9, 3), (4, 200.0, 4), (4, 105.0, 3)):
+        rig = await make()
+        leases = [110.0 if number == ended else 1e9 for number in range(STEPS)]
+        posting = Posting(rig, allowed=0, width=1, doing=Operation.READ, leases=leases)
+        rig.mover.allow(posting.flow, 3, until=of_all)
+        rig.step(20, seconds=0.01)
+        rig.runtime.time = 111.0
+        rig.mover.allow(posting.flow, STEPS)
+        rig.step(20)
+        result = rig.result()
+        assert (result.outcome, result.error, result.steps, posting.landed()) == (Outcome.STOPPED, None, posted, posted)
+
+
+async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(make):
+    rig = await make()
+    posting = Posting(rig, allowed=0, width=1, leases=(110.0,) * STEPS)
+    rig.network.hold("b")
+    rig.mover.allow(posting.flow, 2, until=105.0)
+    rig.step(5)
+    rig.mover.allow(posting.flow, STEPS, until=1e9)
+    rig.step(5)
+    rig.network.release("b", posts=1)
+    rig.runtime.time = 109.0
+    rig.step(3)
+    assert (posting.counts, rig.network.held("b")) == ([1], 1)
+    rig.runtime.time = 110.0
+    rig.network.release("b")
+    rig.step(9)
+    assert (rig.result().outcome, posting.landed()) == (Outcome.STOPPED, 2)
+
+
 async def test_a_gate_that_was_closed_stops_it(make):
     rig = await make()
     way = rig.way()
@@ -78,10 +115,11 @@ async def test_a_gate_that_was_closed_stops_it(make):
     assert (way.inside, way.lent) == (0, 0)
 
 
-async def test_what_stands_still_is_in_doubt_until_it_has_ended(make):
+@pytest.mark.parametrize("doing", Operation)
+async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig = await make(no_progress_timeout=1.0)
     way = rig.way()
-    posting = Posting(rig, way=way, width=2, allowed=4)
+    posting = Posting(rig, way=way, width=2, allowed=4, doing=doing)
     rig.network.hold("b")
     rig.step()
     rig.step(12, seconds=0.2)
@@ -99,10 +137,11 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make):
     assert rig.mover._copies == {}
 
 
-async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make):
+@pytest.mark.parametrize("doing", Operation)
+async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doing):
     rig = await make(no_progress_timeout=1.0)
     way = rig.way()
-    posting = Posting(rig, way=way, width=2)
+    posting = Posting(rig, way=way, width=2, doing=doing)
     rig.network.hold("b")
     rig.step()
     rig.step(12, seconds=0.2)
@@ -110,7 +149,8 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make):
     assert await rig.rebuilt()
     rig.step(3)
     assert rig.late == [False], "what has left this side may land"
-    assert (posting.flow.left, way.lent) == (True, 1), "the lock is kept in front of the peer's memory"
+    written = doing is Operation.WRITE
+    assert (posting.flow.left, way.lent) == (written, written), "the lock is kept where the peer's memory is written"
     rig.mover.forget(posting.flow)
     rig.step(3)
     assert (rig.late, posting.flow.left, way.lent, rig.counted()) == ([False], False, 0, [0] * 5)

@@ -106,7 +106,7 @@ class Apart:
             number, step = self._next, self._steps[self._next]
             self._next += 1
             done, post = partial(self._ended, number), step.post and replace(step.post, late=self._late)
-            common = {"until": self._until, "passage": self.job.passage, "owner": self.job.owner}
+            common = {"until": min(self._until, step.until), "passage": self.job.passage, "owner": self.job.owner}
             job = replace(step, done=done, post=post, **common)
             self._under_way[number] = None
             try:

@@ -1,6 +1,7 @@
 """One transfer in: what one prefill rank sends of a request, from `Fetch` to the last chunk in place.
 
 On `staged` the chunks of a ring are one flow of the mover, which copies each to where it belongs once it has arrived.
+On `pull` one flow reads chunks that the peer lets us read, each under the lease that it was announced with.
 
 `Receiver.run` is that from top to bottom. Messages come in beside it: they are fed to the state machine
 (`protocol.receiving`) where the frame is handled, so that what breaks the protocol is raised there, and wake whoever
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvxfer.copy.mover import Copy, Flow
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, Turns, has_fired
+from kvxfer.copy.mover import Flow
+from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Post, Turns, has_fired
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
 from kvxfer.fabric.port import Operation
@@ -33,7 +34,6 @@ from kvxfer.geometry import (
     ChunkPlan,
     Damage,
     PairPlan,
-    Pieces,
     Selection,
     SumPlan,
     cut_digest,
@@ -300,6 +300,24 @@ class _Said(Struct, eq=False):
             self.first, self.since = copied, now
 
 
+class _Run(Struct, eq=False):
+    """Chunks that the mover moves one after another.
+
+    Attributes:
+        flow: Where it does.
+        first: The first of them.
+        way: Of what is read: the peer's agent, and what its memory is granted by.
+        copying: Seconds that copying them took.
+        unwant: Wants no other agent any more, which would end what is in doubt.
+    """
+
+    flow: Flow
+    first: int
+    way: tuple[str, int]
+    copying: float = 0.0
+    unwant: Callable[[], None] = no_hold
+
+
 class Receiver:
     """One transfer in.
 
@@ -345,13 +363,10 @@ class Receiver:
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
-        self._flow: Flow | None = None  # what copies chunks that have arrived
-        self._first = 0  # the first chunk of it
+        self._run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
         self._turns: Turns | None = None  # which it takes with the peer's
-        self._begun = 0  # of the first so many chunks there are steps (`pull`: the reading was begun)
+        self._begun = 0  # of the first so many chunks there are steps
         self._copied = 0  # the first so many have been copied (`pull`: read)
-        self._copying = 0.0  # seconds that this took, of those of the flow
-        self._read_early: Final[set[int]] = set()  # chunks that were read before ones before them
         self._granted: Final = deque[tuple[int, float]]()  # up to which chunk, and when
         self._readable: Final = deque[tuple[int, float, int]]()  # up to which chunk, until when, through what
         self._asked = 0.0  # since when memory is waited for
@@ -363,9 +378,7 @@ class Receiver:
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
         self._news: asyncio.Future[None] | None = None
         self._stirred = False  # whether there is news that `run` has not looked at
-        self._writable: asyncio.Future[None] | None = None
-        self._posted: Final[dict[int, Copy]] = {}  # reads, by chunk; under -1 what waits until blocks may be written
-        self._copies = self._reads = self._doubts = 0  # of our own, in the caller's blocks; reads that are in doubt
+        self._copies = 0  # of our own, in the caller's blocks
         self._given_up = False
         self._awake: Callable[[], None] = no_hold
         self._leave: Callable[[], None] = no_hold
@@ -392,17 +405,17 @@ class Receiver:
     @property
     def copying(self) -> bool:
         """Whether a copy of our own writes the caller's blocks, which needs no peer and no agent."""
-        return self._copies > 0 or self._flow is not None
+        return self._copies > 0 or (self._run is not None and not self.reading)
 
     @property
     def reading(self) -> bool:
         """Whether a read of our own may write the caller's blocks."""
-        return self._reads + self._doubts > 0
+        return self._run is not None and self.route is Route.PULL
 
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        if self._flow is not None or self._copies or self._reads or self._doubts:
+        if self._run is not None or self._copies:
             return True
         if self.machine.ended or not self.machine.exposed:
             return False
@@ -598,7 +611,7 @@ class Receiver:
             ring = grants.hold(extent, most, machine.granted)
             if ring:  # what is heard of chunks before there is a flow for them would be lost
                 self._turns = Turns(len(ring), machine.granted, token, agent)
-                self._begin(machine.granted, self._turns)
+                self._go_by([], self._turns)
                 self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
@@ -616,8 +629,8 @@ class Receiver:
         Not while that may take long, since the caller's blocks may not be written yet, or our mover has no room: the
         peer would keep for it what others could use.
         """
-        turns, flow = self._turns, self._flow
-        if turns is None or not turns.token or flow is None or flow.slot < 0:
+        turns, run = self._turns, self._run
+        if turns is None or not turns.token or run is None or run.flow.slot < 0:
             return False
         self._writes = self._writes or has_fired(self._demand.after)
         return self._writes
@@ -703,26 +716,64 @@ class Receiver:
         steps = await self.site.plan(make, rows=rows) if rows else make()
         if rows and not self.moving:
             raise asyncio.CancelledError
-        self._begun, mover = chunks.stop, self.site.mover
-        if self._flow is None:
-            self._begin(chunks.start, Turns(len(self.grants.ring), chunks.start), steps)
-        else:
-            mover.add(self._flow, steps)
-            mover.allow(self._flow, chunks.stop - self._first)
+        self._go_by(steps, Turns(len(self.grants.ring), chunks.start))
 
-    def _begin(self, first: int, turns: Turns, steps: Sequence[CopyJob] = ()) -> None:
-        """Begin to copy chunks from this one on out of a ring."""
-        self._first, self._copying = first, 0.0
-        self._flow = self.site.mover.flow(
-            CopyJob(NOTHING, partial(self._ended_flow, first), owner=self._owner),
+    async def _read(self, bound: Bound) -> None:
+        """Let the mover read chunks that the peer lets us read. It then confirms that the offer was held meanwhile."""
+        most = 2 * self.site.config.window  # so that the mover always has the next one
+        while self._begun < min(self.machine.ready, self._copied + most) and not self._stale:
+            await self._read_one(self._begun, bound)
+        if self._copied == self._begun:  # more may be long in coming
+            self._let_go()
+
+    async def _read_one(self, chunk: int, bound: Bound) -> None:
+        site, peer = self.site, self.peer
+        pieces = await site.plan(lambda: bound.chunk(chunk).listed(), rows=bound.chunk_pieces)
+        await self._until_writable()
+        if self._leave is no_hold:
+            self._leave = site.lanes.hold(peer)
+        lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
+        while chunk >= self._readable[0][0]:
+            self._readable.popleft()
+        _, until, generation = self._readable[0]
+        while self._run is not None and self._run.way != (lane, generation):  # what goes another way comes behind it
+            if self._copied < self._begun:
+                await self._until_news()
+            else:
+                self._let_go()
+        post = Post(lane, Operation.READ, NO_PIECES, NO_PIECES, runs_on(site, peer), self._read_late)
+        step = CopyJob(NOTHING)
+        if len(pieces):
+            local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
+            remote = block_pieces(site.plans.geometry(peer), pieces.src, pieces.nbytes)
+            step = CopyJob(NOTHING, until=until, post=replace(post, local=local, remote=remote))
+        self.machine.read(chunk + 1)
+        self.tally.descriptors += len(pieces)
+        self._go_by([step], post=post, generation=generation)
+
+    def _go_by(
+        self, steps: Sequence[CopyJob], turns: Turns | None = None, *, post: Post | None = None, generation: int = 0
+    ) -> None:
+        """The next chunks are copied out of a ring, or read, by these steps of a flow: a new one if there is none."""
+        site, machine, first, run = self.site, self.machine, self._begun, self._run
+        self._begun += len(steps)
+        if run is not None:
+            site.mover.add(run.flow, steps)
+            site.mover.allow(run.flow, self._begun - run.first)
+            return
+        passage = None if post is None else site.keys.passage(self.peer, generation)
+        flow = site.mover.flow(
+            CopyJob(NOTHING, partial(self._moved, first, over=True), passage=passage, owner=self._owner, post=post),
             Direction.SCATTER,
             steps,
-            total=self.machine.chunks - first,
+            total=machine.chunks - first,
             allowed=len(steps),
+            width=site.config.window,
             turns=turns,
-            heard=self.machine.arrived - first,
-            progress=partial(self._scattered, first),
+            heard=machine.arrived - first,
+            progress=partial(self._moved, first),
         )
+        self._run = _Run(flow, first, ("" if post is None else post.peer, generation))
 
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
@@ -737,34 +788,49 @@ class Receiver:
             steps.append(CopyJob(copied, after=self._demand.after, nbytes=tables.nbytes))
         return steps
 
-    def _scattered(self, first: int, outcome: CopyOutcome) -> None:
-        """More chunks are where they belong, or all; or one could not be copied."""
-        now, copying, copied = self.site.now(), outcome.copying - self._copying, first + outcome.steps
-        if copied > self._copied:
-            self.tally.spent("scattering", now - copying, now)
-            self._arrived(self.machine.notified(copied), _UNTIMED)
-        self._copied, self._copying = max(self._copied, copied), outcome.copying
+    def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
+        """More chunks are where they belong, or all; or one could not be copied, or read."""
+        site, machine, tally, run = self.site, self.machine, self.tally, self._run
+        if over and outcome.posted:
+            tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
+            tally.spent("wire", outcome.posted, outcome.posted + outcome.wire)
+        if run is None or run.first != first:  # it was let go: nothing was left to be done of it
+            return
+        if over and not outcome.may_move:
+            self._run = None
+        elif over:
+            run.unwant = want_end(site, self.peer, urgent=True)
+        now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
+        if moved > self._copied and self.route is not Route.PULL:
+            tally.spent("scattering", now - copying, now)
+            self._arrived(machine.notified(moved), _UNTIMED)
+        elif moved > self._copied and self.moving:
+            self.link.send(*machine.landed(moved))
+        self._copied, run.copying = max(self._copied, moved), outcome.copying
         if self._turns is not None:
             self._grant_said.note(self._copied, now, self._turns.places)
             self._say_soon()
         if outcome.error is not None:
             self._failed(outcome.error)
+        elif outcome.stopped and not self._given_up:
+            self.stop(Failure(Status.FAILED, Code.TIMEOUT, "the lease ran out before the chunk was read"))
         self._wake()
         if self._given_up:
             self._settle()
 
-    def _ended_flow(self, first: int, outcome: CopyOutcome) -> None:
-        """The mover is through with a ring."""
-        if first == self._first:  # else there is another one by now, and nothing was left to be copied of this
-            self._flow = None
-            self._scattered(first, outcome)
+    def _read_late(self, _: bool) -> None:
+        """What was read in doubt has ended, or our agent has."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.unwant()
+        self._settle()
 
     def _let_go(self) -> None:
         """Nothing is in the peer's hands, nor to be copied: others may have the memory, and the mover's place."""
         self.grants.let_go()
-        flow, self._flow, self._turns = self._flow, None, None
-        if flow is not None:
-            self.site.mover.finish(flow)
+        run, self._run, self._turns = self._run, None, None
+        if run is not None:
+            self.site.mover.finish(run.flow)
 
     async def _land(self, bound: Bound | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
@@ -799,80 +865,6 @@ class Receiver:
             return math.inf
         before = 0 if self.grants.staged else self.grants.desk.share.held_bytes(self.peer.account)
         return self.site.lease_ms(before) / 1000
-
-    async def _read(self, bound: Bound) -> None:
-        """Read chunks that the peer lets us read into place. It then confirms that the offer was held meanwhile."""
-        machine, window = self.machine, self.site.config.window
-        while self._begun < machine.ready and self._begun - self._copied < window and not self._stale:
-            await self._read_one(self._begun, bound)
-        if self._copied > machine.granted:
-            self.link.send(*machine.landed(self._copied))
-
-    async def _read_one(self, chunk: int, bound: Bound) -> None:
-        site, peer, machine, renewals = self.site, self.peer, self.machine, self.link.renewals
-        while chunk >= self._readable[0][0]:
-            self._readable.popleft()
-        _, until, generation = self._readable[0]
-        passage = site.keys.passage(peer, generation)
-        pieces = await site.plan(lambda: bound.chunk(chunk).listed(), rows=bound.chunk_pieces)
-        await self._until_writable()
-        leave = site.lanes.hold(peer)
-        try:
-            lane = await self._wait(site.lanes.connect(peer, renewals))
-            machine.read(chunk + 1)
-            self._begun += 1
-            if len(pieces):
-                self._post_read(chunk, lane, pieces, until, passage, leave)
-                leave = no_hold  # it is over when the read is
-            else:
-                self._has_read(chunk)
-        finally:
-            leave()
-
-    def _post_read(
-        self, chunk: int, lane: str, pieces: Pieces, until: float, passage: Passage | None, leave: Callable[[], None]
-    ) -> None:
-        """Post a read into the caller's blocks."""
-        site, peer, unwant = self.site, self.peer, no_hold
-
-        def done(outcome: CopyOutcome) -> None:
-            nonlocal unwant
-            leave()
-            del self._posted[chunk]
-            self._reads -= 1
-            if outcome.may_move:
-                self._doubts += 1
-                unwant = want_end(site, peer, urgent=True)
-            if outcome.posted:
-                self.tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
-                self.tally.spent("wire", outcome.posted, outcome.finished)
-            if outcome.outcome is Outcome.DONE:
-                self._has_read(chunk)
-            else:
-                reason = str(outcome.error or "the lease ran out before the chunk was read")
-                self.stop(Failure(Status.FAILED, Code.FABRIC if outcome.error else Code.TIMEOUT, reason))
-            self._settle()
-
-        def late(_: bool) -> None:  # it has ended, or our agent has
-            unwant()
-            self._doubts -= 1
-            self._settle()
-
-        local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
-        remote = block_pieces(site.plans.geometry(peer), pieces.src, pieces.nbytes)
-        post = Post(lane, Operation.READ, local, remote, runs_on(site, peer), late)
-        job = CopyJob(NOTHING, done, until=until, passage=passage, owner=self._owner, post=post)
-        self._posted[chunk] = site.mover.submit(job, Direction.SCATTER)
-        self._reads += 1
-        self.tally.descriptors += len(pieces)
-
-    def _has_read(self, chunk: int) -> None:
-        """A chunk has been read."""
-        self._read_early.add(chunk)
-        while self._copied in self._read_early:
-            self._read_early.remove(self._copied)
-            self._copied += 1
-        self._wake()
 
     async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
@@ -979,7 +971,7 @@ class Receiver:
             try:
                 self._cut(self._agreed(message))
                 if self._turns is not None:
-                    self._begin(0, self._turns)
+                    self._go_by([], self._turns)
                     self._grant_said.restart(0, site.now())
                     self._grant_said.renewal = site.now() + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()
@@ -1002,7 +994,7 @@ class Receiver:
     def _void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
         self.grants.void_ahead()
-        if self._flow is None:
+        if self._run is None:
             self._turns = None
 
     def refused(self, message: wire.Refuse) -> None:
@@ -1063,8 +1055,8 @@ class Receiver:
             self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
             while self._granted and self._granted[0][0] <= chunks.stop:
                 self._granted.popleft()
-        if chunks and self._flow is not None:
-            self.site.mover.hear(self._flow, chunks.stop - self._first)
+        if chunks and self._run is not None and self.route is Route.STAGED:
+            self.site.mover.hear(self._run.flow, chunks.stop - self._run.first)
             if self._begun >= chunks.stop:  # then there is nothing to do before it is copied
                 return
         self._wake()
@@ -1112,22 +1104,17 @@ class Receiver:
         """The caller's blocks may be written."""
         if not self.moving:
             raise asyncio.CancelledError
-        if self._demand.after is READY:
-            return
-        if self._writable is None:
-            self._writable = self.site.loop.create_future()
-            waits = CopyJob(NOTHING, self._became_writable, self._demand.after, owner=self._owner)
-            self._posted[-1] = self.site.mover.submit(waits, Direction.SCATTER)
-        if not self._writable.done():
-            await self._wait(self._writable)
-
-    def _became_writable(self, outcome: CopyOutcome) -> None:
-        del self._posted[-1]
-        if outcome.error is not None:
-            self._failed(outcome.error)
-        elif not outcome.stopped and self._writable is not None:
-            resolve(self._writable, None)
-        self._settle()
+        while not self._writes:
+            asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
+            job = CopyJob(NOTHING, partial(resolve, asked), self._demand.after, owner=self._owner)
+            waits = self.site.mover.submit(job, Direction.SCATTER)
+            try:
+                outcome = await self._wait(asked)
+            finally:
+                self.site.mover.cancel(waits)  # of no effect if the event has fired
+            if outcome.error is not None:
+                raise outcome.error
+            self._writes = not outcome.stopped
 
     # --- ending
 
@@ -1178,8 +1165,8 @@ class Receiver:
         if self._room is not None:
             self.grants.desk.release(self._room)
             self._room = None
-        for copy in (*self._posted.values(), *([] if self._flow is None else [self._flow])):
-            self.site.mover.cancel(copy)
+        if self._run is not None:
+            self.site.mover.cancel(self._run.flow)
         if self._news is not None:
             self._news.cancel()
         for waiting in list(self._waits):
@@ -1201,7 +1188,7 @@ class Receiver:
             self.link.send(*unread)
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
-            if self._flow is None:  # else our own copies read it yet
+            if self._run is None:  # else our own copies read it yet
                 stop = machine.granted
                 if self._turns is not None:  # the peer writes no chunk before there is a place for it
                     stop = min(stop, self._copied + self._turns.places)
@@ -1209,7 +1196,8 @@ class Receiver:
             if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
                 self._awake()  # else the peer is there, and what it has posted may need this side to end
                 self._awake = no_hold
-                self._leave()
+                if self._run is None:
+                    self._leave()
                 if self._grant_said.again is not None:
                     self._grant_said.again.cancel()
         if machine.ended:

@@ -229,7 +229,7 @@ RECEIVER = {
     "landed sent": Step("receiver", _PULL, _after(Receiving, "landed"), exposed=True),
     "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
-    "scattered": Step("receiver", _STAGED, _before(Receiver, "_scattered")),
+    "scattered": Step("receiver", _STAGED, _before(Receiver, "_moved")),
     "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
     "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
 }

@@ -760,7 +760,7 @@ def being_read(worker: Any) -> bool:
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
     (receiver,) = worker._service.decode._incoming.values()
-    return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._flow))
+    return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._run and receiver._run.flow))
 
 
 def _scatters(worker: Any, flow: Any) -> bool:

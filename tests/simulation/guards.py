@@ -256,7 +256,7 @@ def no_holding(patch):
 
 def unwatched_copies(patch):
     def theirs(one):
-        return one._doubts or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+        return one.reading or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
 
     patch.setattr(Receiver, "in_doubt", property(theirs))
 
@@ -375,9 +375,9 @@ def unread_places(patch):
     settle = Receiver._settle
 
     def at_once(one):
-        flow, one._flow = one._flow, None
+        run, one._run = one._run, None
         settle(one)
-        one._flow = flow
+        one._run = run
 
     patch.setattr(Receiver, "_settle", at_once)
 
@@ -474,9 +474,9 @@ def kept_flow(patch):
     give_up = Receiver._give_up
 
     def leave(one):
-        flow, one._flow = one._flow, None
+        run, one._run = one._run, None
         give_up(one)
-        one._flow = flow
+        one._run = run
 
     patch.setattr(Receiver, "_give_up", leave)
 

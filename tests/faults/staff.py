@@ -318,7 +318,7 @@ class Ranks:
         problems = list(rank.wrong)
         given = None if source is None else cache(source, "NHD")
         for layer in LAYERS:
-            found, expected = rank.placed.view(layer), rank.mirror.view(layer).clone()
+            found, expected = rank.placed.view(layer).clone(), rank.mirror.view(layer).clone()
             if rank.moved or rank.traffic is not None:
                 expected[:, OTHER] = found[:, OTHER]  # compared transfer by transfer
             if main == "canary":

@@ -422,9 +422,7 @@ class Sender:
         self._untold = _UNTIMED  # what those took that the machine was not told of
         self._telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
         self._chunk_bytes = 1  # about so many, once there is a plan
-        self._fired = 0  # `pull`: of the first so many chunks it is known that their events have
-        self._firing: Copy | None = None  # `pull`: what waits for those of the next one
-        self._waits_for_agent = False  # `pull`
+        self._firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
         self._exposure: Exposure | None = None  # `pull`
         self._stopped_at: Step | None = None
         self._unwant: Callback = no_hold
@@ -586,34 +584,23 @@ class Sender:
 
     def _let_read(self, ready: int) -> None:
         """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
-        site, machine = self.site, self.machine
+        site, machine, fired = self.site, self.machine, self.machine.ready
         if site.rebuilds.paused:
-            if not self._waits_for_agent:
-                self._waits_for_agent = True
-                site.rebuilds.when_open(self._agent_is_there)
+            site.rebuilds.when_open(self._wake)
             return
-        fired = max(self._fired, machine.ready)
         while fired < ready and (self._prompt or has_fired(self._events(fired))):
             fired += 1
-        self._fired = fired
         if fired > machine.ready:
             self._want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
         if fired < ready and self._firing is None:
-            job = CopyJob(NOTHING, partial(self._has_fired, fired), self._events(fired), owner=self.name)
+            job = CopyJob(NOTHING, self._has_fired, self._events(fired), owner=self.name)
             self._firing = site.mover.submit(job, Direction.GATHER)
 
-    def _has_fired(self, chunk: int, outcome: CopyOutcome) -> None:
-        """The events of a chunk have."""
+    def _has_fired(self, outcome: CopyOutcome) -> None:
+        """The events of the next chunk have."""
         self._firing = None
         if outcome.error is not None:
             self._deny(outcome.error.code, str(outcome.error))
-        elif not outcome.stopped:
-            self._fired = chunk + 1
-            self._wake()
-
-    def _agent_is_there(self) -> None:
-        """It was made anew."""
-        self._waits_for_agent = False
         self._wake()
 
     def _events(self, chunk: int) -> Event:

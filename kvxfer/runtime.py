@@ -3,7 +3,7 @@
 Everything above is written against `Runtime`; production uses `ThreadRuntime`, tests and simulations the deterministic
 one of `kvxfer.testing`, in which time is virtual and every step happens in an order drawn from a seed.
 
-A `Service` is work that must not run on the event loop (posting to a fabric, launching copies). It is a function
+A `Runner` is work that must not run on the event loop (posting to a fabric, launching copies). It is a function
 `step() -> float | None`: it does what is ready and says in how many seconds it wants to run again (0.0: at once, None:
 only when woken). The runtime decides where it runs: in a thread of its own, or as a callback of the simulated loop.
 """
@@ -28,8 +28,8 @@ __all__ = [
     "TURN_SECONDS",
     "Home",
     "Machine",
+    "Runner",
     "Runtime",
-    "Service",
     "ThreadRuntime",
     "allowed_cpus",
     "bind",
@@ -45,7 +45,7 @@ _MOST_LENT: Final = 40
 """Worker threads at a time, as many as AnyIO lends to all others together."""
 _SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK
 _NICENESS: Final = 5
-"""How far services give way to the loop where they have to share its cores; nothing changes where cores are free."""
+"""How far runners give way to the loop where they have to share its cores; nothing changes where cores are free."""
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -63,13 +63,13 @@ def bind(cpus: frozenset[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
-class Service(Protocol):
+class Runner(Protocol):
     """A running `step` function."""
 
     def wake(self) -> None:
         """Run `step` soon. Safe from any thread; wake-ups before the next step are merged.
 
-        A service whose `setup` or `step` has raised is over, and wakes no more.
+        A runner whose `setup` or `step` has raised is over, and wakes no more.
         """
         ...
 
@@ -86,12 +86,12 @@ class Machine(Protocol):
         ...
 
     def step(self) -> float | None:
-        """Do what is ready; as a step of a service."""
+        """Do what is ready; as a step of a runner."""
         ...
 
 
 class Runtime(Protocol):
-    """Clock, randomness, services and work in threads."""
+    """Clock, randomness, runners and work in threads."""
 
     def now(self) -> float:
         """Monotonic seconds. Comparable within this process only."""
@@ -101,16 +101,16 @@ class Runtime(Protocol):
         """Unpredictable bytes."""
         ...
 
-    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
-        """Start a service; `setup` runs first where `step` runs (a thread's CUDA context, its affinity).
+    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Runner:
+        """Start a runner; `setup` runs first where `step` runs (a thread's CUDA context, its affinity).
 
-        Neither of them should raise: whoever waits for the service's work would not hear of it. What they raise is
+        Neither of them should raise: whoever waits for the runner's work would not hear of it. What they raise is
         reported as any thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends the
-        service; `stop` works as ever.
+        runner; `stop` works as ever.
         """
         ...
 
-    def drive(self, name: str, machine: Machine) -> Service:
+    def drive(self, name: str, machine: Machine) -> Runner:
         """Run a machine: in a thread of its own, or step by step.
 
         Before its `stop` is waited for, it must be told to end.
@@ -204,8 +204,8 @@ class _Signal:
         self._unset.acquire(blocking=False)
 
 
-class _ThreadService:
-    """A service in a daemon thread."""
+class _ThreadRunner:
+    """A runner in a daemon thread."""
 
     def __init__(self, name: str, step: Step, setup: Callable[[], None] | None, cpus: frozenset[int]) -> None:
         self._step = step
@@ -287,7 +287,7 @@ def _bind_if(cpus: frozenset[int]) -> None:
 
 
 class ThreadRuntime:
-    """Production: the monotonic clock, the system's randomness, one thread a service.
+    """Production: the monotonic clock, the system's randomness, one thread a runner.
 
     Args:
         cpus: Where the threads run; anywhere if left out.
@@ -303,11 +303,11 @@ class ThreadRuntime:
         """Unpredictable bytes from the operating system."""
         return secrets.token_bytes(nbytes)
 
-    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
+    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Runner:
         """Start `step` in a daemon thread called `name`."""
-        return _ThreadService(name, step, setup, self._cpus)
+        return _ThreadRunner(name, step, setup, self._cpus)
 
-    def drive(self, name: str, machine: Machine) -> Service:
+    def drive(self, name: str, machine: Machine) -> Runner:
         """Run a machine in a daemon thread called `name`."""
         return _ThreadMachine(name, machine, self._cpus)
 

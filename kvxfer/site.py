@@ -515,7 +515,7 @@ class Site:
 
     Attributes:
         config: Effective settings.
-        runtime: Clock, randomness, services.
+        runtime: Clock, randomness, runners.
         loop: The worker's event loop.
         geometry: What this rank holds.
         custody: Books of the caller's blocks.

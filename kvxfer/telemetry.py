@@ -1,7 +1,7 @@
 """What kvxfer says about itself: log lines, the stats of a transfer, and the counters of a worker.
 
 `Metrics.snapshot` hands them to whatever exports them. What begins and ends is said here alone, so whoever else wants
-to hear of it (traces do) is a `Listener`. Counting is what every transfer pays for, so a duration costs a
+to hear of it (traces do) is an `Observer`. Counting is what every transfer pays for, so a duration costs a
 search among fixed bounds and an addition, and names of labels are few: those that come of free text are capped.
 """
 
@@ -28,8 +28,8 @@ __all__ = [
     "Ended",
     "HistogramSnapshot",
     "Intervals",
-    "Listener",
     "Metrics",
+    "Observer",
     "RequestKey",
     "Side",
     "SideSnapshot",
@@ -406,7 +406,7 @@ class Ended(Struct, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class Listener(Protocol):
+class Observer(Protocol):
     """Hears of what begins and ends. It must not raise. Instants are seconds of the worker's clock."""
 
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
@@ -533,11 +533,11 @@ class Metrics:
     """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now.
 
     Args:
-        listener: Who hears of transfers and offers too.
+        observer: Who hears of transfers and offers too.
     """
 
-    def __init__(self, listener: Listener | None = None) -> None:
-        self._listener: Final = listener
+    def __init__(self, observer: Observer | None = None) -> None:
+        self._observer: Final = observer
         self._sides: Final[dict[Side, _Account]] = {"receive": _Account(), "send": _Account()}
         self._refusals_sent: Counter[str] = Counter()
         self._refusals_received: Counter[str] = Counter()
@@ -561,13 +561,13 @@ class Metrics:
 
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
         """Take note of a fetch. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
-        return self._listener.fetch_began(transfer, key, at) if self._listener is not None else ""
+        return self._observer.fetch_began(transfer, key, at) if self._observer is not None else ""
 
     def transfer_ended(self, ended: Ended) -> None:
         """Count one transfer: its outcome, its bytes, and if it succeeded where its time went."""
         self._sides[ended.side].ended(ended.code, ended.stats)
-        if self._listener is not None:
-            self._listener.transfer_ended(ended)
+        if self._observer is not None:
+            self._observer.transfer_ended(ended)
 
     def session_opened(self, side: Side) -> None:
         """Count a handshake that was completed, by what this rank does in the session."""
@@ -575,14 +575,14 @@ class Metrics:
 
     def offer_began(self, key: RequestKey, at: float) -> None:
         """Take note of an offer that can be found from now on."""
-        if self._listener is not None:
-            self._listener.offer_began(key, at)
+        if self._observer is not None:
+            self._observer.offer_began(key, at)
 
     def offer_ended(self, key: RequestKey, how: str, at: float) -> None:
         """Count an offer that is over, by how it ended: there are three ways."""
         self._offers[how] += 1
-        if self._listener is not None:
-            self._listener.offer_ended(key, how, at)
+        if self._observer is not None:
+            self._observer.offer_ended(key, how, at)
 
     def quarantined(self, nbytes: int) -> None:
         """Count memory that went into custody because a peer may still touch it."""

@@ -6,7 +6,7 @@
     def scenario(runtime): ...                           # async; builds workers with this runtime
     simulate(scenario, seed=7)                           # virtual time; the same seed gives the same run
 
-In a simulation a second costs nothing: when nothing can happen any more, the clock jumps to the next timer. Services,
+In a simulation a second costs nothing: when nothing can happen any more, the clock jumps to the next timer. Runners,
 which are threads in production, become callbacks of the loop whose order is drawn from the seed.
 """
 
@@ -17,13 +17,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.runtime import Machine, Service
+from kvxfer.runtime import Machine, Runner
 
 __all__ = ["DeterministicRuntime", "LoopbackNetwork", "LoopbackTransport", "simulate"]
 
 _T = TypeVar("_T")
 _STEP_SECONDS: Final = 1e-6
-"""How far virtual time moves on with every turn of the loop, so that a service that spins cannot stop it."""
+"""How far virtual time moves on with every turn of the loop, so that a runner that spins cannot stop it."""
 _JITTER_SECONDS: Final = 50e-6
 
 
@@ -56,7 +56,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _LoopService:
-    """A service as callbacks of the loop, each after a delay drawn from the seed."""
+    """A runner as callbacks of the loop, each after a delay drawn from the seed."""
 
     def __init__(
         self, runtime: "DeterministicRuntime", step: Callable[[], float | None], setup: Callable[[], None] | None
@@ -101,7 +101,7 @@ class _LoopService:
 
 
 class DeterministicRuntime:
-    """Clock, randomness and services of a simulation.
+    """Clock, randomness and runners of a simulation.
 
     Args:
         loop: The virtual loop; `simulate` makes it.
@@ -124,12 +124,12 @@ class DeterministicRuntime:
         """A small delay in seconds."""
         return self._random.random() * _JITTER_SECONDS
 
-    def start(self, name: str, step: Callable[[], float | None], *, setup: Callable[[], None] | None = None) -> Service:
+    def start(self, name: str, step: Callable[[], float | None], *, setup: Callable[[], None] | None = None) -> Runner:
         """Run `step` as callbacks of the loop."""
         del name
         return _LoopService(self, step, setup)
 
-    def drive(self, name: str, machine: Machine) -> Service:
+    def drive(self, name: str, machine: Machine) -> Runner:
         """Run a machine step by step, as callbacks of the loop."""
         del name
         return _LoopService(self, machine.step, None)

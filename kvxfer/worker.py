@@ -62,8 +62,7 @@ from kvxfer.safety.mappings import Exports, Mappings
 from kvxfer.safety.processes import Processes
 from kvxfer.safety.rebuilding import Rebuilding
 from kvxfer.site import Desk, Site, Tasks
-from kvxfer.telemetry import Listener as MetricsListener
-from kvxfer.telemetry import Metrics, logger
+from kvxfer.telemetry import Metrics, Observer, logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
 from kvxfer.transfers import FetchResult, Progress, Transfer, given_seconds, see_through, soon
@@ -255,7 +254,7 @@ async def assemble(parts: Assembly) -> Site:
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)
-    key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_listener(config))
+    key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_observer(config))
     fabric: Fabric | None = None
     mover: Mover | None = None
     try:
@@ -301,7 +300,7 @@ async def assemble(parts: Assembly) -> Site:
     )
 
 
-def _listener(config: Config) -> MetricsListener | None:
+def _observer(config: Config) -> Observer | None:
     """Who hears of transfers and offers, beside the counters.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The fabric: owns a transport, makes the calls that may take long in a service of its own, and knows when it is over.
+"""The fabric: owns a transport, makes the calls that may take long in a runner of its own, and knows when it is over.
 
-    loop                                  the fabric's service
+    loop                                  the fabric's runner
     register, connect, ...  -> inbox ->   run in order, answered through a future
 
-What is posted is the mover's, which calls the same agent. One of the two calls it at a time: the service claims it
+What is posted is the mover's, which calls the same agent. One of the two calls it at a time: the runner claims it
 first, and the mover goes on without it until the call has returned.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Memory, Transport
-from kvxfer.runtime import Runtime, Service
+from kvxfer.runtime import Runner, Runtime
 from kvxfer.telemetry import logger
 
 __all__ = ["Fabric", "Holdings"]
@@ -198,7 +198,7 @@ class Fabric:
 
     Args:
         transport: Owned from now on: nobody else may call it, and `close` closes it.
-        runtime: Clock and services.
+        runtime: Clock and runners.
         mover: Posts by it.
     """
 
@@ -211,8 +211,8 @@ class Fabric:
         self._inbox: deque[_Call] = deque()
         self._refusal: FabricError | None = None
         self._closing: asyncio.Task[bool] | None = None
-        self._service: Service | None = None
-        # the service's own
+        self._runner: Runner | None = None
+        # the runner's own
         self._holdings: Final = Holdings(transport)
         self._defect: Exception | None = None
         self._gone = False  # the agent
@@ -223,14 +223,14 @@ class Fabric:
     # ---- what others ask for ----------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the service, set the transport up, and give its agent to the mover.
+        """Start the runner, set the transport up, and give its agent to the mover.
 
         Raises:
             FabricError: The transport does not work; every later call fails with the same.
         """
-        if self._service is not None:
+        if self._runner is not None:
             raise FabricError("a fabric is opened once")
-        self._service = self._runtime.start("kvxfer-fabric", self._step, setup=self._set_up)
+        self._runner = self._runtime.start("kvxfer-fabric", self._step, setup=self._set_up)
         await asyncio.wrap_future(self.metadata(()))
         self._attach()
 
@@ -318,8 +318,8 @@ class Fabric:
         return await asyncio.shield(self._closing)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the service, which comes when `close` is done. False if it has not within so long."""
-        return self._service is None or self._service.stop(timeout)
+        """Wait for the end of the runner, which comes when `close` is done. False if it has not within so long."""
+        return self._runner is None or self._runner.stop(timeout)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -368,10 +368,10 @@ class Fabric:
         with self._lock:
             self._refusal = self._refusal or FabricError("the fabric is closed")
         clean = not self._mover.lingering
-        if self._service is not None:
+        if self._runner is not None:
             self._mover.attach(None)
             clean = await asyncio.wrap_future(self._submit(lambda: self._shut(clean=clean), closing=True))
-            self._service.stop(0.0)
+            self._runner.stop(0.0)
         return clean
 
     def _submit(self, run: Callable[[], _T], *, closing: bool = False) -> Future[_T]:
@@ -382,17 +382,17 @@ class Fabric:
                 self._inbox.append(_Call(run, future))
         if refusal is not None:
             future.set_exception(_restated(refusal))
-        elif self._service is not None:
+        elif self._runner is not None:
             self._due = self._due or self._runtime.now()
-            self._service.wake()
+            self._runner.wake()
         return future
 
-    # ---- the service ------------------------------------------------------------------------------------------------
+    # ---- the runner ------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
         try:
             self._transport.setup()
-        except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the service unseen
+        except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the runner unseen
             self._defect = error
 
     def _step(self) -> float | None:
@@ -405,7 +405,7 @@ class Fabric:
                 if not self._mover.claim():
                     return _CLAIM_S
                 self._take()
-        except Exception as error:  # noqa: BLE001 - the service is supervised here: a defect is named and answered
+        except Exception as error:  # noqa: BLE001 - the runner is supervised here: a defect is named and answered
             self._break(error if isinstance(error, FabricError) else _broken_by(error))
         self._due = None
         return None
@@ -423,7 +423,7 @@ class Fabric:
                 self._mover.release_claim()
 
     def _break(self, error: FabricError) -> None:
-        """Answer everybody, now and from now on, with what went wrong. The service goes on, for `close`."""
+        """Answer everybody, now and from now on, with what went wrong. The runner goes on, for `close`."""
         with self._lock:
             self._refusal = self._refusal or error
             refused, self._inbox = list(self._inbox), deque()
@@ -449,7 +449,7 @@ class Fabric:
                 step()
             except FabricError as error:
                 _log.warning("fabric_undo_failed", name=self._transport.name, error=str(error))
-            except Exception as error:  # noqa: BLE001 - the last step of the service: nobody else would see it
+            except Exception as error:  # noqa: BLE001 - the last step of the runner: nobody else would see it
                 _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
                 clean = False
         return clean

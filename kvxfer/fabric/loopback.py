@@ -36,7 +36,7 @@ __all__ = [
     "LogEntry",
     "LoopbackNetwork",
     "LoopbackTransport",
-    "Part",
+    "PostedPart",
     "ported",
 ]
 
@@ -98,7 +98,7 @@ class Fault:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PostedPart:
     """A posted part: the handle of this transport.
 
     Attributes:
@@ -194,9 +194,9 @@ class LoopbackNetwork:
         self._lock = threading.RLock()
         self._agents: dict[str, LoopbackTransport] = {}
         self._faults: dict[str, Faults] = {}
-        self._held: list[Part] = []
-        self._flying: list[Part] = []
-        self._offered: list[Part] = []  # until the far end makes progress
+        self._held: list[PostedPart] = []
+        self._flying: list[PostedPart] = []
+        self._offered: list[PostedPart] = []  # until the far end makes progress
         self._notices: list[tuple[str, str, bytes]] = []  # from, to, what
         self._echoes: list[tuple[str, str, bytes]] = []  # those that come again, behind these
         self._now: Callable[[], float] = _no_clock
@@ -369,13 +369,13 @@ class LoopbackNetwork:
         with self._lock:
             return next(self._keys)
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: PostedPart) -> None:
         """Put a part in flight, under the faults of its peer."""
         with self._lock:
             self._arrive()
             self._begin(part)
 
-    def poll(self, part: Part) -> bool:
+    def poll(self, part: PostedPart) -> bool:
         """True when a part has ended."""
         with self._lock:
             self._arrive()
@@ -392,7 +392,7 @@ class LoopbackNetwork:
             self._land(part)
             return True
 
-    def _waits(self, part: Part) -> bool:
+    def _waits(self, part: PostedPart) -> bool:
         """Whether a part is on its way, or one before it that has failed is."""
         return (
             part in self._flying
@@ -453,7 +453,7 @@ class LoopbackNetwork:
                     fault.skip = max(fault.skip - 1, 0)
         return due
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: PostedPart) -> None:
         self._check_alive(part.dst, in_doubt=False)
         if part.dst not in self._agents:
             raise FabricError(f"{part.dst} is gone", disconnected=True)
@@ -489,7 +489,7 @@ class LoopbackNetwork:
         elif not part.wedged and part.polls == 0:
             self._land(part)
 
-    def _travels(self, part: Part, faults: Faults) -> float:
+    def _travels(self, part: PostedPart, faults: Faults) -> float:
         """When the bytes of a part are through a link that has a speed; 0 for one that has none."""
         if not faults.bytes_per_second:
             return 0.0
@@ -508,7 +508,7 @@ class LoopbackNetwork:
             for part in sorted(due, key=lambda part: part.due):
                 self._land(part)
 
-    def _land(self, part: Part, limit: int | None = None) -> None:
+    def _land(self, part: PostedPart, limit: int | None = None) -> None:
         """Move the bytes that a part still owes, at most `limit`, unless either side deregistered the memory since.
 
         A real transport would write there all the same; here the address may belong to somebody else by now.
@@ -882,7 +882,7 @@ class LoopbackTransport:
             (int(a), int(b), int(length))
             for (a, length), (b, _) in zip(local.pieces.tolist(), remote.pieces.tolist(), strict=True)
         ]
-        part = Part(self, peer, operation, copies, here | there)
+        part = PostedPart(self, peer, operation, copies, here | there)
         self._network.begin(part)
         self.open_handles += 1
         return part
@@ -932,8 +932,8 @@ class LoopbackTransport:
             raise FabricError(f"agent {self._name!r} is not open")
 
 
-def _part(handle: Handle) -> Part:
-    if not isinstance(handle, Part) or handle.released:
+def _part(handle: Handle) -> PostedPart:
+    if not isinstance(handle, PostedPart) or handle.released:
         raise RuntimeError(f"a defect: {handle!r} was given back before, or never posted")
     return handle
 

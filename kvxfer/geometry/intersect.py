@@ -23,7 +23,6 @@ from kvxfer.names import CONVERTIBLE, convertible
 __all__ = [
     "KV_ORDER",
     "Difference",
-    "Part",
     "SegmentClass",
     "SegmentKey",
     "Selection",
@@ -33,7 +32,6 @@ __all__ = [
     "difference",
     "differences",
     "intersect",
-    "parts",
     "resolve",
 ]
 
@@ -238,7 +236,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class _HeadRun:
     """Heads of a pair of tensors that are copied alike.
 
     Attributes:
@@ -254,15 +252,15 @@ class Part:
     divide: float = 1.0
 
 
-def parts(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[Part]:
+def _head_runs(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[_HeadRun]:
     """How the heads that two tensors have in common are copied: all alike, or each with numbers of its own."""
     pairs = _scales(src, dst, heads)
     runs = [heads] if len(set(pairs)) == 1 else [range(head, head + 1) for head in heads]
     for run, (multiply, divide) in zip(runs, pairs, strict=False):  # of equal pairs one will do
         if src.dtype == dst.dtype and multiply == divide:
-            yield Part(run, Elements(src.item_bytes, dst.item_bytes))
+            yield _HeadRun(run, Elements(src.item_bytes, dst.item_bytes))
         else:
-            yield Part(run, Elements(src.item_bytes, dst.item_bytes, src.dtype, dst.dtype), multiply, divide)
+            yield _HeadRun(run, Elements(src.item_bytes, dst.item_bytes, src.dtype, dst.dtype), multiply, divide)
 
 
 def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool) -> Difference | None:
@@ -333,7 +331,7 @@ def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Ite
 def converts(src: CacheGeometry, dst: CacheGeometry) -> bool:
     """Whether anything that two ranks have in common is converted on its way."""
     meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
-    return any(part.elements.converts for meeting in meetings for part in parts(*meeting))
+    return any(run.elements.converts for meeting in meetings for run in _head_runs(*meeting))
 
 
 def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
@@ -523,20 +521,20 @@ def _base(spec: TensorSpec, place: Place) -> int:
 
 def _cut(src: TensorSpec, dst: TensorSpec, common: range, found: dict[SegmentKey, list[_Region]]) -> "Iterator[_Cut]":
     """One region for every patch of some common heads and the dims of two tensors: the same in each layer and half."""
-    for part in parts(src, dst, common):
+    for run in _head_runs(src, dst, common):
         heads = _axis_patches(
             src.factors.get("head", ()),
             dst.factors.get("head", ()),
-            part.heads.start - src.heads.start,
-            part.heads.start - dst.heads.start,
-            len(part.heads),
+            run.heads.start - src.heads.start,
+            run.heads.start - dst.heads.start,
+            len(run.heads),
         )
         dims = _axis_patches(src.factors.get("dim", ()), dst.factors.get("dim", ()), 0, 0, src.count("dim"))
         for (head_at, head), (dim_at, dim) in product(heads, dims):
             key = SegmentKey(
                 src.group,
                 src.part,
-                part.elements,
+                run.elements,
                 head.axes,
                 dim.axes,
                 src.stride("token"),
@@ -547,8 +545,8 @@ def _cut(src: TensorSpec, dst: TensorSpec, common: range, found: dict[SegmentKey
                 RowSide.of_tensor(dst),
             )
             regions = found.setdefault(key, [])
-            at = (part.heads.start + head_at, dim_at, head.src + dim.src, head.dst + dim.dst)
-            yield regions, *at, part.multiply, part.divide
+            at = (run.heads.start + head_at, dim_at, head.src + dim.src, head.dst + dim.dst)
+            yield regions, *at, run.multiply, run.divide
 
 
 @lru_cache(maxsize=512)

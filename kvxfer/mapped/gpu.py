@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.errors import FabricError, KvxferError
-from kvxfer.mapped.window import CUDA, VMM, Descriptors, Export, Window, files_of, joined
+from kvxfer.mapped.window import CUDA, VMM, Export, OpenFiles, Window, files_of, joined
 from kvxfer.memory.device import admit, call, in_thread, lay_out, load
 from kvxfer.names import MAX_HANDLE
 
@@ -160,7 +160,7 @@ class _Piece:
     shared: bytes
 
 
-def pieces_handle(driver: Any, base: int, length: int, files: Descriptors) -> bytes:
+def pieces_handle(driver: Any, base: int, length: int, files: OpenFiles) -> bytes:
     """What another process needs to map one piece of memory.
 
     Args:
@@ -281,7 +281,7 @@ def _import(driver: Any, piece: _Piece, take: Callable[[int], int]) -> Any:
 _PURPOSE: Final = "the route mapped"
 
 
-def export_cuda(device: int, spans: Sequence[range], files: Descriptors) -> list[Export]:
+def export_cuda(device: int, spans: Sequence[range], files: OpenFiles) -> list[Export]:
     """The allocations in which these addresses lie, each once.
 
     Raises:

@@ -32,7 +32,7 @@ import numpy as np
 from kvxfer.errors import FabricError
 from kvxfer.mapped.cpu import create, handle_of, open_handle, process_of
 
-__all__ = ["FIRST_GENERATION", "SHUT", "Key", "Lineage", "LockFile", "Passage", "Revoked"]
+__all__ = ["FIRST_GENERATION", "SHUT", "Key", "Lineage", "LockFile", "Permit", "Revoked"]
 
 FIRST_GENERATION: Final = 1
 _NAME: Final = "kvxfer-gates"
@@ -218,7 +218,7 @@ class Key:
         """Whether it holds on to the peer's file."""
         return not self._pages.closed
 
-    def passage(self, number: int, generation: int) -> "Passage":
+    def passage(self, number: int, generation: int) -> "Permit":
         """A way through one gate.
 
         Raises:
@@ -227,7 +227,7 @@ class Key:
         gates = len(self._words) // 2 - 1
         if not 0 <= number < gates:
             raise FabricError(f"gate {number} was granted, but there are {gates}")
-        return Passage(self, number, generation)
+        return Permit(self, number, generation)
 
     def close(self) -> None:
         """Close it, as soon as nothing of it is lent.
@@ -240,7 +240,7 @@ class Key:
             self._end_if_free()
 
     def lend(self, number: int, generation: int) -> tuple[int, int, int, int, int]:
-        """See `Passage.lend`."""
+        """See `Permit.lend`."""
         with self._mutex:
             self._borrowers += 1
             if self._pages.closed:
@@ -250,7 +250,7 @@ class Key:
             return self._descriptor, number, granted, words_at, inside_at
 
     def give_back(self) -> None:
-        """See `Passage.give_back`."""
+        """See `Permit.give_back`."""
         with self._mutex:
             self._borrowers -= 1
             if self._closing:
@@ -263,7 +263,7 @@ class Key:
             os.close(self._descriptor)
 
 
-class Passage:
+class Permit:
     """One writer's way through a gate, under the generation that it was granted.
 
     Args:

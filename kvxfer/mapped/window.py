@@ -20,8 +20,8 @@ __all__ = [
     "CPU",
     "CUDA",
     "VMM",
-    "Descriptors",
     "Export",
+    "OpenFiles",
     "Window",
     "Windows",
     "export",
@@ -46,7 +46,7 @@ _REMEDY: Final = (
 )
 
 
-class Descriptors:
+class OpenFiles:
     """Open files of this process that peers may take until it closes them."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def _check(address: int, length: int) -> None:
         raise FabricError(f"{length} bytes at {address:#x} are no memory of a process")
 
 
-def export(kind: str, device: int, spans: Sequence[range], files: Descriptors) -> list[Export]:
+def export(kind: str, device: int, spans: Sequence[range], files: OpenFiles) -> list[Export]:
     """Make the allocations that hold these addresses available to other processes; each allocation once.
 
     Args:

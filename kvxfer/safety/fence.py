@@ -1,18 +1,18 @@
 """The gates before memory: those of this worker, by which a grant can be taken back, and those of its peers."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
+from kvxfer.copy.port import Passage
 from kvxfer.errors import FabricError
 from kvxfer.mapped import check_process, unlike
 from kvxfer.mapped.locks import FIRST_GENERATION, SHUT, Key, LockFile, Revoked
-from kvxfer.mapped.locks import Passage as _Open
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
 
-__all__ = ["GATES", "GATE_BYTES", "SHARED_GATE", "Gates", "Keys", "Passage", "first_words"]
+__all__ = ["GATES", "GATE_BYTES", "SHARED_GATE", "Gates", "Keys", "first_words"]
 
 # --- our own gates
 #
@@ -134,8 +134,6 @@ class _Shut:
         """Nobody has it."""
 
 
-Passage: TypeAlias = _Open | _Shut
-"""A way through a gate."""
 _SHUT: Final = _Shut()
 
 

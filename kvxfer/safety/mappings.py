@@ -11,7 +11,7 @@ from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraE
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped import Export, Window, Windows, check_process, export, joined, open_window, unlike
 from kvxfer.mapped.locks import LockFile
-from kvxfer.mapped.window import Descriptors
+from kvxfer.mapped.window import OpenFiles
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.device import upload
 from kvxfer.names import MAX_TENSORS
@@ -41,7 +41,7 @@ class Exports:
         self.frames: list[wire.MappedMemory] = []
         self.locks: LockFile | None = None
         self._gates: Backing | None = None
-        self._files: Final = Descriptors()
+        self._files: Final = OpenFiles()
 
     @property
     def gates(self) -> int:

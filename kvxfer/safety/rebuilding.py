@@ -35,7 +35,7 @@ from kvxfer.protocol.transfer import Failure
 from kvxfer.site import Callback, Site, no_hold
 from kvxfer.telemetry import logger
 
-__all__ = ["Rebuilding", "Role", "runs_on", "severed", "want_end"]
+__all__ = ["Grantor", "Rebuilding", "runs_on", "severed", "want_end"]
 
 _log: Final = logger("kvxfer.worker")
 _LOOK_SECONDS: Final = 0.002
@@ -49,7 +49,7 @@ _CROWDED: Final = 4
 _TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")
 
 
-class Role(Protocol):
+class Grantor(Protocol):
     """One of the two roles of this worker, as far as peers can reach its memory through the agent."""
 
     @property
@@ -80,7 +80,7 @@ class Rebuilding:
     def __init__(
         self,
         site: Site,
-        roles: Sequence[Role],
+        roles: Sequence[Grantor],
         links: Callable[[], Iterable[Link]],
         renewed: Callable[[Link], None],
     ) -> None:

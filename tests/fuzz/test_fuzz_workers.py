@@ -20,7 +20,7 @@ from stage import Cache, Copied, is_quiet
 
 from kvxfer import Config, Worker
 from kvxfer.errors import KvxferError, MemoryInDoubtError
-from kvxfer.fabric.loopback import Part
+from kvxfer.fabric.loopback import PostedPart
 from kvxfer.fabric.port import Operation
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 
@@ -43,7 +43,7 @@ class Mute(LoopbackTransport):
 
     def post(self, peer, operation, local, remote):
         self.open_handles += 1
-        return Part(self, peer, operation, [], frozenset())
+        return PostedPart(self, peer, operation, [], frozenset())
 
 
 class Scene:

@@ -27,7 +27,7 @@ from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
-from kvxfer.mapped.window import Descriptors  # noqa: E402
+from kvxfer.mapped.window import OpenFiles  # noqa: E402
 from kvxfer.memory import Backing, allocate  # noqa: E402
 from kvxfer.memory.device import call, load, upload  # noqa: E402
 from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
@@ -196,7 +196,7 @@ def test_what_the_gate_costs():
 def exported(device, *memories, files=None):
     """What is told of the memory in which these tensors and backings lie."""
     spans = [(m.address, m.length) if isinstance(m, Backing) else (m.data_ptr(), m.nbytes) for m in memories]
-    kept = Descriptors() if files is None else files
+    kept = OpenFiles() if files is None else files
     return export("cuda", device, [range(start, start + length) for start, length in spans], kept)
 
 

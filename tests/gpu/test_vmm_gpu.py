@@ -46,7 +46,7 @@ from test_workers_gpu import needs_nixl  # noqa: E402  # pyright: ignore[reportM
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError, KvxferError, MemoryInDoubtError  # noqa: E402
 from kvxfer.mapped import joined, open_window  # noqa: E402
-from kvxfer.mapped.window import Descriptors  # noqa: E402
+from kvxfer.mapped.window import OpenFiles  # noqa: E402
 from kvxfer.memory.device import (  # noqa: E402
     call,
     lay_out,
@@ -115,7 +115,7 @@ def serve(make, device, answer):
     whole.fill_(CANARY)
     memory = whole[BEFORE : BEFORE + SIZE]
     torch.cuda.synchronize(device)
-    words, files = gate_words(device), Descriptors()
+    words, files = gate_words(device), OpenFiles()
     exports = exported(device, memory, words, files=files)
     answer.send((exports, memory.data_ptr(), words.address))
     while (what := answer.recv()) != "end":
@@ -212,7 +212,7 @@ def test_expandable_segments_are_written_across_their_pieces(segments, device):
 
 
 def test_a_fabric_handle_that_cuda_refuses_makes_way_for_an_open_file():
-    pieces, files = by_hand(0, 2 * PIECE), Descriptors()
+    pieces, files = by_hand(0, 2 * PIECE), OpenFiles()
     exports = exported(0, pieces.memory, files=files)
     assert kinds_of(exports) == {FILE}
     assert len(files) == 2
@@ -245,7 +245,7 @@ def test_expandable_segments_that_were_told_not_to_have_handles_are_refused_by_n
 
 
 def test_within_one_process_another_gpu_is_admitted():
-    pieces, files = by_hand(1, BEFORE + SIZE), Descriptors()
+    pieces, files = by_hand(1, BEFORE + SIZE), OpenFiles()
     whole = pieces.memory
     whole.fill_(CANARY)
     torch.cuda.synchronize(1)
@@ -319,7 +319,7 @@ def writer(exports, memory, words, answer):
 
 
 def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
-    pieces, files = by_hand(0, BEFORE + SIZE), Descriptors()
+    pieces, files = by_hand(0, BEFORE + SIZE), OpenFiles()
     memory = pieces.memory[BEFORE : BEFORE + SIZE]
     memory.fill_(CANARY)
     torch.cuda.synchronize(0)

@@ -683,12 +683,12 @@ def transport(worker: Any) -> Any:
 
 def trace_by(worker: Any, tracer: Any) -> None:
     """This makes its spans."""
-    worker._service.site.metrics._listener._tracer = tracer
+    worker._service.site.metrics._observer._tracer = tracer
 
 
 def traced(worker: Any) -> int:
     """How many fetches and offers its traces know."""
-    listener = worker._service.site.metrics._listener
+    listener = worker._service.site.metrics._observer
     return len(listener._fetches) + len(listener._offers)
 
 

@@ -75,14 +75,14 @@ async def test_nothing_is_left(network):
 
 
 async def test_a_fabric_whose_thread_takes_its_time_to_end_is_waited_for(network, monkeypatch):
-    run = runtime._ThreadService._run
+    run = runtime._ThreadRunner._run
 
     def slowly(service):
         run(service)
         if threading.current_thread().name == "kvxfer-fabric":
             time.sleep(0.2)
 
-    monkeypatch.setattr(runtime._ThreadService, "_run", slowly)
+    monkeypatch.setattr(runtime._ThreadRunner, "_run", slowly)
     async with make("p", Cache(), network):
         assert left() != NOTHING
     assert left() == NOTHING

@@ -11,7 +11,7 @@ from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.mapped import export, here
 from kvxfer.mapped.locks import LockFile
-from kvxfer.mapped.window import Descriptors
+from kvxfer.mapped.window import OpenFiles
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
@@ -33,7 +33,7 @@ def victim(pipe):
     geometry, tensor = cache()
     gates = LockFile(4)
     span = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-    pipe.send((geometry, export("cpu", 0, [span], Descriptors()), gates.handle))
+    pipe.send((geometry, export("cpu", 0, [span], OpenFiles()), gates.handle))
     pipe.recv()
     gates.close()
 

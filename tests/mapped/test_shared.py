@@ -15,7 +15,7 @@ from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import Export, Window, Windows, export, open_window, unlike
 from kvxfer.mapped import process as home_module
 from kvxfer.mapped.cpu import _files
-from kvxfer.mapped.window import Descriptors
+from kvxfer.mapped.window import OpenFiles
 
 CONTEXT = mp.get_context("spawn")
 
@@ -23,7 +23,7 @@ CONTEXT = mp.get_context("spawn")
 def exported(*tensors):
     """What is told of the memory in which these lie."""
     spans = [range(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
-    return export("cpu", 0, spans, Descriptors())
+    return export("cpu", 0, spans, OpenFiles())
 
 
 def add_one(given, elements, answer):

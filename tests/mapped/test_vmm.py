@@ -18,7 +18,7 @@ from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
 from kvxfer.mapped import Windows, export, joined, open_window
-from kvxfer.mapped.window import Descriptors
+from kvxfer.mapped.window import OpenFiles
 from kvxfer.protocol.messages import MappedMemory
 from kvxfer.safety.mappings import Exports, Mappings
 
@@ -34,7 +34,7 @@ def cuda():
 
 @pytest.fixture
 def files():
-    kept = Descriptors()
+    kept = OpenFiles()
     yield kept
     kept.close()
 
@@ -71,7 +71,7 @@ def elsewhere(work, *arguments):
 def owner(mapped, kinds, spans, device, pipe):
     """Has a pool, and exports parts of it; then shows what lies there."""
     driver = fake_cuda.install()
-    pool, kept = Pool(driver, mapped, kinds), Descriptors()
+    pool, kept = Pool(driver, mapped, kinds), OpenFiles()
     parts = [range(pool.base + start, pool.base + stop) for start, stop in spans]
     pipe.send((export("cuda", device, parts, kept), pool.base, len(kept)))
     with contextlib.suppress(EOFError):

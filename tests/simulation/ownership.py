@@ -26,7 +26,7 @@ from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
 from kvxfer.copy.port import CopyJob
 from kvxfer.decode.receiver import Receiver, named
-from kvxfer.fabric.loopback import LoopbackNetwork, Part
+from kvxfer.fabric.loopback import LoopbackNetwork, PostedPart
 from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
 from kvxfer.protocol.messages import WHOLE, Grant, Status
@@ -402,8 +402,8 @@ class WatchedNetwork(LoopbackNetwork):
     def __init__(self, ledger: Ledger):
         super().__init__()
         self.ledger = ledger
-        self._entitled: dict[Part, list] = {}
-        self._used: dict[int, Part] = {}  # what was posted to a place, by the grant
+        self._entitled: dict[PostedPart, list] = {}
+        self._used: dict[int, PostedPart] = {}  # what was posted to a place, by the grant
         self.notices: list[tuple[str, str, bytes]] = []  # from, to, what
 
     @staticmethod

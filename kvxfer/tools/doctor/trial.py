@@ -18,7 +18,7 @@ import torch
 from kvxfer.errors import KvxferError
 from kvxfer.mapped import Export, export, open_window
 from kvxfer.mapped.cpu import shared_empty
-from kvxfer.mapped.window import Descriptors, files_of
+from kvxfer.mapped.window import OpenFiles, files_of
 from kvxfer.memory import allocate, peek
 from kvxfer.memory.device import call, in_thread, load
 from kvxfer.tools.bench.device import index_of
@@ -132,7 +132,7 @@ _REMEDIES: Final = {
 def _offer_pages() -> Generator[_Offered, None, None]:
     tensor: Any = shared_empty([_PAGE], dtype=torch.uint8)
     with ExitStack() as stack:
-        files = Descriptors()
+        files = OpenFiles()
         stack.callback(files.close)
         (found,) = export("cpu", 0, [range(tensor.data_ptr(), tensor.data_ptr() + _PAGE)], files)
         yield astuple(found), lambda: bool((tensor == _MARK).all())
@@ -217,7 +217,7 @@ def _offer_gpu(index: int, *, plain: bool) -> Generator[_Offered, None, None]:
             torch.cuda.synchronize(index)
             stack.callback(tensor.zero_)  # which keeps it to the end
             address = tensor.data_ptr()
-        files = Descriptors()
+        files = OpenFiles()
         stack.callback(files.close)
         found = export("cuda", index, [range(address, address + _GPU_BYTES)], files)
         told = ([astuple(one) for one in found], address)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, assert_never, overload
+from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never, overload
 
 from kvxfer.config import Config
 from kvxfer.errors import (
@@ -64,7 +64,6 @@ __all__ = [
     "FetchEvent",
     "FetchFailed",
     "Fetched",
-    "Handle",
     "OfferEvent",
     "OfferExpired",
     "OfferFailed",
@@ -711,18 +710,7 @@ class OfferSettled:
 FetchEvent: TypeAlias = Fetched | FetchFailed | Settled
 OfferEvent: TypeAlias = OfferReleased | OfferExpired | OfferWithdrawn | OfferFailed | OfferInDoubt | OfferSettled
 PollEvent: TypeAlias = FetchEvent | OfferEvent
-
-
-class Handle(Protocol):
-    """A fetch or an offer, as the outbox knows it."""
-
-    def note(self, event: PollEvent) -> None:
-        """Take over what an event says. Called before it can be polled; must not block."""
-        ...
-
-    def abandon(self) -> None:
-        """The worker is gone: end, though nobody knows how."""
-        ...
+_Handle: TypeAlias = "BlockingTransfer | BlockingOffer"
 
 
 MAX_EVENTS: Final = 65_536
@@ -735,7 +723,7 @@ class Outbox:
     def __init__(self) -> None:
         self._events: list[PollEvent] = []
         self._changed: Final = threading.Condition()
-        self._live: Final[set[Handle]] = set()
+        self._live: Final[set[_Handle]] = set()
 
     def take(self, timeout: float) -> list[PollEvent]:
         """Every event that came since the last call; waits for the first one at most `timeout` seconds."""
@@ -750,7 +738,7 @@ class Outbox:
         """Whether all that was added has ended."""
         return not self._live
 
-    def add(self, handle: Handle) -> None:
+    def add(self, handle: _Handle) -> None:
         """A fetch or an offer begins.
 
         Raises:
@@ -761,21 +749,21 @@ class Outbox:
                 raise BusyError(f"{len(self._events)} events wait for poll(), {len(self._live)} are to come: call it")
             self._live.add(handle)
 
-    def discard(self, handle: Handle) -> bool:
+    def discard(self, handle: _Handle) -> bool:
         """It could not begin after all. False if it has ended."""
         with self._changed:
             live = handle in self._live
             self._live.discard(handle)
             return live
 
-    def end(self, handle: Handle, event: PollEvent) -> None:
+    def end(self, handle: _Handle, event: PollEvent) -> None:
         """A fetch or an offer is over. Only the first end of each counts."""
         with self._changed:
             if handle in self._live:
                 self._live.discard(handle)
                 self._put(handle, event)
 
-    def settle(self, handle: Handle, event: Settled | OfferSettled) -> None:
+    def settle(self, handle: _Handle, event: Settled | OfferSettled) -> None:
         """What an end left in doubt is safe."""
         with self._changed:
             self._put(handle, event)
@@ -786,7 +774,7 @@ class Outbox:
             for handle in list(self._live):
                 handle.abandon()
 
-    def _put(self, handle: Handle, event: PollEvent) -> None:
+    def _put(self, handle: _Handle, event: PollEvent) -> None:
         handle.note(event)
         self._events.append(event)
         self._changed.notify_all()
@@ -913,7 +901,7 @@ class BlockingTransfer:
             self._inner.outcome.add_done_callback(self._over)
 
     def note(self, event: PollEvent) -> None:
-        """See `Handle`."""
+        """Take over what an event says. Called before it can be polled; does not block."""
         match event:
             case Fetched():
                 self._safe = True
@@ -925,7 +913,7 @@ class BlockingTransfer:
                 self._safe = True
 
     def abandon(self) -> None:
-        """See `Handle`."""
+        """The worker is gone: end, though nobody knows how."""
         error = _abandoned(f"the fetch of {self.request!r}", self._written)
         self._outbox.end(self, FetchFailed(self.request, self, error))
 
@@ -1069,12 +1057,12 @@ class BlockingOffer:
             self._inner.wait_end().add_done_callback(self._over)
 
     def note(self, event: PollEvent) -> None:
-        """See `Handle`."""
+        """Take over what an event says. Called before it can be polled; does not block."""
         del event
         self._done = True
 
     def abandon(self) -> None:
-        """See `Handle`."""
+        """The worker is gone: end, though nobody knows how."""
         self._outbox.end(self, OfferInDoubt(self.request, self, _abandoned(f"the offer of {self.request!r}", {})))
 
     def _step(self, step: Callable[[Offer], None]) -> None:
@@ -1490,7 +1478,7 @@ class BlockingWorker:
             raise ClosedError(f"this worker {state}")
         return service
 
-    def _begin(self, service: _Service, handle: Handle, callback: Callable[[], None]) -> None:
+    def _begin(self, service: _Service, handle: _Handle, callback: Callable[[], None]) -> None:
         """Let a fetch or an offer begin."""
         self._outbox.add(handle)
         try:

@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover, usual_threads
@@ -467,14 +467,6 @@ _CALLER = "code that runs on the same loop did not yield; move it to a thread, o
 _OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"
 
 
-class Timer(Protocol):
-    """A callback that is to come."""
-
-    def cancel(self) -> None:
-        """It shall not come."""
-        ...
-
-
 class LoopWatch:
     """Measures how late a periodic callback runs. Four beats a second cost next to nothing.
 
@@ -484,14 +476,14 @@ class LoopWatch:
     """
 
     def __init__(self) -> None:
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._blocked = False
 
     def start(
         self,
         now: Callable[[], float],
-        at: Callable[[float, Callable[[], None]], Timer],
+        at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
         metrics: Metrics,
         look: Callable[[], None],
         *,
@@ -531,14 +523,6 @@ class LoopWatch:
             self._timer.cancel()
 
 
-class Poster(Protocol):
-    """One of the two roles of a worker, as far as it waits for what it has posted."""
-
-    def stop_posted(self, failure: Failure) -> None:
-        """Stop whatever waits for a post."""
-        ...
-
-
 class TransportWatch:
     """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`, or 5 s.
 
@@ -549,7 +533,7 @@ class TransportWatch:
         roles: What it does for peers.
     """
 
-    def __init__(self, site: Site, roles: Sequence[Poster]) -> None:
+    def __init__(self, site: Site, roles: Sequence[Prefill | Decode]) -> None:
         self._site: Final = site
         self._roles: Final = roles
         self._said = False

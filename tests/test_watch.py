@@ -159,7 +159,8 @@ class Role:
 @pytest.mark.parametrize("limit", [5.0, 0.3])
 def test_who_waits_for_posts_is_told_as_long_as_the_transport_stands_still(caplog, limit):
     """Who asks for less than 5 s is not told that a thread stands still which was only not given a processor."""
-    late, roles = [0.0], (Role(), Role())
+    late = [0.0]
+    roles: Any = (Role(), Role())
     fabric = SimpleNamespace(health=lambda: (late[0], ""))
     site: Any = SimpleNamespace(fabric=fabric, config=Config(no_progress_timeout=limit))
     watch = TransportWatch(site, roles)

@@ -32,7 +32,6 @@ __all__ = [
     "EVERY_PEER",
     "Fault",
     "Faults",
-    "Initiator",
     "LogEntry",
     "LoopbackNetwork",
     "LoopbackTransport",
@@ -41,19 +40,6 @@ __all__ = [
 ]
 
 # --- faults
-
-
-class Initiator(Protocol):
-    """Who posted."""
-
-    @property
-    def name(self) -> str:
-        """Unique name of this agent."""
-        ...
-
-    def keys(self) -> frozenset[int]:
-        """Numbers of its registrations that are in force."""
-        ...
 
 
 class LogEntry(NamedTuple):
@@ -117,7 +103,7 @@ class PostedPart:
         damage: Which of its bytes arrives with a bit flipped.
     """
 
-    src: "Initiator"
+    src: "LoopbackTransport"
     dst: str
     operation: Operation
     copies: list[tuple[int, int, int]]

@@ -5,13 +5,13 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from kvxfer import __file__ as _here
 from kvxfer.tools.doctor.findings import Finding, ok, skipped, warn
 from kvxfer.tools.doctor.machine import Machine
 
-__all__ = ["Room", "check_clock", "check_files", "check_locked", "check_network", "check_shared", "check_tracing"]
+__all__ = ["check_clock", "check_files", "check_locked", "check_network", "check_shared", "check_tracing"]
 
 _MIB: Final = 1 << 20
 _FILES: Final = 4096
@@ -23,20 +23,6 @@ _FIRST_NAMESPACE: Final = "pid:[4026531836]"
 _SHM: Final = "/dev/shm"  # noqa: S108 - looked at, not written to
 _COARSE_S: Final = 1e-4
 _SCOPES: Final = {"0": "any process of one user", "1": "only children of the process", "2": "only root", "3": "nobody"}
-
-
-class Room(Protocol):
-    """What `os.statvfs` says."""
-
-    @property
-    def f_bavail(self) -> int:
-        """Blocks that are free for everybody."""
-        ...
-
-    @property
-    def f_frsize(self) -> int:
-        """Bytes of a block."""
-        ...
 
 
 def check_locked(machine: Machine) -> Iterator[Finding]:
@@ -72,7 +58,7 @@ def check_files(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def check_shared(machine: Machine, room: Callable[[str], Room] = os.statvfs) -> Iterator[Finding]:
+def check_shared(machine: Machine, room: Callable[[str], os.statvfs_result] = os.statvfs) -> Iterator[Finding]:
     """`/dev/shm`: UCX's shared memory lies there; kvxfer's own does not."""
     try:
         found = room(str(machine.root / _SHM.lstrip("/")))

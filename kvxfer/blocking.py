@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never, overload
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, assert_never, overload
 
 from kvxfer.config import Config
 from kvxfer.errors import (
@@ -91,10 +91,12 @@ _T = TypeVar("_T")
 
 
 class ServedWorker(Worker):
-    """A worker that runs on a `LoopThread`: what `loop="own"` asks for is done, so it is plainly itself.
+    """A worker that runs on a `LoopThread`.
 
     The thread serves nobody else, so it is kept where the worker's other threads are.
     """
+
+    _own_loop = True
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -326,7 +328,7 @@ _log: Final = logger("kvxfer.worker")
 
 
 class OwnLoopWorker(Worker):
-    """What `Worker(tensors, config)` makes if `config.loop` is `"own"`; arguments, methods and errors are the same.
+    """What `Worker(tensors, config, loop="own")` makes; arguments, methods and errors are the same.
 
     It may be used from any loop of the process, a `start_fetch` from a running one.
     """
@@ -339,7 +341,9 @@ class OwnLoopWorker(Worker):
         groups: Iterable[Group] = (),
         transport: Transport | None = None,
         runtime: Runtime | None = None,
+        loop: Literal["caller", "own"] = "own",
     ) -> None:
+        del loop
         self._thread: LoopThread | None = None
         super().__init__(tensors, config, groups=groups, transport=transport, runtime=runtime)
         parts = self._assembly
@@ -1152,7 +1156,7 @@ class BlockingWorker:
     `after`, the event is recorded at once, in the calling thread.
 
     Args:
-        config: Settings; `Config.load()` (environment, file, defaults) if left out. The setting `loop` has no meaning.
+        config: Settings; `Config.load()` (environment, file, defaults) if left out.
         groups: Properties of layer groups that their tensors do not show.
         transport: Makes what moves the bytes, anew for each `register`; NIXL if left out.
         runtime: Clock, randomness and threads.
@@ -1170,7 +1174,7 @@ class BlockingWorker:
         runtime: Runtime | None = None,
     ) -> None:
         self._service: _Service | None = None
-        self._config: Final = given_config(config).model_copy(update={"loop": "own"})
+        self._config: Final = given_config(config)
         self._groups: Final = given_groups(groups)
         self._transport: Final = transport
         self._runtime: Final = runtime or ThreadRuntime()

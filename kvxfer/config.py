@@ -522,9 +522,11 @@ class TlsConfig(SettingsGroup):
     key: PemFile = None
     """PEM file of its private key, not encrypted; none: it is in the file of the certificate."""
     mutual: bool = True
-    """Whether who connects here must show a certificate too; without, only the listener does."""
+    """Whether who connects here must show a certificate too; without, where decode ranks have none, only the listener
+    does."""
     server_name: Annotated[str | None, BeforeValidator(parse_optional)] = None
-    """Name that the certificates of listeners must carry; none: the host of the endpoint that is connected to."""
+    """Name that the certificates of listeners must carry, where they share one; none: the host of the endpoint that is
+    connected to."""
 
     @property
     def enabled(self) -> bool:
@@ -744,17 +746,18 @@ class FabricConfig(SettingsGroup):
         super().__init__(**arguments)
 
     backends: Annotated[Names, AfterValidator(_check_backends)] = ("UCX",)
-    """NIXL backends to create, best first."""
+    """NIXL backends to create, best first, where it is not UCX that knows the network."""
     backend_params: Annotated[Mapping[str, Mapping[str, str]], BeforeValidator(parse_mapping)] = Field(
         default_factory=dict[str, Mapping[str, str]]
     )
-    """Parameters by backend name, passed on as they are; in the environment as JSON."""
+    """Parameters by backend name, as a backend's manual asks for; passed on as they are, in the environment as JSON."""
     num_workers: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(parse_optional)] = None
-    """Worker threads of the backend; none leaves it to the backend."""
+    """Worker threads of the backend, where one does not fill the lane; none leaves it to the backend."""
     devices: Names = ()
-    """Network devices to use, such as `mlx5_0`; empty means all that the backend finds."""
+    """Network devices to use, such as `mlx5_0`, where some are others'; empty means all that the backend finds."""
     max_descriptors: Annotated[int, Field(ge=1, le=65536)] = 1024
-    """Pieces in one post at most; 16 times as many where the transport takes those between GPUs as one list."""
+    """Pieces in one post at most, fewer where a post takes long; 16 times as many where the transport takes those
+    between GPUs as one list."""
     scatter_lists: bool = False
     """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
@@ -785,77 +788,91 @@ class Config(BaseSettings):
     )
 
     engine: Annotated[str, Field(min_length=1, max_length=128)] = "kvxfer"
-    """Name of this engine, as peers show it."""
+    """Name of this engine, as peers show it: one of its own for each of several."""
     model: Annotated[str, Field(max_length=1024)] = ""
     """Name of the model, so that engines of different ones refuse each other; empty at one of them: not compared."""
     rank: Annotated[int, Field(ge=0)] = 0
-    """This worker's rank in its engine."""
+    """This worker's rank in its engine, where that has several."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
-    """Ranks of this engine."""
+    """Ranks of this engine: several where a model is spread over GPUs."""
 
     listen: Annotated[str, AfterValidator(check_listen)] = "unix"
-    """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or `tcp:host:port` (port 0: any free one)."""
+    """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or for peers on other hosts `tcp:host:port`
+    (port 0: any free one)."""
     advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(check_advertise)] = None
     """Endpoint to put in the card when it differs from `listen`; port 0 stands for the port that `listen` got."""
-    loop: Literal["caller", "own"] = "caller"
-    """Run on the caller's event loop, or on one of its own in a thread."""
     traces: Literal["off", "otel"] = "off"
-    """`otel`: spans of fetches and offers go to OpenTelemetry, and peers are told to which trace a fetch belongs."""
+    """`otel`, where spans are collected: those of fetches and offers go to OpenTelemetry, and peers are told to which
+    trace a fetch belongs."""
 
     secret: Annotated[SecretStr | None, AfterValidator(_check_secret)] = None
-    """Shared by both engines; peers prove that they know it, and it never travels."""
+    """Shared by both engines, wherever others reach their ports; peers prove that they know it, and it never
+    travels."""
     trust: Literal["auto", "full", "none"] = "auto"
-    """Whom to give access to whole allocations: `auto` the same host, and beyond it whoever proves the secret."""
+    """Whom to give access to whole allocations: `auto` the same host, and beyond it whoever proves the secret; `full`,
+    in a closed network, everybody; `none`, where peers are not to know addresses, nobody."""
     allow_peers: Annotated[Names, AfterValidator(check_patterns)] = ("unix:*", "tcp:*")
-    """Endpoints that this worker connects to, as patterns: `unix:/run/kvxfer/*`, `tcp:10.0.*:*`, `tcp:[fd00::7]:*`. A
-    host of digits and no letters stands for addresses alone, not for names."""
+    """Endpoints that this worker connects to, as patterns: `unix:/run/kvxfer/*`, `tcp:10.0.*:*`, `tcp:[fd00::7]:*`;
+    fewer where others can hand it tickets. A host of digits and no letters stands for addresses alone, not for
+    names."""
     convert: bool = False
-    """As a decode rank, take a cache of other dtypes or scales, converted on the way; else the peer is refused."""
+    """As a decode rank, take a cache of other dtypes or scales, converted on the way; else such a peer is refused."""
 
     route: Literal["auto", "mapped", "staged", "direct", "pull"] = "auto"
-    """How bytes travel; `auto` chooses for each transfer."""
+    """How bytes travel; `auto` chooses for each transfer. Name one to measure it."""
     arena_bytes: Annotated[Size, Field(ge=0)] = 512 * MIB
-    """Staging memory of this worker, half for sending and half for receiving; 0 switches the staged route off."""
+    """Staging memory of this worker, half for sending and half for receiving: more where fetches wait for it; 0
+    switches the staged route off."""
     arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
-    """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
+    """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory. `pinned` where the
+    GPU's is short, `fabric` (with a handle) where NVLink reaches the other host."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
     """Bytes of one chunk at most, or about that on routes in place. Left out, 32 MiB on the route `staged`, of a small
-    arena 16 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory."""
+    arena 16 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory. Smaller ones suit a slow
+    lane."""
     window: Annotated[int, Field(ge=1, le=1024)] = 6
-    """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
+    """Chunks of one transfer in flight at most, where they are not granted all at once, in place: more where the lane
+    is idle between them."""
     copy_ctas: Annotated[int, Field(ge=1, le=MAX_CTAS)] = 24
-    """Thread blocks that a copy on a GPU may occupy; `Worker.occupy` changes it while the worker runs."""
-    copy_threads: Annotated[Annotated[int, Field(ge=1, le=256)] | None, BeforeValidator(parse_optional)] = None
-    """Threads that may work on one copy between CPU memory; by default a quarter of the process's CPUs, 8 at most."""
+    """Thread blocks that a copy on a GPU may occupy: fewer leave more of it to the model. `Worker.occupy` changes it
+    while the worker runs."""
     affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
-    """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
+    """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list (`0-7,16`)
+    where others share the host."""
 
     integrity: Literal["off", "sampled", "full"] = "off"
-    """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, one in 16, or all."""
+    """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, one in 16, or, where hardware
+    is suspected, all."""
 
     peer_timeout: Patience = 20.0
-    """Silence after which a peer is in doubt. A tenth of it, 2 s at most, is the heartbeat: a frame is sent that often,
-    and more often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
+    """Silence after which a peer is in doubt: longer where processes stand still, shorter to notice a lost host sooner.
+    A tenth of it, 2 s at most, is the heartbeat: a frame is sent that often, and more often to a peer whose own
+    heartbeat is shorter, up to every 0.1 s."""
     revoke_timeout: Duration = 15.0
-    """How long evidence that memory is safe is waited for before `MemoryInDoubt`."""
+    """How long evidence that memory is safe is waited for before `MemoryInDoubt`: shorter where blocks can be
+    spared."""
     grant_lease: Duration = 30.0
-    """How long a grant may wait for its post. Where more is under way than `window` chunks of `chunk_bytes`, in
-    proportion longer, so that a slow wire gets to all of it."""
+    """How long a grant may wait for its post: longer where work on its blocks takes longer. Where more is under way
+    than `window` chunks of `chunk_bytes`, in proportion longer, so that a slow wire gets to all of it."""
     offer_lease: Patience = 60.0
-    """How long an offer lives after the last claim; the heartbeat is a tenth of it at most."""
+    """How long an offer lives after the last claim: shorter where blocks of lost requests are missed. The heartbeat is
+    a tenth of it at most."""
     unclaimed_timeout: Duration = 120.0
-    """How long an offer waits for its first claim, and a fetch or claim for its offer."""
+    """How long an offer waits for its first claim, and a fetch or claim for its offer: longer than requests queue."""
     connect_timeout: Duration = 5.0
-    """To open a stream; its handshake, TLS and wire-up included, may take six times as long."""
+    """To open a stream, longer over a slow network; its handshake, TLS and wire-up included, may take six times as
+    long."""
     no_progress_timeout: Duration = 30.0
     """How long a posted write or read may stand still: no part of it (4 at once, of `fabric.max_post_bytes`) ends. On a
     link so slow that it does not move within that time what is under way to a peer, raise it, or make parts smaller."""
     drain_timeout: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 10.0
-    """How long transfers may go on after a drain began; 0 cancels them at once."""
+    """How long transfers may go on after a drain began: less than whoever stops the process waits. 0 cancels them at
+    once."""
 
     max_transfers: Count = 1024
-    """Transfers alive on each side of this worker, and requests that somebody is early for; one peer may have three
-    quarters of either. Four times as many, and 4096 in any case, may be on offer, and as many streams be open."""
+    """Transfers alive on each side of this worker, and requests that somebody is early for: fewer bound its memory. One
+    peer may have three quarters of either. Four times as many, and 4096 in any case, may be on offer, and as many
+    streams be open."""
 
     fabric: FabricConfig = FabricConfig()
     """The transport below."""

@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover, usual_threads
@@ -428,7 +428,7 @@ async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, plac
         runtime,
         gpu=gpu,
         ctas=config.copy_ctas,
-        threads=config.copy_threads or usual_threads(),
+        threads=usual_threads(),
         cpus=placement.cpus,
         max_descriptors=config.fabric.max_descriptors,
         max_post_bytes=config.fabric.max_post_bytes,
@@ -565,6 +565,7 @@ class Service:
 
     Args:
         site: What it stands on.
+        own_loop: Whether the loop has a thread of its own.
 
     Attributes:
         site: As given.
@@ -578,7 +579,7 @@ class Service:
         frames_sent: As of the worker's metrics.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, *, own_loop: bool) -> None:
         self.site: Final = site
         self.links: Final[set[Link]] = set()
         self.greeting: Final[set[Link]] = set()
@@ -592,7 +593,7 @@ class Service:
         self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.renewed)
         self._watch: Final = LoopWatch()
         look = TransportWatch(site, roles).look
-        self._watch.start(site.now, site.at, site.metrics, look, own=site.config.loop == "own")
+        self._watch.start(site.now, site.at, site.metrics, look, own=own_loop)
 
     async def listen(self) -> Listener:
         """Let peers connect."""
@@ -840,11 +841,15 @@ class Worker:
         groups: Properties of layer groups that their tensors do not show.
         transport: What moves the bytes; NIXL if left out. `kvxfer.testing` has an in-process one.
         runtime: Clock, randomness and threads; tests pass a deterministic one.
+        loop: It runs on the loop that enters it (`"caller"`), or on one of its own in a thread (`"own"`).
 
     Raises:
         GeometryError: If the tensors contradict each other or cannot be expressed.
         ConfigError: If a setting is wrong.
+        UsageError: If `loop` is something else.
     """
+
+    _own_loop: ClassVar[bool] = False
 
     def __new__(
         cls,
@@ -854,9 +859,12 @@ class Worker:
         groups: Iterable[Group] = (),
         transport: Transport | None = None,
         runtime: Runtime | None = None,
+        loop: Literal["caller", "own"] = "caller",
     ) -> Self:
-        """An `OwnLoopWorker` if the setting `loop` is `own`."""
-        own = cls is Worker and given_config(config).loop == "own"
+        """An `OwnLoopWorker` for `loop="own"`."""
+        if loop not in {"caller", "own"}:
+            raise UsageError(f"loop is {loop!r}: it is 'caller', the loop that enters the worker, or 'own'")
+        own = cls is Worker and loop == "own"
         return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)
 
     def __init__(
@@ -867,7 +875,9 @@ class Worker:
         groups: Iterable[Group] = (),
         transport: Transport | None = None,
         runtime: Runtime | None = None,
+        loop: Literal["caller", "own"] = "caller",
     ) -> None:
+        del loop  # said which class this is
         self._assembly: Final = Assembly.of(tensors, groups, config, transport, runtime)
         self._service: Service | None = None  # once it is open, and after
         self._draining: asyncio.Task[bool] | None = None
@@ -878,7 +888,7 @@ class Worker:
         if self._service is not None:
             raise ClosedError("a worker is entered once")
         site = await assemble(self._assembly)
-        service = self._service = Service(site)
+        service = self._service = Service(site, own_loop=self._own_loop)
         try:
             listener = await service.listen()
             if site.config.world == 1:

@@ -119,7 +119,7 @@ def test_variables_in_any_case_and_of_every_kind(environment):
     environment(
         kvxfer_Arena_Bytes="1GiB",
         KVXFER_PEER_TIMEOUT="500ms",
-        KVXFER_COPY_THREADS="none",
+        KVXFER_ADVERTISE="none",
         KVXFER_ALLOW_PEERS="unix:/run/*, tcp:10.*:*",
         KVXFER_FABRIC__BACKENDS='["UCX", "POSIX"]',
         KVXFER_FABRIC__BACKEND_PARAMS='{"UCX": {"num_threads": "2"}}',
@@ -128,7 +128,7 @@ def test_variables_in_any_case_and_of_every_kind(environment):
     config = Config()
     assert config.arena_bytes == 2**30
     assert config.peer_timeout == 0.5
-    assert config.copy_threads is None
+    assert config.advertise is None
     assert config.allow_peers == ("unix:/run/*", "tcp:10.*:*")
     assert config.fabric.backends == ("UCX", "POSIX")
     assert config.fabric.backend_params == {"UCX": {"num_threads": "2"}}

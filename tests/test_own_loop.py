@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from kvxfer.errors import (
     TokensError,
     TransferFailedError,
     TransferTimeoutError,
+    UsageError,
 )
 from kvxfer.geometry import CacheTensor
 from kvxfer.offers import Expired, Released, Withdrawn
@@ -48,19 +50,18 @@ def cache(seed=None):
 class Pair:
     """A prefill and a decode worker, both on loops of their own."""
 
-    def __init__(self, **settings):
+    def __init__(self, loop: Any = "own", **settings):
         plain = {
             "arena_bytes": "1MiB",
             "chunk_bytes": "16KiB",
             "revoke_timeout": "5s",
-            "loop": "own",
         }
         self.network = LoopbackNetwork()
         self.source, sources = cache(seed=1)
         self.sink, sinks = cache()
         config = Config(**(plain | settings))
-        self.prefill = Worker(sources, config, transport=LoopbackTransport("prefill", self.network))
-        self.decode = Worker(sinks, config=config, transport=LoopbackTransport("decode", self.network))
+        self.prefill = Worker(sources, config, transport=LoopbackTransport("prefill", self.network), loop=loop)
+        self.decode = Worker(sinks, config=config, transport=LoopbackTransport("decode", self.network), loop=loop)
 
     async def __aenter__(self):
         await self.prefill.__aenter__()
@@ -103,22 +104,22 @@ def no_new_threads(before):
 # --- which worker it is
 
 
-def test_the_setting_chooses(monkeypatch):
+def test_the_argument_chooses():
     _, tensors = cache()
-    own = Worker(tensors, Config(loop="own"))
+    own = Worker(tensors, Config(), loop="own")
     assert type(own) is OwnLoopWorker
     assert isinstance(own, Worker)
-    assert own.config.loop == "own"
     assert "own loop" in repr(own)
     assert type(Worker(tensors, Config())) is Worker
-    assert type(Worker(tensors, config=Config(loop="own"))) is OwnLoopWorker
-    monkeypatch.setenv("KVXFER_LOOP", "own")
-    assert type(Worker(tensors)) is OwnLoopWorker
+    assert type(Worker(tensors, Config(), loop="caller")) is Worker
+    wrong: Any = "mine"
+    with pytest.raises(UsageError, match="loop is 'mine': it is 'caller'"):
+        Worker(tensors, Config(), loop=wrong)
 
 
 async def test_nothing_works_before_it_is_entered():
     _, tensors = cache()
-    worker = Worker(tensors, Config(loop="own"))
+    worker = Worker(tensors, Config(), loop="own")
     for call in (
         lambda: worker.card,
         lambda: worker.engine,
@@ -492,9 +493,9 @@ async def test_draining_lets_a_fetch_end(pair):
 async def test_what_cannot_be_opened_leaves_nothing_behind():
     before, network = threading.enumerate(), LoopbackNetwork()
     with pytest.raises(GeometryError):
-        await Worker([], Config(loop="own")).__aenter__()
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock", loop="own")
-    worker = Worker(cache()[1], config, transport=LoopbackTransport("a", network))
+        await Worker([], Config(), loop="own").__aenter__()
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock")
+    worker = Worker(cache()[1], config, transport=LoopbackTransport("a", network), loop="own")
     with pytest.raises(ConfigError):
         await worker.__aenter__()
     with pytest.raises(ClosedError):
@@ -518,8 +519,8 @@ class SlowTransport(LoopbackTransport):
 async def test_cancelling_while_it_opens_leaves_nothing_behind():
     before = threading.enumerate()
     transport = SlowTransport("a", LoopbackNetwork())
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", loop="own")
-    worker = Worker(cache()[1], config, transport=transport)
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
+    worker = Worker(cache()[1], config, transport=transport, loop="own")
     task = asyncio.create_task(worker.__aenter__())
     await asyncio.to_thread(transport.entered.wait, PATIENCE)
     task.cancel()
@@ -534,9 +535,10 @@ async def test_cancelling_while_it_opens_leaves_nothing_behind():
 async def test_a_worker_that_was_never_closed_is_a_warning():
     worker = Worker(
         cache()[1],
-        Config(arena_bytes="1MiB", chunk_bytes="64KiB", loop="own"),
+        Config(arena_bytes="1MiB", chunk_bytes="64KiB"),
         transport=LoopbackTransport("a", LoopbackNetwork()),
         runtime=ThreadRuntime(),
+        loop="own",
     )
     await worker.__aenter__()
     with pytest.warns(ResourceWarning, match="never closed"):
@@ -548,10 +550,12 @@ async def test_a_worker_that_was_never_closed_is_a_warning():
 async def test_an_engine_of_several_ranks_joins():
     network, config = (
         LoopbackNetwork(),
-        {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2, "loop": "own"},
+        {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2},
     )
     transports = [LoopbackTransport(f"p{rank}", network) for rank in range(2)]
-    one, two = (Worker(cache()[1], Config(rank=rank, **config), transport=transports[rank]) for rank in range(2))
+    one, two = (
+        Worker(cache()[1], Config(rank=rank, **config), transport=transports[rank], loop="own") for rank in range(2)
+    )
     async with one, two:
         with pytest.raises(TicketError):
             one.offer("r", [1], tokens=16)

@@ -22,9 +22,9 @@ LIMITS = {
     "lines in the core": (36_000, 18_000),
     "lines in kvxfer/": (51_200, 30_000),
     "floors of imports": (23, 10),
-    "settings": (32, 30),
+    "settings": (30, 30),
     "attributes of a class in the core at most": (50, 12),
-    "class names in the core that mean two things": (6, 0),
+    "class names in the core that mean two things": (0, 0),
     "lines of tests": (79_450, 35_000),
     "words in documents": (34_800, 30_000),
 }

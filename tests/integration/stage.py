@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from inside import send_by
@@ -146,7 +147,7 @@ class Stage:
         self.stack = stack
         self.workers = []
 
-    async def worker(self, name, caches, *, tensors=None, groups=(), **config):
+    async def worker(self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", **config):
         settings = {**DEFAULTS, **config}
         settings.setdefault("engine", name.rstrip("0123456789"))
         worker = Worker(
@@ -154,6 +155,7 @@ class Stage:
             Config(**settings),
             groups=groups,
             transport=LoopbackTransport(name, self.network),
+            loop=loop,
         )
         await worker.__aenter__()
         self.stack.push_async_callback(worker.aclose, drain=False)

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import pydoc
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from kvxfer import CacheTensor, Config, GeometryError, Released, TransferState, 
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 
-def worker(network, name, cache, **config):
+def worker(network, name, cache, loop: Any = "caller", **config):
     settings = Config(**{**DEFAULTS, "engine": name, **config})
-    return Worker(cache.tensors, settings, transport=LoopbackTransport(name, network))
+    return Worker(cache.tensors, settings, transport=LoopbackTransport(name, network), loop=loop)
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])
@@ -51,11 +52,11 @@ async def test_who_leaves_a_worker_that_has_nothing_to_do_hears_nothing(caplog):
 def test_tensors_that_cannot_be_are_refused_as_the_worker_is_made(loop):
     tensor = CacheTensor(torch.zeros(4, 16, 2, 8), "block token head dim", layers=[0], heads=range(2))
     with pytest.raises(GeometryError, match="layer 0"):
-        Worker([tensor, tensor], Config(loop=loop))
+        Worker([tensor, tensor], Config(), loop=loop)
 
 
 def test_help_shows_what_a_worker_takes():
-    assert list(inspect.signature(Worker).parameters) == ["tensors", "config", "groups", "transport", "runtime"]
+    assert list(inspect.signature(Worker).parameters) == ["tensors", "config", "groups", "transport", "runtime", "loop"]
     assert "Worker(tensors:" in pydoc.plain(pydoc.render_doc(Worker))
 
 

@@ -62,11 +62,11 @@ class World:
             "engine": name,
             "route": self.route,
         }
-        settings["loop"] = "caller" if self.runtime else "own"
         tensors = (self.source if name == "prefill" else self.target).tensors
         self._made += 1
+        loop = "caller" if self.runtime else "own"
         transport = LoopbackTransport(f"{name}{self._made}", self.network)
-        return Worker(tensors, Config(**settings), transport=transport, runtime=self.runtime)
+        return Worker(tensors, Config(**settings), transport=transport, runtime=self.runtime, loop=loop)
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         for worker in (self.prefill, self.decode):

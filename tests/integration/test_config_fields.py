@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +43,6 @@ from kvxfer import (
     UnreachableError,
     Worker,
 )
-from kvxfer.copy.mover import usual_threads
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -606,24 +604,6 @@ async def certificates_may_carry_a_name_of_their_own(play):
 # --- what needs threads, NIXL or a GPU
 
 
-@field("loop", virtual=False)
-async def a_loop_of_its_own_goes_on_while_this_one_stands_still(stack, folder):
-    network, source, target = LoopbackNetwork(), Cache(), Cache()
-    workers = [
-        await stack.enter_async_context(
-            Worker(cache.tensors, Config(loop="own", **SIZES), transport=LoopbackTransport(name, network))
-        )
-        for name, cache in (("prefill", source), ("decode", target))
-    ]
-    workers[0].offer("r", [1, 2], tokens=8)
-    transfer = workers[1].start_fetch(workers[0].engine.ticket("r"), [3, 4], tokens=range(8))
-    copied, end = Copied(target).bring(source, [1, 2], [3, 4], range(8)), time.monotonic() + 10
-    while not transfer.memory_safe and time.monotonic() < end:
-        time.sleep(0.001)  # noqa: ASYNC251 - this loop stands still on purpose
-    copied.check()
-    await transfer
-
-
 def own_threads():
     """Where each thread of kvxfer's may run."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer")]
@@ -642,8 +622,9 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
         await stack.enter_async_context(
             Worker(
                 cache.tensors,
-                Config(affinity=str(one), loop=loop, **SIZES),
+                Config(affinity=str(one), **SIZES),
                 transport=LoopbackTransport(name, network),
+                loop=loop,
             )
         )
         for name, cache in (("prefill", source), ("decode", target))
@@ -656,30 +637,7 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     assert ("kvxfer-loop" in ours) is (loop == "own")
     assert os.sched_getaffinity(0) == before, "the caller's loop runs where it did"
     assert prefill.describe()["affinity"] == {"cpus": [one], "why": "affinity names them"}
-    await fails(Worker(source.tensors, Config(affinity=[one, 99_999], loop=loop, **SIZES)).__aenter__(), ConfigError)
-
-
-@field("copy_threads", None, 1, 3, virtual=False)
-async def so_many_threads_work_on_one_copy(threads, stack, folder):
-    shape = {"blocks": 8, "block_tokens": 64, "layers": range(4), "heads": range(8), "dim": 64}
-    network, source, target = LoopbackNetwork(), Cache(**shape), Cache(**shape)
-    others = set(own_threads())
-    prefill, decode = [
-        await stack.enter_async_context(
-            Worker(
-                cache.tensors,
-                Config(copy_threads=threads, route="staged", arena_bytes="32MiB", chunk_bytes="16MiB"),
-                transport=LoopbackTransport(name, network),
-            )
-        )
-        for name, cache in (("prefill", source), ("decode", target))
-    ]
-    blocks = [0, 2, 4, 6, 1, 3, 5, 7]
-    prefill.offer("r", blocks, tokens=512)
-    await decode.fetch(prefill.engine.ticket("r"), blocks[::-1], tokens=range(512))
-    helpers = [name for name in set(own_threads()) - others if name.startswith("kvxfer-copy")]
-    most = (threads or usual_threads()) - 1
-    assert min(1, most) <= len(helpers) <= most, "who has ended its part may be given another one's"
+    await fails(Worker(source.tensors, Config(affinity=[one, 99_999], **SIZES), loop=loop).__aenter__(), ConfigError)
 
 
 @contextlib.contextmanager

@@ -195,8 +195,8 @@ async def test_what_gets_no_signal_says_so(stage):
 
 async def test_on_a_loop_of_its_own(network):
     source = Cache()
-    settings = Config(**{**DEFAULTS, "engine": "prefill", "loop": "own"})
-    async with Worker(source.tensors, settings, transport=LoopbackTransport("p", network)) as prefill:
+    settings = Config(**{**DEFAULTS, "engine": "prefill"})
+    async with Worker(source.tensors, settings, transport=LoopbackTransport("p", network), loop="own") as prefill:
         waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -115,7 +115,7 @@ async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage,
 
 async def test_the_span_of_a_caller_is_found_from_another_loop(stage, spans, source, target):
     prefill = await stage.worker("prefill", source, traces="otel")
-    config = prefill.config.model_copy(update={"engine": "decode", "loop": "own"})
+    config = prefill.config.model_copy(update={"engine": "decode"})
     async with OwnLoopWorker(target.tensors, config, transport=LoopbackTransport("decode", stage.network)) as decode:
         with trace.get_tracer("test").start_as_current_span("caller") as caller:
             prefill.offer("r", [1, 2], tokens=8)

@@ -76,7 +76,7 @@ def test_config_prints_values_sources_and_bounds(command, tmp_path):
     assert ["secret", "**********", "KVXFER_SECRET"] in rows
     assert ["arena_bytes", "512", "MiB", "default"] in rows
     assert ["drain_timeout", "10", "s", "default"] in rows
-    assert ["copy_threads", "none", "default"] in rows
+    assert ["advertise", "none", "default"] in rows
     assert ["unreachable_peer", "5", "s"] in rows
     assert str(file) in "".join(out.split()), "a long path may fold, but nothing of it is lost"
     assert "battery" not in out

@@ -146,7 +146,7 @@ class _Close:
 
 def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
     """A worker's settings: what a benchmark fixes; all else comes from the environment and the defaults."""
-    fixed: dict[str, Any] = {"engine": f"bench-{side.name}", "route": route, "loop": "caller", **more}
+    fixed: dict[str, Any] = {"engine": f"bench-{side.name}", "route": route, **more}
     if ctas is not None:
         fixed["copy_ctas"] = ctas
     return Config(listen=f"unix:{side.folder / side.name}.sock", **fixed)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import kvxfer
 from kvxfer.config import Config
@@ -106,11 +106,14 @@ class _Place:
         self.stack: Final = stack
         self.network: Final = LoopbackNetwork()
 
-    async def worker(self, name: str, cache: Cache, **settings: Any) -> kvxfer.Worker:
+    async def worker(
+        self, name: str, cache: Cache, loop: Literal["caller", "own"] = "caller", **settings: Any
+    ) -> kvxfer.Worker:
         """Open a worker on this process's transport, or on NIXL."""
         config = Config(listen=f"unix:{self.folder / name}.sock", route=self.spec.route, engine=name, **settings)
         transport = None if self.spec.nixl else LoopbackTransport(name, self.network)
-        return await self.stack.enter_async_context(kvxfer.Worker(cache.cache_tensors(), config, transport=transport))
+        worker = kvxfer.Worker(cache.cache_tensors(), config, transport=transport, loop=loop)
+        return await self.stack.enter_async_context(worker)
 
 
 class _Hub:
@@ -168,7 +171,7 @@ class _Peer:
         layout = place.spec.layout
         cache = Slab("cpu", [(layout, _POOL)], source=False).cache(layout, _POOL)
         cache.scrub()
-        memory = {"arena_bytes": 4 * MIB, "chunk_bytes": MIB}
+        memory: dict[str, Any] = {"arena_bytes": 4 * MIB, "chunk_bytes": MIB}
         return cls(await place.worker(f"peer{number}", cache, **memory), cache, layout)
 
     async def fetch(self, ticket: dict[str, Any]) -> float:

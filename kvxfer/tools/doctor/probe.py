@@ -106,7 +106,6 @@ class Probe:
             rank=0,
             world=1,
             model="",
-            loop="caller",
             advertise=None,
             listen=self.listen.format(route=route),
             allow_peers=("unix:*", "tcp:*"),  # the settings name a service's peers, and not who is probed

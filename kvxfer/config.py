@@ -38,7 +38,16 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvxfer.errors import ConfigError
-from kvxfer.names import MAX_CTAS, MAX_WORLD, Endpoint, check_advertise, check_listen, check_patterns, is_admitted
+from kvxfer.names import (
+    MAX_CTAS,
+    MAX_WORLD,
+    Endpoint,
+    check_advertise,
+    check_listen,
+    check_patterns,
+    cpu_numbers,
+    is_admitted,
+)
 
 __all__ = [
     "PREFIX",
@@ -51,7 +60,6 @@ __all__ = [
     "SettingsGroup",
     "Source",
     "TlsConfig",
-    "cpu_numbers",
     "leaves",
     "parse_affinity",
     "parse_duration",
@@ -96,7 +104,6 @@ _DURATIONS: Final = {
     "h": Fraction(3600),
 }
 _CPUS: Final = 100_000  # more than a kernel can be built for
-_CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
 _SHOWN_CHARACTERS: Final = 80
 _PATH_CHARACTERS: Final = 4096
 _NOT_CALLED: Final = "default_factory_not_called"
@@ -203,23 +210,6 @@ def parse_duration(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(hint)
     return _seconds(value)
-
-
-def cpu_numbers(text: str) -> tuple[int, ...]:
-    """CPU numbers from text such as `0-7,16`, as the Linux kernel writes lists of them; in order, each once.
-
-    Raises:
-        ValueError: If the text is something else.
-    """
-    if not _CPU_LIST.fullmatch(text.strip()):
-        raise ValueError("a list of CPUs is numbers and ranges of them: '0-7,16'")
-    numbers: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"the range {part.strip()} of CPUs runs backwards")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(numbers))
 
 
 def parse_affinity(value: object) -> object:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +33,7 @@ __all__ = [
     "check_listen",
     "check_patterns",
     "convertible",
+    "cpu_numbers",
     "is_admitted",
     "lazy",
 ]
@@ -273,3 +275,25 @@ def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
             f"the pattern {wrong[0][:_SHOWN_CHARACTERS]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'"
         )
     return patterns
+
+
+# --- CPUs
+
+_CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
+
+
+def cpu_numbers(text: str) -> tuple[int, ...]:
+    """CPU numbers from text such as `0-7,16`, as the Linux kernel writes lists of them; in order, each once.
+
+    Raises:
+        ValueError: If the text is something else.
+    """
+    if not _CPU_LIST.fullmatch(text.strip()):
+        raise ValueError("a list of CPUs is numbers and ranges of them: '0-7,16'")
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if int(last or first) < int(first):
+            raise ValueError(f"the range {part.strip()} of CPUs runs backwards")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(numbers))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer import placement as module
+from kvxfer import runtime as module
 from kvxfer.errors import ConfigError, FabricError
-from kvxfer.placement import Placement, place
+from kvxfer.runtime import Placement, place
 
 BUS = "0000:1b:00.0"
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.config import cpu_numbers, parse_affinity, parse_duration, parse_names, parse_optional, parse_size
+from kvxfer.config import parse_affinity, parse_duration, parse_names, parse_optional, parse_size
+from kvxfer.names import cpu_numbers
 
 
 @pytest.mark.parametrize(

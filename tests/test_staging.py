@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvxfer import placement as module
+from kvxfer import worker as module
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.memory import Backing
-from kvxfer.placement import Staging
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.telemetry import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.worker import Staging
 
 BYTES = 1 << 16
 

@@ -13,7 +13,7 @@ import torch
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import allocate
 from kvxfer.memory.device import pci_bus_id
-from kvxfer.placement import place
+from kvxfer.runtime import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +118,7 @@ def test_the_gpu_is_found_in_sysfs():
     name = pci_bus_id(0)
     if not Path("/sys/bus/pci/devices", name).exists():
         pytest.skip(f"this system does not show {name} in /sys")
-    found = place("auto", 0)
+    found = place("auto", 0, bus_id=pci_bus_id)
     assert found.cpus < os.sched_getaffinity(0)
     assert "NUMA node" in found.why
 

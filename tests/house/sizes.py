@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvxfer"
 
 LIMITS = {
-    "modules in the root": (14, 14),
-    "modules in the core": (80, 65),
+    "modules in the root": (13, 13),
+    "modules in the core": (79, 65),
     "lines in the core": (36_000, 18_000),
     "lines in kvxfer/": (51_200, 30_000),
     "floors of imports": (23, 10),

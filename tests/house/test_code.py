@@ -25,8 +25,8 @@ BROAD = {
     ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # a defect ends the transfer that it is in, and no other
     ("kvxfer/tools/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/calls.py", "Fabric._set_up"): 1,  # the first step reports it
-    ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the service is supervised there
-    ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the service
+    ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the runner is supervised there
+    ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the runner
     ("kvxfer/fabric/loopback.py", "_Ported._call"): 1,  # nobody is above a C function
     ("kvxfer/prefill/sender.py", "Sender._see_through"): 1,  # likewise
     (

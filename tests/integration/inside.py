@@ -30,7 +30,6 @@ from kvxfer.fabric import calls
 from kvxfer.memory import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
-from kvxfer.placement import Staging
 from kvxfer.plans.planning import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
@@ -568,7 +567,7 @@ def leaks(monkeypatch: Any) -> list[Any]:
     """What workers leave from now on, memory included; it is freed nevertheless."""
     left: list[Any] = []
     monkeypatch.setattr(assembly, "_leaked", left)
-    monkeypatch.setattr(Staging, "leak", lambda staging: left.append(staging) or staging.close())
+    monkeypatch.setattr(assembly.Staging, "leak", lambda staging: left.append(staging) or staging.close())
     return left
 
 

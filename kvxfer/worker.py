@@ -58,10 +58,10 @@ from kvxfer.protocol.messages import ROUTE_NAMES, Capability, Route, Status
 from kvxfer.protocol.session import PRIVATE_BYTES, IdentityKey, PeerInfo, Role, Session
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home, Placement, Runtime, ThreadRuntime, place
+from kvxfer.safety.doubt import Rebuilding
 from kvxfer.safety.fence import Gates
 from kvxfer.safety.mappings import Exports, Mappings
 from kvxfer.safety.processes import Processes
-from kvxfer.safety.rebuilding import Rebuilding
 from kvxfer.site import Desk, Site, Tasks
 from kvxfer.telemetry import Metrics, Observer, logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket

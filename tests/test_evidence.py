@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.mapped.locks import Revoked
-from kvxfer.safety.evidence import seek
+from kvxfer.safety.doubt import seek
 from kvxfer.safety.fence import SHARED_GATE
 from kvxfer.site import Rebuilds, Tasks
 from kvxfer.testing import simulate
@@ -172,7 +172,7 @@ def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
 
 
 def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(monkeypatch):
-    monkeypatch.setattr("kvxfer.safety.evidence.severed", lambda site, peer: True)
+    monkeypatch.setattr("kvxfer.safety.doubt.severed", lambda site, peer: True)
 
     async def scenario(runtime):
         site, doubt = Looked(), Doubt(fenced=False)

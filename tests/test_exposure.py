@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.safety.evidence import Exposure
+from kvxfer.safety.doubt import Exposure
 
 
 @pytest.mark.parametrize(

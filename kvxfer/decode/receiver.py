@@ -48,8 +48,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, Failure, ReceiveState, Receiving
-from kvxfer.safety.evidence import Exposure
-from kvxfer.safety.rebuilding import runs_on, want_end
+from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import IN_PLACE_BYTES, Desk, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 

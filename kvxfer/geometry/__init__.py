@@ -1,22 +1,18 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
     describe    CacheTensor, Group, Interleave -> CacheGeometry         (spec.py, cache.py)
+    group       a list of tensors, one a layer -> list of CacheTensor   (cache.py)
     resolve     who sends what, and what two ranks have in common       (intersect.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py)
     check       whether what arrived is what was sent                   (sums.py)
 
-Caches need not be described one by one:
-
-    group       a list of tensors, one a layer -> list of CacheTensor   (group.py)
-
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
-from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group
+from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Pieces, Sample, Segment, Stencil, sample
-from kvxfer.geometry.group import group
 from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count

@@ -1,13 +1,10 @@
 """Memory of one process that another one on the same host can address.
 
-    home          which host and which namespace of processes this is              (home.py)
-    process       which process is which, whatever namespace it is in              (process.py)
-    window        what an owner says of its memory, and what a peer makes of it    (window.py)
-    shared        CPU memory: anonymous files that both processes map              (shared.py)
-    cuda          GPU memory: which handle fits, what two GPUs must be able to do  (cuda.py)
-    ipc           allocations of cudaMalloc: CUDA IPC handles                      (ipc.py)
-    vmm           memory of cuMemMap: fabric handles, or open files                (vmm.py)
-    descriptors   open files that another process may take                         (descriptors.py)
+    process   which host this is, and which process is which, whatever namespace it is in    (process.py)
+    window    what an owner says of its memory, and what a peer makes of it; open files      (window.py)
+    cpu       CPU memory: anonymous files that both processes map                            (cpu.py)
+    gpu       GPU memory: CUDA IPC handles, fabric handles, or open files                    (gpu.py)
+    locks     gates that keep writers of other processes out                                 (locks.py)
 
 Importing this package imports neither torch nor CUDA.
 """

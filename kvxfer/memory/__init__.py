@@ -1,7 +1,7 @@
 """The books of memory: who holds which bytes of the arena, and which of the caller's blocks are spoken for.
 
 Synchronous and deterministic: time is an argument, the next deadline a return value, and every decision is returned for
-the caller to carry out. Only `backing` touches real memory.
+the caller to carry out. Only `device` touches real memory.
 """
 
 from kvxfer.memory.arena import (

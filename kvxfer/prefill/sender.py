@@ -71,8 +71,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, Failure, Sending, SendState, added, names_turns
-from kvxfer.safety.evidence import Exposure
-from kvxfer.safety.rebuilding import runs_on, want_end
+from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import Callback, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 

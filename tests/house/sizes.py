@@ -18,10 +18,10 @@ PACKAGE = ROOT / "kvxfer"
 
 LIMITS = {
     "modules in the root": (13, 13),
-    "modules in the core": (79, 65),
-    "lines in the core": (36_000, 18_000),
-    "lines in kvxfer/": (51_200, 30_000),
-    "floors of imports": (23, 10),
+    "modules in the core": (77, 65),
+    "lines in the core": (35_920, 18_000),
+    "lines in kvxfer/": (51_140, 30_000),
+    "floors of imports": (22, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (50, 12),
     "class names in the core that mean two things": (0, 0),

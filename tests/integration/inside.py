@@ -36,7 +36,7 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
 from kvxfer.protocol.transfer import Receiving
-from kvxfer.safety import mappings, rebuilding
+from kvxfer.safety import doubt, mappings
 from kvxfer.safety import mappings as exports
 from kvxfer.safety.fence import Key
 from kvxfer.site import Site
@@ -1075,15 +1075,15 @@ def never_move(seconds: float, monkeypatch: Any) -> None:
     """Nobody moves what he was granted before an agent is made anew: each look whether he has takes so long."""
 
     async def nobody_moves(_: Any) -> bool:
-        await asyncio.sleep(seconds / rebuilding._STEPS)
+        await asyncio.sleep(seconds / doubt._STEPS)
         return False
 
-    monkeypatch.setattr(rebuilding.Rebuilding, "_idle", nobody_moves)
+    monkeypatch.setattr(doubt.Rebuilding, "_idle", nobody_moves)
 
 
 def crowded_bytes(capacity: int) -> int:
     """How much of a share may be in quarantine before it is too much."""
-    return capacity // rebuilding._CROWDED
+    return capacity // doubt._CROWDED
 
 
 def look_in_threads(monkeypatch: Any) -> None:

@@ -44,7 +44,7 @@ from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
 from kvxfer.protocol.messages import Capability, Grant, Reserve
 from kvxfer.protocol.session import Role
-from kvxfer.safety import rebuilding
+from kvxfer.safety import doubt
 
 TOKENS = range(8)
 TIMES = {"peer_timeout": 0.4, "revoke_timeout": 2.0}
@@ -166,10 +166,10 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     [("cuda", "here", True), ("cuda", "", True), ("cuda", "there", False), ("cpu", "here", False)],
 )
 def test_which_posts_go_on_without_an_agent(kind, host, expected, monkeypatch):
-    monkeypatch.setattr(rebuilding, "elsewhere", lambda theirs: theirs == "there")
+    monkeypatch.setattr(doubt, "elsewhere", lambda theirs: theirs == "there")
     site = SimpleNamespace(geometry=SimpleNamespace(kind=kind))
     peer = SimpleNamespace(body=SimpleNamespace(host=host))
-    assert rebuilding.runs_on(site, peer) is expected  # pyright: ignore[reportArgumentType]
+    assert doubt.runs_on(site, peer) is expected  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
@@ -177,7 +177,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     """A rebuild for another reason gives up our own post, and ends no copy between two GPUs."""
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
     poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
-    monkeypatch.setattr(rebuilding, "runs_on", lambda site, peer: True)
+    monkeypatch.setattr(doubt, "runs_on", lambda site, peer: True)
     for module in (receiver, sender):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
     stage.network.hold(far)

@@ -30,7 +30,7 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState, build_result
-from kvxfer.safety.evidence import Exposure
+from kvxfer.safety.doubt import Exposure
 from kvxfer.site import Desk
 
 Patch = pytest.MonkeyPatch

@@ -1,0 +1,422 @@
+"""Doubt about memory that a peer may be touching, and what ends it: evidence that needs no answer, or a new agent."""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from kvxfer.errors import Code, FabricError
+from kvxfer.mapped import elsewhere
+from kvxfer.mapped.locks import Revoked
+from kvxfer.names import lazy
+from kvxfer.peers.link import Link
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.framing import decode_body, encode_body
+from kvxfer.protocol.messages import Capability, Route, Status
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.protocol.transfer import Failure
+from kvxfer.safety.fence import SHARED_GATE
+from kvxfer.site import Callback, Site, no_hold, resolve
+from kvxfer.telemetry import logger
+
+__all__ = ["Exposure", "Grantor", "Rebuilding", "runs_on", "seek", "severed", "want_end"]
+
+_log: Final = logger("kvxfer.worker")
+
+# --- evidence
+#
+# Its gate is closed (`kvxfer.safety.fence`), its process has ended, or the agent that it reached was destroyed
+# (`Rebuilding`). Elapsed time, a closed stream, deregistered memory and a peer's agent that was removed
+# are no evidence: after each of them bytes were seen to land.
+
+_SECONDS: Final = 0.005
+_SECONDS_MAX: Final = 1.0
+
+
+def seek(site: Site, exposed: "Exposure", name: str) -> Callback:
+    """Close the gate that a peer was granted, see its process end, or wait for a new agent, in a task of the worker's.
+
+    The task ends when one of them is evidence. A peer that is stopped inside of its gate may go on at any time, so
+    nothing else ends it but what is returned: to be called when the doubt has ended otherwise. A worker that is closing
+    looks once more.
+    """
+    over: asyncio.Future[None] = site.loop.create_future()
+    leave = site.processes.hold(exposed.peer)  # now: the last link to the peer may be gone when the task begins
+    task = site.lookouts.spawn(_seek(site, exposed, over, site.rebuilds.count), name)
+    task.add_done_callback(lambda _: leave())
+    return partial(resolve, over, None)
+
+
+async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", before: int) -> None:
+    delay, found = _SECONDS, None
+    leave = no_hold  # the agent is wanted anew
+    wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
+    try:
+        while not over.done():
+            last = site.closing.done()
+            if found is None and exposed.fenced:
+                found = await site.gates.revoke(exposed.gate)
+            count, clueless = site.rebuilds.count, exposed.clueless.done()
+            if why := await _evidence(site, exposed, found, rebuilt=count > before):
+                exposed.safe(why)
+                return
+            if last:
+                return
+            news = [over, site.closing]
+            if severed(site, exposed.peer) or (clueless and count == before):
+                if wanted != (count, clueless):
+                    leave()
+                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), (count, clueless)
+                news.append(site.rebuilds.next)
+            elif (ended := site.processes.ended(exposed.peer)) is not None and not ended.done():
+                news.append(ended)
+            if not clueless:
+                news.append(exposed.clueless)
+            pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
+            await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            delay = min(2 * delay, _SECONDS_MAX)
+    finally:
+        leave()
+
+
+def _may_empty(exposed: "Exposure", found: Revoked | None) -> bool:
+    """Whether there is a gate that is worth another look: where a process has died in it, nothing more will show."""
+    return exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
+
+
+async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, rebuilt: bool) -> str:
+    """What shows that nothing is touched any more; empty if nothing does.
+
+    `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.
+    """
+    ends, spans = exposed.ends_with_process, exposed.peer.body.staging
+    own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
+    if found is not None and not await site.gates.inside(exposed.gate):
+        if found is Revoked.IDLE:
+            return "its gate was empty"
+        if ends and own:  # what a thread of it copied by itself ends before its locks are given back
+            return "it died inside of its gate"
+    gone = site.processes.gone(exposed.peer)
+    if gone and (ends or rebuilt):
+        if exposed.fenced:  # it may have died inside of a word
+            site.gates.retire(exposed.gate)
+        return "its process has ended" if ends else "its process has ended, and the agent that it reached is gone"
+    if rebuilt and severed(site, exposed.peer):
+        return "it is on another host, and the agent that it reached is gone"
+    return ""
+
+
+# --- what a peer may be touching
+
+_ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
+
+
+class Exposure:
+    """Memory that one transfer lets a peer write or read.
+
+    Attributes:
+        peer: Who.
+        gate: What every grant leads through; there is one from the first grant on.
+        fenced: Whether the peer passes it, or touches nothing.
+        routes: Those on which the peer may touch it.
+        ended: Nobody touches it any more.
+
+    Args:
+        site: The worker.
+        link: The control stream on which it is granted.
+        name: What it is, for logs.
+        safe: Called once if there is evidence that nobody touches it any more, other than the peer's word.
+        routes: As the attribute.
+    """
+
+    def __init__(self, site: Site, link: Link, name: str, safe: Callable[[], None], routes: Iterable[Route]) -> None:
+        self.peer: Final[PeerInfo] = link.peer
+        self.gate = SHARED_GATE
+        self.fenced = False
+        self.routes = frozenset(routes)
+        self.ended = False
+        self._renewals = link.renewals
+        self._renewed = self._in_doubt = False  # as the peer has said
+        self._site: Final = site
+        self._granted_over: Final = link
+        self._name: Final = name
+        self._safe = safe
+        self._granted = False
+        self._found: Callable[[], None] | None = None
+
+    @lazy
+    def clueless(self) -> "asyncio.Future[None]":
+        """Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
+
+        What it posted left for the agent that was here, and more it cannot tell before there is another.
+        """
+        return self._site.loop.create_future()
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether nothing of it goes on, or does harm, when the peer's process has ended.
+
+        What a process left to a socket may still land, whoever reads that out: only a new agent of ours ends it. A
+        reader's end harms nobody.
+        """
+        return self.routes <= _ENDS_WITH_PROCESS
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it may be memory of the caller's, and not staging memory."""
+        return not self.routes <= {Route.STAGED}
+
+    def grant(self, *, mapped: bool) -> int:
+        """What a grant says of the gate that it leads through: 0 where the peer passes none.
+
+        Args:
+            mapped: Whether the peer's own copies write there.
+        """
+        if self.gate == SHARED_GATE:
+            self.gate = self._site.gates.allot()
+        generation = self._site.granted(self.peer, self.gate, mapped=mapped)
+        self.fenced = (self.fenced or not self._granted) and generation > 0
+        self._granted = True
+        self._renewals, self._renewed = self._granted_over.renewals, False
+        return generation
+
+    def met(self, renewals: int) -> None:
+        """The peer says how often it has made its agent anew."""
+        self._renewed = self._renewed or renewals > self._renewals
+        self._consider()
+
+    def told_in_doubt(self) -> None:
+        """The peer says that it does not know what became of it."""
+        self._in_doubt = True
+        self._consider()
+
+    def _consider(self) -> None:
+        if self._renewed and self._in_doubt:
+            resolve(self.clueless, None)
+
+    def void(self) -> None:
+        """The peer touches nothing under what was granted so far."""
+        self._granted = self.fenced = False
+
+    def seek(self) -> None:
+        """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended."""
+        if self._found is None and not self.ended:
+            self._found = seek(self._site, self, f"kvxfer look after {self._name}")
+
+    def safe(self, why: str) -> None:
+        """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
+        if not self.ended:
+            _log.info("doubt_ended", peer=self.peer.name, transfer=self._name, reason=why)
+            safe = self._safe
+            self.end()
+            safe()
+
+    def end(self) -> None:
+        """Nobody touches it any more. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._safe = no_hold  # without a cycle, the transfer is freed at once
+            self._site.gates.give_back(self.gate)
+            if self._found is not None:
+                self._found()
+
+
+# --- a new agent
+#
+# This worker's agent is destroyed and made anew, which ends doubts that nothing else does.
+#
+# Of the old agent no byte comes or goes over a network any more, whoever posted it. That is evidence for
+#
+# - memory that a peer on another host was granted,
+# - memory that a peer on this host was granted, once its process has ended: what that left to a socket is gone, and
+#   what it wrote by itself ended with it,
+# - our own posts: where the peer is on this host they run inside of our calls, but for copies between GPUs.
+#
+# It is none for memory that a living process on this host may write, though it be stopped, and none for what is mapped.
+#
+# Who makes an agent for a GPU waits, and his process with him, until what was launched there has ended (seen with UCX).
+# So while a copy of ours stands still there, no agent is made.
+#
+# Nothing that is healthy fails for it. Nothing is granted and nothing announced to be read, what was is waited for, and
+# posts of ours wait in the fabric; then peers are told how the new agent is reached, and all goes on. Who does not move
+# what it was granted in time has that taken back, which a retry cures.
+
+_LOOK_SECONDS: Final = 0.002
+_LOOK_SECONDS_MAX: Final = 0.05
+_EARLY: Final = 1e-3
+"""Seconds by which a timer may be early."""
+_STEPS: Final = 4
+"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our work ends."""
+_CROWDED: Final = 4
+"""A share of which more than one part in so many is in quarantine is crowded: then nothing waits for longer."""
+_TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")
+
+
+class Grantor(Protocol):
+    """One of the two roles of this worker, as far as peers can reach its memory through the agent."""
+
+    @property
+    def exposed(self) -> bool:
+        """Whether a peer that answers may be touching memory that it was granted, or told of."""
+        ...
+
+    def take_back(self, failure: Failure) -> None:
+        """Ask every one of them to stop."""
+        ...
+
+
+class Rebuilding:
+    """Decides when it is time, and does it.
+
+    At once, but for the time in which a peer may still answer, if the caller's blocks are in doubt or a quarter of a
+    share is in quarantine, and without that time if the peer has made its own agent anew and knows no more; for less,
+    `peer_timeout` after it was noticed, so that it is done for many together. Twice within `peer_timeout` never: who
+    can bring it about must not be able to stop everybody else.
+
+    Args:
+        site: The worker.
+        roles: What it does for peers.
+        links: Control streams that are open.
+        renewed: Called with each of them when it was done.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        roles: Sequence[Grantor],
+        links: Callable[[], Iterable[Link]],
+        renewed: Callable[[Link], None],
+    ) -> None:
+        self._site: Final = site
+        self._roles: Final = roles
+        self._links: Final = links
+        self._renewed: Final = renewed
+        self._last = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._running = self._over = False
+        site.rebuilds.wanted = self._consider
+
+    def close(self) -> None:
+        """The worker is closing: begin no more."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def tell(self, link: Link) -> None:
+        """Tell a peer how the agent that there is now is reached."""
+        told = decode_body(self._site.body[link.trusted])
+        if Capability.RENEWED in Capability(link.peer.identity.capabilities):
+            link.send(wire.Renewed(told.renewals, told.metadata))
+        else:
+            link.close("the agent of this rank was rebuilt: meet again")
+
+    def _consider(self) -> None:
+        """Arm the timer for the time at which it is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._due()
+        if due < math.inf and not self._over and not self._running:
+            self._timer = self._site.at(due, self._begin)
+
+    def _due(self) -> float:
+        """When to begin, by what is known now; never, if nobody waits."""
+        site, config = self._site, self._site.config
+        shares = (site.send_desk.share, site.receive_desk.share)
+        crowded = any(share.quarantined_bytes() * _CROWDED > share.capacity for share in shares)
+        patience = {True: config.revoke_timeout / _STEPS, False: config.peer_timeout}
+        due = min(
+            (want.since + (0.0 if want.answered else patience[want.urgent or crowded]) for want in site.rebuilds.wants),
+            default=math.inf,
+        )
+        return max(due, self._last + config.peer_timeout)
+
+    def _begin(self) -> None:
+        if self._over or self._running:
+            return
+        if self._due() > self._site.now() + _EARLY:  # whoever could not wait had an answer
+            self._consider()
+            return
+        self._running = True
+        self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
+
+    async def _run(self) -> None:
+        """Do it."""
+        site = self._site
+        began, done, why = site.now(), False, "it cannot be done now, and is tried again"
+        site.pause()
+        try:
+            if not await self._idle():
+                for role in self._roles:
+                    role.take_back(_TAKEN_BACK)
+                await self._idle()
+            since = site.now()
+            if await self._ended(lambda: site.mover.standing(since)):
+                left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
+                done = await site.fabric.rebuild(left)
+            else:
+                why = "a copy of our own stands still on the GPU: it is tried again when that has ended"
+            if done:
+                await self._renew_bodies()
+        except FabricError as error:
+            self._over = True
+            _log.error("agent_not_rebuilt", error=str(error))
+        finally:
+            self._running, self._last = False, site.now()
+            for link in list(self._links()) if done else ():
+                self._renewed(link)
+                self.tell(link)  # before anything is granted that is reached through the new agent
+            site.resume(done=done)
+            self._consider()
+        took = site.now() - began
+        if done:
+            site.metrics.agent_rebuilt()
+            _log.warning("agent_rebuilt", count=site.rebuilds.count, duration=took)
+        elif not self._over:
+            _log.warning("agent_not_rebuilt", reason=why)
+
+    async def _idle(self) -> bool:
+        """Wait until no peer that answers has anything of ours in its hands; False if that takes too long."""
+        return await self._ended(lambda: any(role.exposed for role in self._roles))
+
+    async def _ended(self, something: Callable[[], bool]) -> bool:
+        """Wait until something is not so any more; False if that takes too long."""
+        site, delay = self._site, _LOOK_SECONDS
+        until = site.now() + site.config.revoke_timeout / _STEPS
+        while something():
+            if site.now() >= until:
+                return False
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LOOK_SECONDS_MAX)
+        return True
+
+    async def _renew_bodies(self) -> None:
+        """What peers are told from now on."""
+        site = self._site
+        for trusted, tokens in site.reachable.items():
+            metadata = await asyncio.wrap_future(site.fabric.metadata(tokens))
+            told = decode_body(site.body[trusted])
+            site.body[trusted] = encode_body(replace(told, metadata=metadata, renewals=site.rebuilds.count + 1))
+
+
+def want_end(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
+    """A post of ours to or from a peer did not end, and the end of our agent would end it.
+
+    Not where it may be a copy between GPUs of this host: that goes on without us.
+
+    Returns:
+        To be called when it has ended by itself.
+    """
+    return no_hold if runs_on(site, peer) else site.rebuilds.want(urgent=urgent)
+
+
+def runs_on(site: Site, peer: PeerInfo) -> bool:
+    """Whether a post of ours to or from a peer may be a copy between GPUs of this host, which needs no agent."""
+    return site.geometry.kind == "cuda" and not elsewhere(peer.body.host)
+
+
+def severed(site: Site, peer: PeerInfo) -> bool:
+    """Whether memory that a peer was granted is out of its reach once the agent is made anew."""
+    return elsewhere(peer.body.host) or site.processes.gone(peer)

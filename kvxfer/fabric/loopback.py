@@ -539,17 +539,23 @@ _UNDER_WAY: Final = 1
 
 
 class _Posting(Protocol):
-    """What is called of a transport."""
+    """What is called of a transport. What fails is a `FabricError`."""
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
-        """As of `Transport`, and so are the others."""
+        """Begin to move pieces. May block while it copies."""
         ...
 
-    def poll(self, handle: Handle) -> bool: ...
+    def poll(self, handle: Handle) -> bool:
+        """True when the part is done."""
+        ...
 
-    def release(self, handle: Handle) -> None: ...
+    def release(self, handle: Handle) -> None:
+        """Give back a handle, once, after it ended or was given up."""
+        ...
 
-    def progress(self) -> None: ...
+    def progress(self) -> None:
+        """Let the library work; a target needs this too."""
+        ...
 
     def notify(self, agent: str, message: bytes) -> None: ...
 

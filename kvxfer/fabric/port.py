@@ -84,22 +84,6 @@ class Transport(Protocol):
         """Forget a peer. Not a fence: what was posted may still land."""
         ...
 
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
-        """Begin to move pieces. May block while it copies."""
-        ...
-
-    def poll(self, handle: Handle) -> bool:
-        """True when the part is done. Raises `FabricError` if it failed."""
-        ...
-
-    def release(self, handle: Handle) -> None:
-        """Give back a handle, once, after it ended or was given up."""
-        ...
-
-    def progress(self) -> None:
-        """Let the library work; a target needs this too."""
-        ...
-
     def renew(self) -> bool:
         """Destroy the agent and make another in its place, under a new name, which knows no memory and no peer.
 

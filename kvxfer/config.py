@@ -650,7 +650,6 @@ def _stamp(path: Path | None) -> object:
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
 _CHUNK_BYTES: Final = 32 * MIB
 _IN_PLACE_CHUNK_BYTES: Final = 256 * MIB

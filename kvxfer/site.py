@@ -140,10 +140,6 @@ class Quota:
     def __len__(self) -> int:
         return self._taken
 
-    def held(self, peer: Hashable) -> int:
-        """Places that a peer holds."""
-        return self._held.get(peer, 0)
-
     def take(self, peer: Hashable) -> bool:
         """Take a place, to be given back with `give`. False if there is none for this peer now."""
         held = self._held.get(peer, 0)

@@ -5,7 +5,6 @@ to hear of it (traces do) is an `Observer`. Counting is what every transfer pays
 search among fixed bounds and an addition, and names of labels are few: those that come of free text are capped.
 """
 
-import hashlib
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
@@ -38,7 +37,6 @@ __all__ = [
     "TransferStats",
     "hears_info",
     "logger",
-    "mask",
     "overheard",
     "printable",
 ]
@@ -134,7 +132,6 @@ KEYS: Final = frozenset(
 """Every key that a log line may have."""
 
 _GIGABYTE: Final = 1e9
-_MASK_BYTES: Final = 4
 _ADDED: Final = 256
 """Intervals that are kept as they came before they are united: that is cheaper for many at a time."""
 
@@ -214,16 +211,6 @@ def overheard(events: Collection[str], key: str) -> Generator[list[str], None, N
         log.removeHandler(listener)
 
 
-def mask(secret: str | bytes) -> str:
-    """A short fingerprint by which lines about one ticket can be matched, on every side, but the ticket not be used.
-
-    For tickets and keys that were drawn at random. Not for a configured secret: what a person chose can be guessed from
-    a fingerprint; such values are never logged at all.
-    """
-    data = secret.encode() if isinstance(secret, str) else secret
-    return f"~{hashlib.sha256(data).hexdigest()[: 2 * _MASK_BYTES]}"
-
-
 def printable(text: str) -> str:
     """Text that others chose, without what a terminal would obey."""
     return "".join(one if one.isprintable() else "?" for one in text)
@@ -236,22 +223,10 @@ class Intervals(list[tuple[float, float]]):
     the time in which at least one of them ran. A list, as every chunk adds to several of them.
 
     Attributes:
-        room: Whoever appends by himself unites them when there are so many.
+        room: Whoever appends unites them when there are so many.
     """
 
     room = _ADDED
-
-    def add(self, start: float, end: float) -> None:
-        """Count the interval from `start` to `end`; an empty one counts nothing.
-
-        Raises:
-            ValueError: If it ends before it starts.
-        """
-        if end < start:
-            raise ValueError(f"an interval cannot end ({end}) before it starts ({start})")
-        self.append((start, end))
-        if len(self) >= self.room:
-            self.unite()
 
     def merge(self, other: "Intervals") -> None:
         """Count every interval of another collection too."""
@@ -284,18 +259,6 @@ class Intervals(list[tuple[float, float]]):
         for start, end in self:
             total += end - start
         return total
-
-    @property
-    def first(self) -> float | None:
-        """Start of the earliest interval, None without one."""
-        spans = self.spans()
-        return spans[0][0] if spans else None
-
-    @property
-    def last(self) -> float | None:
-        """End of the latest interval, None without one."""
-        spans = self.spans()
-        return spans[-1][1] if spans else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

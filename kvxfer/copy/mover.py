@@ -420,10 +420,6 @@ class Mover:
             self._machine.runs_since(slot, since * _NS) for slot in self._machine.rows_in(records.RUNNING)
         )
 
-    def waiting(self, direction: Direction) -> int:
-        """How many copies wait for events that need the interpreter."""
-        return sum(copy.lane == _LANES[direction] for copy in self._unfired)
-
     # --- the transport
 
     def attach(self, native: Native | None, *, orderly: bool = False, listed: bool = False, anew: bool = False) -> None:

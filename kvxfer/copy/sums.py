@@ -94,13 +94,11 @@ class SumTables:
         words: int64, to be put where the device can read and write it.
         launches: At most one for each variant; their order does not matter.
         at: Where the sums are among the words: all that follow.
-        nbytes: Bytes that are read.
     """
 
     words: I64
     launches: tuple[SumLaunch, ...]
     at: int
-    nbytes: int
 
 
 def pack_sums(plan: SumPlan) -> SumTables:
@@ -134,7 +132,7 @@ def pack_sums(plan: SumPlan) -> SumTables:
         launches.append(SumLaunch(variant, at, len(parts), before))
         at += end
     sums = np.zeros(plan.region_sums + plan.row_sums, np.int64)
-    return SumTables(np.concatenate([*words, sums]), tuple(launches), at, plan.bytes)
+    return SumTables(np.concatenate([*words, sums]), tuple(launches), at)
 
 
 def sum_variants(plans: Iterable[SumPlan]) -> set[SumVariant]:

@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry, RowSide
@@ -28,8 +27,6 @@ from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_t
 from kvxfer.names import lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
-
-I64: TypeAlias = NDArray[np.int64]
 
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""

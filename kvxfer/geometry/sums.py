@@ -34,7 +34,6 @@ from kvxfer.names import MAX_SUMS, lazy
 
 __all__ = ["Damage", "ItemSums", "SumPart", "SumPlan", "damage", "keys", "mix", "selected"]
 
-I64: TypeAlias = NDArray[np.int64]
 U64: TypeAlias = NDArray[np.uint64]
 
 _WORD: Final = 8

@@ -20,7 +20,6 @@ __all__ = [
     "MIN_ALIGNMENT",
     "TRANSITIONS",
     "Arena",
-    "ArenaSnapshot",
     "Decisions",
     "Extent",
     "ExtentRow",
@@ -385,15 +384,6 @@ class ShareSnapshot:
     peers: Mapping[str, PeerSnapshot]
     extents: list[ExtentRow]
     reasons: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaSnapshot:
-    """Both shares at one moment; `enabled` is False where `arena_bytes=0`."""
-
-    enabled: bool
-    sending: ShareSnapshot
-    receiving: ShareSnapshot
 
 
 # --- a share
@@ -857,17 +847,3 @@ class Arena:
             sending=Share("send", base=first, capacity=sending, alignment=alignment),
             receiving=Share("receive", base=first + sending, capacity=usable - sending, alignment=alignment),
         )
-
-    @property
-    def enabled(self) -> bool:
-        """False if there is no arena (`arena_bytes=0`): the staged route is off and every request is refused."""
-        return self.sending.capacity + self.receiving.capacity > 0
-
-    @property
-    def capacity(self) -> int:
-        """Usable bytes of both shares together."""
-        return self.sending.capacity + self.receiving.capacity
-
-    def snapshot(self) -> ArenaSnapshot:
-        """What is where now, in both shares."""
-        return ArenaSnapshot(self.enabled, self.sending.snapshot(), self.receiving.snapshot())

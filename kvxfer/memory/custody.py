@@ -181,11 +181,6 @@ class Custody:
             raise InvariantError(f"the blocks of {holder} are not in doubt, so there is nothing to settle")
         self._drop(holder)
 
-    def blocks(self, holder: str) -> Mapping[str, tuple[int, ...]]:
-        """The blocks of `holder` by group, as given; empty if it has none in the books."""
-        entry = self._entries.get(holder)
-        return {group: tuple(ids.tolist()) for group, ids in entry.blocks.items()} if entry is not None else {}
-
     def snapshot(self) -> CustodySnapshot:
         """Who holds how many blocks now."""
         holders = {

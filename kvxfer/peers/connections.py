@@ -633,8 +633,3 @@ class Peers:
         """A link is gone; the next caller opens a new one."""
         if self._links.get(link.endpoint) is link:
             del self._links[link.endpoint]
-
-    def close(self, reason: str) -> None:
-        """Close every link."""
-        for link in self.links:
-            link.close(reason)

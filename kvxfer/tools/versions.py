@@ -9,13 +9,12 @@ from typing import Final
 
 from kvxfer import __version__
 
-__all__ = ["MISSING", "cuda_driver", "cuda_of_torch", "package", "ucx", "versions"]
+__all__ = ["MISSING", "cuda_of_torch", "package", "ucx", "versions"]
 
 MISSING: Final = "is not installed"
 _WHEELS: Final = ("nixl-cu13", "nixl-cu12", "nixl")
 """Packages that may hold NIXL's own copy of UCX, as nixl itself looks for them."""
 _CUDA: Final = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)
-_DRIVER: Final = re.compile(r"Kernel Module.*?(\d+\.[\d.]+)")
 
 
 def versions() -> dict[str, str]:
@@ -59,11 +58,6 @@ def cuda_of_torch() -> str:
     if spec is None or spec.origin is None:
         return ""
     return _first(_CUDA, Path(spec.origin).with_name("version.py"))
-
-
-def cuda_driver() -> str:
-    """Version of the kernel's driver for GPUs; empty without one."""
-    return _first(_DRIVER, Path("/proc/driver/nvidia/version"))
 
 
 def _bundled() -> list[str]:

@@ -653,7 +653,7 @@ def stream(mover: Any, direction: Any) -> Any:
 
 def waits_for_event(worker: Any, direction: Any) -> bool:
     """Whether a copy waits for an event of the caller's."""
-    return bool(mover(worker).waiting(direction))
+    return any(copy.lane == _lane(direction) for copy in mover(worker)._unfired)
 
 
 def fabric(worker: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +43,3 @@ def test_what_is_missing_is_said_so(monkeypatch):
     said = versions.versions()
     assert (said["nixl"], said["torch"], said["ucx"]) == ("is not installed", "is not installed", "was not found")
     assert said["cuda"] == "is not in this build of torch"
-
-
-def test_the_driver_is_read_where_the_kernel_says_it(tmp_path):
-    file = tmp_path / "version"
-    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n")
-    assert versions._first(versions._DRIVER, file) == "580.159.03"
-    assert versions._first(versions._DRIVER, Path(tmp_path / "nothing")) == ""

@@ -55,7 +55,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
 
-class _LoopService:
+class _LoopRunner:
     """A runner as callbacks of the loop, each after a delay drawn from the seed."""
 
     def __init__(
@@ -127,12 +127,12 @@ class DeterministicRuntime:
     def start(self, name: str, step: Callable[[], float | None], *, setup: Callable[[], None] | None = None) -> Runner:
         """Run `step` as callbacks of the loop."""
         del name
-        return _LoopService(self, step, setup)
+        return _LoopRunner(self, step, setup)
 
     def drive(self, name: str, machine: Machine) -> Runner:
         """Run a machine step by step, as callbacks of the loop."""
         del name
-        return _LoopService(self, machine.step, None)
+        return _LoopRunner(self, machine.step, None)
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same: there are no threads to be placed."""

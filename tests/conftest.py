@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,36 @@ def quick_processes(monkeypatch):
     import preloaded
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: preloaded.Context())
+
+
+@pytest.fixture
+def a_place_of_its_own(monkeypatch, tmp_path_factory):
+    """Temporary files go to a folder that must be empty afterwards; no process may be left, and no setting is seen."""
+    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield
+    assert multiprocessing.active_children() == []
+    assert list(folder.glob("kvxfer*")) == []
+
+
+@pytest.fixture
+async def near():
+    """Ranks in this process."""
+    from far import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    await ranks.close()
+
+
+@pytest.fixture
+def authority(tmp_path):
+    from certificates import Authority
+
+    return Authority(tmp_path)
 
 
 @pytest.fixture

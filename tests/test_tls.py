@@ -5,15 +5,9 @@ import ssl
 from pathlib import Path
 
 import pytest
-from certificates import Authority
 
 from kvxfer import Config, ConfigError
 from kvxfer.config import Credentials, TlsConfig
-
-
-@pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """Benchmarks leave no process and no folder behind, and see no settings of the environment."""
 
 import json
-import multiprocessing
-import os
-import tempfile
 
 import pytest
 from typer.testing import CliRunner
@@ -12,15 +9,8 @@ from kvxfer.tools import cli
 
 
 @pytest.fixture(autouse=True)
-def a_place_of_its_own(monkeypatch, tmp_path_factory):
-    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
-        monkeypatch.delenv(name)
-    folder = tmp_path_factory.mktemp("t")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield
-    assert multiprocessing.active_children() == []
-    assert list(folder.glob("kvxfer*")) == []
+def each(a_place_of_its_own):
+    """Whatever it does."""
 
 
 @pytest.fixture

@@ -6,7 +6,31 @@ Those of requests also use the worlds and the oracle of tests/geometry, and read
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvxfer.mapped.locks import Key, LockFile
+
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "geometry", HERE.parent / "integration"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+@pytest.fixture
+def gate():
+    """The owner's side of gates, and a writer's."""
+    file = LockFile(8)
+    key = Key(file.handle)
+    yield file, key
+    key.close()
+    assert not key.is_open
+    file.close()
+
+
+@pytest.fixture
+async def world():
+    from stepped import World
+
+    world = World()
+    yield world
+    await world.close()

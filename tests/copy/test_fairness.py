@@ -12,13 +12,6 @@ from stepped import World
 from kvxfer.copy import Direction, records
 
 
-@pytest.fixture
-async def world():
-    world = World()
-    yield world
-    await world.close()
-
-
 async def test_a_small_one_waits_for_one_large_one_only(world):
     for number in range(10):
         world.submit(("large", number), owner="large", nbytes=1 << 28)

@@ -19,7 +19,7 @@ from kvxfer.copy.tables import Variant, pack
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import Blank, CopyPlan
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.mapped.locks import FIRST_GENERATION, Revoked
 from kvxfer.memory.device import Arrival
 
 GATHERS, SCATTERS = 11, 12
@@ -65,16 +65,6 @@ async def scene():
     yield scene
     scene.driver.go()
     await scene.close()
-
-
-@pytest.fixture
-def gate():
-    file = LockFile(8)
-    key = Key(file.handle)
-    yield file, key
-    key.close()
-    assert not key.is_open
-    file.close()
 
 
 # --- from the record to its end

@@ -21,7 +21,7 @@ from kvxfer.copy.mover import Mover, _machines
 from kvxfer.copy.port import AllOf
 from kvxfer.copy.tables import NOTHING, pack, parts_of
 from kvxfer.errors import ClosedError
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.mapped.locks import FIRST_GENERATION, Revoked
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import simulate
 
@@ -46,13 +46,6 @@ async def mover():
 
 
 @pytest.fixture
-async def world():
-    world = World()
-    yield world
-    await world.close()
-
-
-@pytest.fixture
 async def abandoned():
     """The same, which is not expected to end."""
     world = World()
@@ -65,17 +58,6 @@ async def abandoned():
 async def tiny_parts(monkeypatch):
     """Copies are cut into their rows."""
     monkeypatch.setattr("kvxfer.copy.mover.parts_of", partial(parts_of, part_bytes=1))
-
-
-@pytest.fixture
-def gate():
-    """The owner's side of gates, and a writer's."""
-    file = LockFile(8)
-    key = Key(file.handle)
-    yield file, key
-    key.close()
-    assert not key.is_open
-    file.close()
 
 
 # --- in its thread

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,25 +33,13 @@ from kvxfer.tools.demo.script import (
     Script,
 )
 
+pytestmark = pytest.mark.usefixtures("a_place_of_its_own")
 SMALL = {"prompts": (1, 17, 40), "steps": 3, "layers": 4, "kv_heads": 4, "head_dim": 32, "hidden": 64}
 LAST = re.compile(
     r"OK: (?P<prompts>\d+) prompts, (?P<tokens>\d+) tokens generated, identical to single-process generation; "
     r"(?P<digests>\d+) digests of K and V equal; (?P<mib>[\d.]+) MiB in (?P<pieces>\d+) pieces "
     r"by route (?P<route>[a-z+]+), (?P<gbps>[\d.]+) GB/s on the wire"
 )
-
-
-@pytest.fixture(autouse=True)
-def a_place_of_its_own(monkeypatch, tmp_path_factory):
-    """Temporary files go to a folder that must be empty afterwards, and no process may be left."""
-    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
-        monkeypatch.delenv(name)
-    folder = tmp_path_factory.mktemp("t")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield
-    assert multiprocessing.active_children() == []
-    assert list(folder.glob("kvxfer*")) == []
 
 
 def perform(**changes):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.fabric.loopback import LoopbackNetwork
+
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "integration", HERE.parent / "copy"):
     if str(folder) not in sys.path:
@@ -42,3 +44,18 @@ async def record():
     yield one
     for recorder in made:
         await recorder.end()
+
+
+@pytest.fixture
+async def threaded():
+    from rigs import Threaded
+
+    rig = Threaded()
+    await rig.open()
+    yield rig
+    await rig.close()
+
+
+@pytest.fixture
+def network():
+    return LoopbackNetwork()

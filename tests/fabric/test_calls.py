@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows
-from rigs import PART, SIZE, Moving, Rig, Threaded
+from rigs import PART, SIZE, Moving, Rig
 
 from kvxfer.copy import records
 from kvxfer.copy.port import CopyJob, Direction, Outcome
@@ -257,14 +257,6 @@ async def test_after_a_call_that_raised_the_mover_may_call_again(make, monkeypat
         rig.fabric.register([])
         rig.serve()
         assert int(rig.state[records.WANTED]) == 0
-
-
-@pytest.fixture
-async def threaded():
-    rig = Threaded()
-    await rig.open()
-    yield rig
-    await rig.close()
 
 
 async def test_in_threads_too_a_slow_call_keeps_the_mover_from_the_agent_and_not_from_copying(threaded):

@@ -26,11 +26,6 @@ class Agent:
 
 
 @pytest.fixture
-def network() -> LoopbackNetwork:
-    return LoopbackNetwork()
-
-
-@pytest.fixture
 def pair(network: LoopbackNetwork) -> tuple[Agent, Agent]:
     a, b = Agent("a", network, 1), Agent("b", network, 2)
     assert a.transport.connect(b.transport.metadata([b.token])) == "b"

@@ -1159,14 +1159,6 @@ async def test_close_fails_what_was_never_posted(make):
 # ---- in a thread -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def threaded():
-    rig = Threaded()
-    await rig.open()
-    yield rig
-    await rig.close()
-
-
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 

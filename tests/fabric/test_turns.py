@@ -98,11 +98,6 @@ class Side(Moving):
 
 
 @pytest.fixture
-def network():
-    return LoopbackNetwork()
-
-
-@pytest.fixture
 async def side(network):
     """A mover over agent "a", beside two agents that notify it of what the test says."""
     side = Side("a", network)

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
-from far import Doomed, Far, Ranks, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import Doomed, Far, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     IDS,
     INTO,
@@ -41,13 +41,6 @@ TIMES = {"peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
 PATIENT = {"peer_timeout": 5.0}
 """Where a closed stream tells of a death: silence for half a second is what starved cores make."""
 CANARY = 0x5A
-
-
-@pytest.fixture
-async def near():
-    ranks = Ranks()
-    yield ranks
-    await ranks.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
-from far import Far, Ranks, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import Far, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
 from inside import begin_copies_by  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CONVERSIONS,
@@ -76,14 +76,6 @@ async def far(process):
     """The other process, of which all ranks are closed afterwards."""
     yield process
     await process.close()
-
-
-@pytest.fixture
-async def near():
-    """Ranks in this process."""
-    ranks = Ranks()
-    yield ranks
-    await ranks.close()
 
 
 def taken(route, there, here):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_layers import module_name  # pyright: ignore[reportMissingImports]
 
 import kvxfer
 from kvxfer import errors
@@ -29,11 +30,6 @@ CLASSES = [
     for name, value in vars(errors).items()
     if inspect.isclass(value) and issubclass(value, errors.KvxferError) and name == value.__name__
 ]
-
-
-def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def declared(path):

@@ -15,7 +15,7 @@ if HERE not in sys.path:
     sys.path.append(HERE)
 
 from inside import share_no_locks  # noqa: E402 - found by the lines above
-from stage import Stage  # noqa: E402
+from stage import Cache, Stage, Tap  # noqa: E402
 
 from kvxfer import Worker  # noqa: E402
 from kvxfer.blocking import OwnLoopWorker  # noqa: E402
@@ -97,3 +97,23 @@ async def stage(network):
     async with contextlib.AsyncExitStack() as stack:
         yield Stage(network, stack)
         network.release("*")
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+@pytest.fixture
+async def pair(stage, source, target):
+    return await stage.pair(source, target)
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)

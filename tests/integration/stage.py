@@ -202,6 +202,11 @@ class Tap:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
+def frames(worker, kind):
+    """How many of a kind it has received."""
+    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
+
+
 async def eventually(condition, timeout=30.0):
     """Wait until a condition holds that no event tells of; the time-out is for what never comes."""
     async with asyncio.timeout(timeout):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from inside import bound_in_place, hear, send_by, session, take_all_in_place
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, Tap, eventually, in_place, is_quiet, quiet
+from stage import Cache, Copied, Gate, eventually, in_place, is_quiet, quiet
 from wire import play
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
@@ -13,11 +13,6 @@ from kvxfer.errors import Code, TransferFailedError
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Arrived, Cancel, Fetch, Reserve, Want
 
 HELD = list(range(8))
-
-
-@pytest.fixture
-def tap(monkeypatch):
-    return Tap(monkeypatch)
 
 
 def caches():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, Tap, eventually, extents, quarantined, quiet
+from stage import Cache, Copied, Gate, eventually, extents, quarantined, quiet
 from wire import play
 
 from kvxfer import PeerLostError, RefusedError
@@ -15,11 +15,6 @@ from kvxfer.protocol.messages import TOKEN_BYTES, Accept, Fetch, Grant, Reserve,
 
 HELD = list(range(8))
 LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
-
-
-@pytest.fixture
-def tap(monkeypatch):
-    return Tap(monkeypatch)
 
 
 def begin(prefill, decode, request="r", tokens=range(3, 30), **options):

@@ -18,16 +18,6 @@ from kvxfer.copy.mover import Copy
 TOKENS = range(8)
 
 
-@pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
-def target():
-    return Cache()
-
-
 class Step:
     """Brings a fetch to one step and keeps it there until `go`."""
 

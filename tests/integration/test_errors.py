@@ -37,21 +37,6 @@ from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel, Fetch, Goodbye, Hello, Ping, Reserve, Route, Selection, Span, pack_u32
 
 
-@pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
-def target():
-    return Cache()
-
-
-@pytest.fixture
-async def pair(stage, source, target):
-    return await stage.pair(source, target)
-
-
 async def works(prefill, decode, source, target, ids=(1, 2), into=(1, 2)):
     """A good fetch: what went wrong before has left nothing behind."""
     copied = Copied(target).bring(source, list(ids), list(into), range(8))

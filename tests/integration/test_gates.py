@@ -24,7 +24,7 @@ from inside import (
 )
 from msgspec.structs import replace
 from passing import enter
-from stage import Cache, Gate, Tap, eventually, quarantined, quiet
+from stage import Cache, Gate, eventually, frames, quarantined, quiet
 from wire import play
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
@@ -36,11 +36,6 @@ TIMES = {"peer_timeout": 3, "revoke_timeout": 5, "connect_timeout": 0.2}
 ROUTES = ["mapped", "direct", "staged"]
 
 
-@pytest.fixture
-def tap(monkeypatch):
-    return Tap(monkeypatch)
-
-
 def caches(route):
     shared = route == "mapped"
     return {"source": Cache(shared=shared), "target": Cache(layout="HND", shared=shared)}
@@ -48,10 +43,6 @@ def caches(route):
 
 def frozen(target):
     return {layer: memory.clone() for layer, memory in target.memory.items()}
-
-
-def received(worker, kind):
-    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
 
 
 def unchanged(target, before):
@@ -68,7 +59,7 @@ def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(tmp_path, route):
         computed = Gate()
         play.prefill.offer("r", [1, 2], tokens=8, after=computed)
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Accept") == 2)
+        await play.until(lambda: frames(play.decode, "Accept") == 2)
         play.wire.silence()
         with pytest.raises(PeerLostError):
             await transfer
@@ -93,7 +84,7 @@ def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(tmp_path, ro
         play.prefill.offer("r", [1, 2], tokens=8)
         play.network.hold("*")
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Accept") == 2)
+        await play.until(lambda: frames(play.decode, "Accept") == 2)
         play.wire.silence()
         expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
         with pytest.raises(expected) as caught:
@@ -117,10 +108,10 @@ def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(tmp_path):
         await play.pair(route="pull", **TIMES)
         await play.bring("r0")
         offer = play.prefill.offer("r", [1, 2], tokens=8)
-        before = received(play.decode, "Want")
+        before = frames(play.decode, "Want")
         free = Gate()
         transfer = play.start("r", after=free)
-        await play.until(lambda: received(play.decode, "Want") > before)
+        await play.until(lambda: frames(play.decode, "Want") > before)
         play.wire.silence()
         await play.until(lambda: not play.prefill.describe()["sending"])
         ending, seconds = await play.timed(offer.withdraw())
@@ -140,10 +131,10 @@ def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(tmp_path):
         await play.pair(route="pull", **TIMES)
         await play.bring("r0")
         offer = play.prefill.offer("r", [1, 2], tokens=8)
-        before = received(play.decode, "Want")
+        before = frames(play.decode, "Want")
         play.network.hold("*")
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Want") > before)
+        await play.until(lambda: frames(play.decode, "Want") > before)
         play.wire.silence()
         await play.until(lambda: not play.prefill.describe()["sending"])
         with pytest.raises(MemoryInDoubtError) as caught:
@@ -175,7 +166,7 @@ def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given_up(tm
         with pytest.raises(MemoryInDoubtError) as read:
             await asyncio.wait_for(offer.released(), play.prefill.config.bounds()["released_by_lease"])
         assert set(read.value.blocks["default"]) == {1, 2}
-        assert received(play.prefill, "Cancel") == 0
+        assert frames(play.prefill, "Cancel") == 0
         play.network.release("*")
         await reading.value.settled()
         await read.value.settled()
@@ -190,10 +181,10 @@ def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
         await play.pair(route="pull", **TIMES)
         await play.bring("r0")
         play.prefill.offer("r", [1, 2], tokens=8)
-        before = received(play.decode, "Want")
+        before = frames(play.decode, "Want")
         play.network.hold("*")
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Want") > before)
+        await play.until(lambda: frames(play.decode, "Want") > before)
         play.wire.silence()
         _, seconds = await play.timed(play.prefill.aclose(drain=False))
         assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
@@ -215,7 +206,7 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
         computed = Gate()
         play.prefill.offer("r", [1, 2], tokens=8, after=computed)
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Accept") == 2)
+        await play.until(lambda: frames(play.decode, "Accept") == 2)
         play.wire.silence()
         await play.decode.aclose(drain=False)
         with pytest.raises(ClosedError):
@@ -241,7 +232,7 @@ def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monk
         play.prefill.offer("r", [1, 2], tokens=8)
         play.network.hold("*")
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Accept") == 2)
+        await play.until(lambda: frames(play.decode, "Accept") == 2)
         play.wire.silence()
         with pytest.raises(MemoryInDoubtError) as caught:
             await transfer
@@ -267,7 +258,7 @@ def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(tmp_path):
         await play.bring("r0")
         play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
         transfer = play.start("r")
-        await play.until(lambda: received(play.decode, "Accept") == 2)
+        await play.until(lambda: frames(play.decode, "Accept") == 2)
         play.wire.cut()
         outcome, seconds = await play.timed(transfer)
         assert isinstance(outcome, PeerLostError)
@@ -406,7 +397,7 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
         prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
         prefill.offer("r", [1, 2], tokens=8)
         fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=Gate())
-        await eventually(lambda: received(decode, "Want"))
+        await eventually(lambda: frames(decode, "Want"))
         stop_listening(prefill)
         cut(decode)
         with pytest.raises(PeerLostError):

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 from inside import before_connecting, being_stopped, connect, keep_gathers, keep_scatters, unanswered
-from stage import SOON, Cache, Copied, Tap, eventually, quiet
+from stage import SOON, Cache, Copied, Tap, eventually, frames, quiet
 from wire import play
 
 from kvxfer import (
@@ -30,16 +30,6 @@ AT_ONCE = 20.0
 ROUTES = ["staged", "direct", "pull"]
 
 
-@pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
-def target():
-    return Cache()
-
-
 async def freed(offer):
     """The offer ends by itself, long before its lease does."""
     async with asyncio.timeout(AT_ONCE):
@@ -50,10 +40,6 @@ async def kept(offer, prefill):
     """What the prefill rank was told has arrived, and the offer lives."""
     await quiet(prefill)
     assert offer.state.value == "live"
-
-
-def frames(worker, kind):
-    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
 
 
 # --- the ways to give up, at every step

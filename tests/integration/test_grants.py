@@ -3,17 +3,12 @@
 import pytest
 from inside import session, staging
 from msgspec.structs import replace
-from stage import Cache, Copied, Tap, eventually, quiet
+from stage import Cache, Copied, eventually, quiet
 
 from kvxfer import KvxferError
 from kvxfer.protocol.messages import WHOLE, Accept, Arrived, Fetch, Grant, KvAgentResult, Reserve, Status, pack_u32
 
 PLENTY = {"arena_bytes": "64KiB", "chunk_bytes": "16KiB", "route": "staged"}  # for all of a fetch in one chunk
-
-
-@pytest.fixture
-def tap(monkeypatch):
-    return Tap(monkeypatch)
 
 
 @pytest.fixture

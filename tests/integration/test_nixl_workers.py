@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from far import Far, Ranks, guarded, idle
+from far import Far, guarded, idle
 from scene import (
     CONVERSIONS,
     IDS,
@@ -59,14 +59,6 @@ async def far(process):
     yield process
     if process.process.is_alive():
         await process.close()
-
-
-@pytest.fixture
-async def near():
-    """Ranks in this process."""
-    ranks = Ranks()
-    yield ranks
-    await ranks.close()
 
 
 async def all_idle(far, near):

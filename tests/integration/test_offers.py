@@ -16,7 +16,7 @@ from inside import (
     spawn,
     wants_by_engine,
 )
-from stage import Cache, Copied, eventually, is_quiet, quiet
+from stage import Cache, Copied, eventually, frames, is_quiet, quiet
 from wire import play
 
 from kvxfer import (
@@ -36,25 +36,6 @@ from kvxfer import (
 PAUSED = {"peer_timeout": 10.0, "offer_lease": 10.0, "unclaimed_timeout": 10.0}
 FAST = {"peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
 TOKENS = range(8)
-
-
-@pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
-def target():
-    return Cache()
-
-
-@pytest.fixture
-async def pair(stage, source, target):
-    return await stage.pair(source, target)
-
-
-def frames(worker, kind):
-    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
 
 
 async def parked(prefill, kind="Fetch", count=1):

@@ -49,16 +49,6 @@ TOKENS = range(8)
 ROUTES = ["staged", "direct", "pull"]
 
 
-@pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
-def target():
-    return Cache()
-
-
 @pytest.fixture(params=ROUTES)
 def route(request):
     return request.param

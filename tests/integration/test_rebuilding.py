@@ -58,17 +58,7 @@ def hosts(monkeypatch):
 
 
 @pytest.fixture
-def source():
-    return Cache()
-
-
-@pytest.fixture
 def other():
-    return Cache()
-
-
-@pytest.fixture
-def target():
     return Cache()
 
 

@@ -18,11 +18,6 @@ HERE = "tcp:127.0.0.1:0"
 
 
 @pytest.fixture
-def authority(tmp_path):
-    return Authority(tmp_path)
-
-
-@pytest.fixture
 def said(caplog):
     """Every event of kvxfer's, as (name, data)."""
     caplog.set_level(logging.DEBUG, "kvxfer")

@@ -17,12 +17,6 @@ from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.geometry import CacheTensor
 from kvxfer.tickets import EngineCard, Issuer
 
-
-@pytest.fixture
-async def pair(stage):
-    return await stage.pair(Cache(), Cache())
-
-
 NO_SECONDS: list[Any] = ["3", float("inf"), float("nan"), [1], torch.zeros(3)]
 
 

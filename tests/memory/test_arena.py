@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -218,14 +219,8 @@ class TestGaps:
 
 
 def _runs(used: list[bool]) -> list[tuple[int, int]]:
-    runs, start = [], None
-    for index, busy in enumerate([*used, True]):
-        if not busy and start is None:
-            start = index
-        elif busy and start is not None:
-            runs.append((start, index - start))
-            start = None
-    return runs
+    free = (list(run) for busy, run in groupby(range(len(used)), used.__getitem__) if not busy)
+    return [(run[0], len(run)) for run in free]
 
 
 class TestRefusals:

@@ -17,15 +17,8 @@ BASE = 1 << 40
 FREE, RESERVED, WRITING, QUARANTINED = ExtentState
 
 
-def _runs(used: list[bool]) -> list[tuple[int, int]]:
-    runs, start = [], None
-    for index, busy in enumerate([*used, True]):
-        if not busy and start is None:
-            start = index
-        elif busy and start is not None:
-            runs.append((start, index - start))
-            start = None
-    return runs
+def _gaps(used: list[bool]) -> list[int]:
+    return [len(gap) for gap in "".join("x" if busy else " " for busy in used).split("x")]
 
 
 class Books(RuleBasedStateMachine):
@@ -65,7 +58,7 @@ class Books(RuleBasedStateMachine):
         if len({request.peer for request in self.waiting}) == 1:
             first = next(iter(self.waiting))
             if not self.share.held_bytes(first.peer):
-                assert first.length > max((run[1] for run in _runs(self.used())), default=0) * UNIT
+                assert first.length > max(_gaps(self.used())) * UNIT
 
     def decided(self, decisions: Decisions, due: list[Request]) -> None:
         assert sorted(map(id, decisions.expired)) == sorted(map(id, due))
@@ -139,12 +132,12 @@ class Books(RuleBasedStateMachine):
             if state is QUARANTINED:
                 first, last = extent.offset // UNIT, (extent.offset + extent.length) // UNIT
                 used[first:last] = [True] * (last - first)
-        return max((run[1] for run in _runs(used)), default=0) * UNIT
+        return max(_gaps(used)) * UNIT
 
     @invariant()
     def every_byte_is_in_exactly_one_state(self):
         shot = self.share.snapshot()
-        runs = _runs(self.used())
+        gaps = _gaps(self.used())
         assert shot.capacity_bytes == self.UNITS * UNIT
         by_state = {
             RESERVED: shot.reserved_bytes,
@@ -153,9 +146,9 @@ class Books(RuleBasedStateMachine):
         }
         for state, count in by_state.items():
             assert count == sum(extent.length for extent in self.live if self.live[extent] is state)
-        assert shot.free_bytes == sum(run[1] for run in runs) * UNIT
+        assert shot.free_bytes == sum(gaps) * UNIT
         assert shot.free_bytes + sum(by_state.values()) == shot.capacity_bytes
-        assert shot.largest_gap_bytes == max((run[1] for run in runs), default=0) * UNIT
+        assert shot.largest_gap_bytes == max(gaps) * UNIT
         assert [row.offset for row in shot.extents] == sorted(extent.offset for extent in self.live)
         assert all(low.offset + low.length <= high.offset for low, high in pairwise(shot.extents))
         for peer in "abcd":

@@ -14,7 +14,7 @@ TOOLS := $(addprefix tests/,tools bench demo deploy docs doctor examples release
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .PHONY: house demo serve test check unit tools fuzz simulate network loops rows cancel faults soak format docs docs-serve
-.PHONY: pages clean schema drawings licences
+.PHONY: mutants pages clean schema drawings licences
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -75,6 +75,11 @@ check: $(STAMP)
 # how large it is, beside the goals
 house: $(STAMP)
 	PYTHONPATH=tests/house $(BIN)/python tests/house/sizes.py
+
+# which of 60 small changes of the code do its tests see? ARGS="--seed 2" draws others; ARGS="--tests COMMIT" asks tests
+# as they were then
+mutants: $(STAMP)
+	$(BIN)/python tests/house/mutants.py $(ARGS)
 
 # the full count, of which `make test` plays a part
 fuzz: $(STAMP)

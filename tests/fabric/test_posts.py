@@ -1,6 +1,7 @@
 """Posts in the mover, over the loopback: by hand, one step at a time, and in a real thread."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 from functools import partial
@@ -13,7 +14,7 @@ from copy_plans import contiguous_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, pieces
+from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import mover, records
@@ -487,6 +488,23 @@ async def test_a_lost_peer_is_in_doubt_first_and_failed_afterwards(make):
     rig.step()
     assert rig.result("y").outcome is Outcome.FAILED
     assert await rig.close(), "a transport that reports the peer gone has nothing in flight to it"
+
+
+async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_left_and_met_again(make):
+    rig = await make()
+    rig.mover._native = dataclasses.replace(rig.mover._native, for_good=True)
+    rig.network.break_next("b", disconnected=True)
+    rig.post("lost")
+    rig.step(3)
+    rig.mover.cancel(rig.post("refused"))
+    await rig.settle()
+    assert str(rig.result("refused").error) == "b is disconnected"
+    rig.fabric.disconnect("b")
+    other = rig.others["b"]
+    await rig.now(rig.fabric.connect(other.metadata([other.register([memory_of(rig.memory["b"])])])))
+    rig.post("again")
+    rig.step(9)
+    assert rig.result("again").outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize("operation", list(Operation))

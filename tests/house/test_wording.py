@@ -5,17 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = {
-    ".git",
-    ".venv",
-    "__pycache__",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".pytest_cache",
-    ".hypothesis",
-    "build",
-    "dist",
-}
+BUILT = {"__pycache__", "build", "dist"}
 # written in pieces, or this file would contain what it forbids
 HOSTS = "|".join(
     map(re.escape, ["py" + "pi.org", "python" + "hosted.org", "ana" + "conda.org", "npm" + "js.org", "npm" + "js.com"])
@@ -29,13 +19,14 @@ FORBIDDEN = {
 
 
 def tracked():
-    """Files that are tracked or would be; without git (in a source archive) all that is not a build output."""
+    """Files that are tracked or would be; without git (in a source archive) all but hidden ones and what was built."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
         names = [name for name in done.stdout.split("\0") if name]
     except (OSError, subprocess.CalledProcessError):
-        names = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if not SKIPPED & set(path.parts)]
+        found = [path.relative_to(ROOT) for path in ROOT.rglob("[!.]*")]
+        names = [str(path) for path in found if not BUILT & set(path.parts) and path.parts[0][0] != "."]
     return sorted(name for name in set(names) if (ROOT / name).is_file())
 
 

@@ -539,3 +539,15 @@ async def test_a_success_in_the_moment_of_the_cancel_is_no_leak(stage, source, t
             await task
         await offer.withdraw()
     await quiet(prefill, decode)
+
+
+async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    offer, taken = prefill.offer("r", [1, 2], tokens=8), take_all(prefill, "send")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: prefill.describe()["arena"]["send"].waiting_requests)
+    taken.release()  # granted at once, before the one who waits for it runs again
+    await offer.withdraw()
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await transfer
+    await quiet(prefill, decode)

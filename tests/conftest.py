@@ -55,6 +55,16 @@ def a_place_of_its_own(monkeypatch, tmp_path_factory):
     assert list(folder.glob("kvxfer*")) == []
 
 
+@pytest.fixture(scope="module")
+def process():
+    """Another process with ranks."""
+    from far import Far
+
+    far = Far()
+    yield far
+    far.end()
+
+
 @pytest.fixture
 async def near():
     """Ranks in this process."""

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
-from far import Far, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
 from inside import begin_copies_by  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CONVERSIONS,
@@ -62,13 +62,6 @@ PLACES = [
     pytest.param("cuda:0", "cpu", id="gpu to cpu", marks=gpus(1)),
     pytest.param("cpu", "cuda:0", id="cpu to gpu", marks=gpus(1)),
 ]
-
-
-@pytest.fixture(scope="module")
-def process():
-    far = Far()
-    yield far
-    far.end()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+from test_layers import name  # pyright: ignore[reportMissingImports]
+
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 ENVIRONMENT = {
@@ -35,10 +37,6 @@ BROAD = {
     ): 1,  # samplers and span processors are the application's
     ("kvxfer/peers/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
 }
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
 
 
 def functions(tree, prefix=""):

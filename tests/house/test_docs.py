@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from test_layers import name  # pyright: ignore[reportMissingImports]
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvxfer"
 SKIPPED = {"build", "dist", "node_modules"}
@@ -31,10 +33,6 @@ COLUMNS = 120
 
 FENCE = re.compile(r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1\s*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
 
 
 def prose(text):

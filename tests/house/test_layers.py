@@ -82,6 +82,10 @@ ONLY_HERE = {
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

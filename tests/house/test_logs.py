@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from test_layers import name  # pyright: ignore[reportMissingImports]
+
 from kvxfer.telemetry import KEYS, TransferStats
 
 ROOT = Path(__file__).parents[2]
@@ -18,10 +20,6 @@ IRREGULAR = re.compile(
     r"put|quit|ran|read|rebuilt|rose|said|sat|saw|sent|set|shown|shut|spent|split|stood|stuck|"
     r"taken|thrown|told|took|went|withdrawn|woke|won|written"
 )
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
 
 
 def is_logger(node):

@@ -46,13 +46,6 @@ pytestmark = [
 ROUTES = ["staged", "direct", "pull"]
 
 
-@pytest.fixture(scope="module")
-def process():
-    far = Far()
-    yield far
-    far.end()
-
-
 @pytest.fixture
 async def far(process):
     """The other process, of which all ranks are closed afterwards."""

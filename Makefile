@@ -76,8 +76,8 @@ check: $(STAMP)
 house: $(STAMP)
 	PYTHONPATH=tests/house $(BIN)/python tests/house/sizes.py
 
-# which of 60 small changes of the code do its tests see? ARGS="--seed 2" draws others; ARGS="--tests COMMIT" asks tests
-# as they were then
+# half an hour: which of 60 small changes of the code do tests see? ARGS="--seed 2" draws others; ARGS="--tests COMMIT"
+# asks tests as they were then
 mutants: $(STAMP)
 	$(BIN)/python tests/house/mutants.py $(ARGS)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import msgpack
 
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol.framing import decode
+
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 LARGEST_SEED = 4096
 """Bytes of the largest golden payload that is taken apart; the few larger ones are mutated by byte alone."""
@@ -24,6 +27,13 @@ OTHERS: list[Any] = [
     *([], [[]], [None] * 17, {}, {0: 1}, {"a": {}}),
 ]
 """Values of other types, and of sizes just over bounds."""
+
+
+def decoded(payload: bytes) -> Any:
+    try:
+        return decode(payload)
+    except ProtocolError:
+        return None
 
 
 def frames_of(name: str) -> list[bytes]:

@@ -9,7 +9,7 @@ import campaign
 import msgpack
 import msgspec
 import pytest
-from mutation import INVALID, SPOKEN, VALID, Mutator, frame, pack, pieces
+from mutation import INVALID, SPOKEN, VALID, Mutator, decoded, frame, pack, pieces
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import FrameReader, ScanError, decode, encode, encode_body, fits, peek_tag, scan
@@ -19,13 +19,6 @@ from kvxfer.tools.inspect import describe
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])
 LIMIT = 4096
 """Of a reader that is fed: small, so that frames over it are common."""
-
-
-def decoded(payload):
-    try:
-        return decode(payload)
-    except ProtocolError:
-        return None
 
 
 def one_payload(draw: Random) -> int:

@@ -8,10 +8,10 @@ from random import Random
 
 import campaign
 import pytest
-from mutation import SPOKEN, VALID, Mutator
+from mutation import SPOKEN, VALID, Mutator, decoded
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.protocol.framing import decode, encode
+from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import (
     MAX_CHUNKS,
     WHOLE,
@@ -44,22 +44,15 @@ class Peer:
     """Says messages of some types: near what would be right now, or far from it."""
 
     def __init__(self, kinds, templates):
-        golden = [payload for payload in [*VALID, *SPOKEN] if isinstance(taken(payload), kinds)]
+        golden = [payload for payload in [*VALID, *SPOKEN] if isinstance(decoded(payload), kinds)]
         self.kinds = kinds
         self.mutator = Mutator([*golden, *payloads(templates)])
 
     def says(self, draw: Random, likely):
         if draw.random() < 0.4:
             return likely
-        message = taken(self.mutator.payload(draw))
+        message = decoded(self.mutator.payload(draw))
         return message if isinstance(message, self.kinds) else None
-
-
-def taken(payload):
-    try:
-        return decode(payload)
-    except ProtocolError:
-        return None
 
 
 PLACES = [Grant(4096 * number, 64) for number in range(1, 8)]

@@ -33,10 +33,8 @@ UNASKED = "bench demo deploy docs doctor engines examples faults gpu house netwo
 """Tests of the text, of programs above the core, and those that take many seconds each."""
 TESTS_S, LIMIT_S = 30, 60
 """What the tests of one mutant may take by their own clocks, and what they may take altogether."""
-NOTES = "MUTANTS_NOTES"
-NOT_REACHED = 5
-ENDS = {None: "timed out", 0: "survived", 1: "caught", 2: "caught", NOT_REACHED: "not reached"}
-"""What exit codes of pytest mean."""
+ENDS = {None: "timed out", 0: "survived", 1: "caught", 2: "caught", 5: "not reached"}
+"""What exit codes of pytest mean; 5 is that there were no tests."""
 LEAVING = ast.Raise, ast.Return, ast.Continue, ast.Break
 ONE, OTHER = (ast.Lt, ast.Gt, ast.Eq, ast.Is, ast.In), (ast.LtE, ast.GtE, ast.NotEq, ast.IsNot, ast.NotIn)
 OTHERS: dict[type[ast.cmpop], type[ast.cmpop]] = dict(zip(ONE + OTHER, OTHER + ONE, strict=True))
@@ -143,7 +141,7 @@ def reached(number: int) -> None:
 
 
 def _note(*what: object) -> None:
-    with Path(os.environ[NOTES]).open("a") as notes:
+    with Path(os.environ["MUTANTS_NOTES"]).open("a") as notes:
         notes.write(json.dumps(what) + "\n")
 
 
@@ -177,7 +175,7 @@ class Copy:
 
     def pytest(self, *given: str, limit_s: float | None = None, notes: str = "") -> tuple[int | None, str]:
         """Its exit code, or None if it was killed after so many seconds; and what it said."""
-        own = {"PYTHONPATH": f"{self.tree}:{self.folder}", "NUMBA_CACHE_DIR": str(self.folder), NOTES: notes}
+        own = {"PYTHONPATH": f"{self.tree}:{self.folder}", "NUMBA_CACHE_DIR": str(self.folder), "MUTANTS_NOTES": notes}
         quiet = ("-q", "--tb=no", "--assert=plain", "--hypothesis-seed=0", "-p", "no:cacheprovider", "-p", "mutants")
         command, env = [sys.executable, "-m", "pytest", *quiet, *given], os.environ | own
         with (self.folder / "said").open("w+") as said:
@@ -235,7 +233,7 @@ def main() -> None:
         for number, (one, tests) in enumerate(zip(mutants, copy.given(mutants), strict=True)):
             source = (ROOT / one.path).read_bytes()
             copy.write(one.path, one.applied(source))
-            code, said = copy.pytest(*tests, "-x", "--timeout=20", limit_s=LIMIT_S) if tests else (NOT_REACHED, "")
+            code, said = copy.pytest(*tests, "-x", "--timeout=20", limit_s=LIMIT_S) if tests else (5, "")
             copy.write(one.path, source)
             end = ENDS.get(code, f"caught, by exit code {code}")
             ends[end] += 1

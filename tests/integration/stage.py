@@ -202,6 +202,13 @@ class Tap:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
+async def raised(awaitable, error: type[BaseException]) -> Any:
+    """What it raised, which must be of this type."""
+    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+    assert isinstance(outcome, error), outcome
+    return outcome
+
+
 def frames(worker, kind):
     """How many of a kind it has received."""
     return worker.describe()["metrics"]["frames_received"].get(kind, 0)

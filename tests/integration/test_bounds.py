@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from inside import never_move, rebuild, when_rebuilt
-from stage import Gate, quarantined
+from stage import Gate, quarantined, raised
 from standing import Standing
 from wire import Play, deaf_port, play
 
@@ -80,13 +80,6 @@ async def in_flight(play, route, request="r", **config):
     transfer = play.start(request)
     await play.until(lambda: play.network.held("*"))
     return offer, transfer
-
-
-async def raised(awaitable, error: type[BaseException]):
-    """What it raised, which must be of this type."""
-    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
-    assert isinstance(outcome, error), outcome
-    return outcome
 
 
 # --- reaching a peer

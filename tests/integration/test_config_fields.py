@@ -20,7 +20,7 @@ import pytest
 import torch
 from certificates import Authority
 from far import Far, Ranks
-from stage import KEY, Cache, Copied, Gate
+from stage import KEY, Cache, Copied, Gate, raised
 from traced import Spans
 from wire import SIZES, deaf_port, play
 
@@ -81,13 +81,6 @@ def field(name, *values, virtual=True, marks=(), defect=""):
     return note
 
 
-async def fails(awaitable, error: type[BaseException]) -> Any:
-    """What it raised, which must be of this type."""
-    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
-    assert isinstance(outcome, error), outcome
-    return outcome
-
-
 def about(seconds):
     return pytest.approx(seconds, abs=0.05)
 
@@ -108,7 +101,7 @@ async def peers_and_tickets_name_the_engine(play):
 async def different_models_do_not_meet(play):
     await play.pair(prefill={"model": "llama"}, decode={"model": "mamba"})
     play.prefill.offer("r", [1, 2], tokens=8)
-    error = await fails(play.start("r"), MismatchError)
+    error = await raised(play.start("r"), MismatchError)
     assert error.fields == {"model": ("mamba", "llama")}
     nameless = await play.worker("nameless", Cache())
     await nameless.fetch(play.ticket("r"), [3, 4], tokens=range(8))
@@ -121,7 +114,7 @@ async def another_dtype_is_converted(play):
     await play.bring("r")
     strict = await play.worker("strict", Cache(dtype=torch.bfloat16))
     play.prefill.offer("s", [1], tokens=4)
-    assert "convert=True" in str(await fails(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
+    assert "convert=True" in str(await raised(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
 
 
 def damaged(play):
@@ -142,7 +135,7 @@ async def what_arrives_damaged_is_found(play):
     await play.pair(route="staged", decode={"integrity": "full"})
     damaged(play)
     play.prefill.offer("r", [1, 2], tokens=8)
-    assert (await fails(play.start("r"), IntegrityError)).code is Code.INTEGRITY
+    assert (await raised(play.start("r"), IntegrityError)).code is Code.INTEGRITY
 
 
 async def duo(play, **config):
@@ -224,7 +217,7 @@ async def who_does_not_know_the_secret_gets_nothing(play):
     secret = "correct horse battery"
     await play.pair(prefill={"secret": secret}, decode={"secret": "wrong horse battery."})
     play.prefill.offer("r", [1, 2], tokens=8)
-    await fails(play.start("r"), UnreachableError)
+    await raised(play.start("r"), UnreachableError)
     knowing = await play.worker("knowing", Cache(), secret=secret)
     await knowing.fetch(play.ticket("r"), [3, 4], tokens=range(8))
 
@@ -253,7 +246,7 @@ async def whom_addresses_are_told(trust, play):
 async def nobody_else_is_connected_to(play):
     await play.pair(decode={"allow_peers": [f"unix:{play.folder}/allow*"]})
     play.prefill.offer("r", [1, 2], tokens=8)
-    assert "allow_peers" in str(await fails(play.start("r"), UnreachableError))
+    assert "allow_peers" in str(await raised(play.start("r"), UnreachableError))
     assert play.wire.said == 0
     allowed = await play.wire_to(play.prefill, "allowed")
     await play.decode.fetch(play.ticket("r", allowed), [3, 4], tokens=range(8))
@@ -291,9 +284,9 @@ async def the_arena_is_of_that_kind(play):
     worker = await play.worker("w", Cache(), arena_kind="cpu")
     assert worker.describe()["arena"]["kind"] == "cpu"
     if not torch.cuda.is_available():
-        await fails(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
+        await raised(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
     for kind in ("cuda", "fabric"):
-        error = await fails(play.worker(kind, Cache(), arena_kind=kind), ConfigError)
+        error = await raised(play.worker(kind, Cache(), arena_kind=kind), ConfigError)
         assert f"arena_kind is '{kind}' and the cache is on a CPU" in str(error)
 
 
@@ -347,7 +340,7 @@ async def silence_is_bounded(play):
     transfer = play.start("r")
     await asyncio.sleep(1)
     play.wire.silence()
-    await fails(transfer, PeerLostError)
+    await raised(transfer, PeerLostError)
     assert play.now - play.wire.last == about(9)
 
 
@@ -375,7 +368,7 @@ async def a_grant_may_be_used_so_long(fires, play):
     if fires < 5:
         await transfer
     else:
-        error = await fails(transfer, TransferFailedError)
+        error = await raised(transfer, TransferFailedError)
         assert error.reason is Code.TIMEOUT
 
 
@@ -390,7 +383,7 @@ async def what_was_announced_may_be_read_so_long(fires, play):
     if fires < 5:
         await transfer
     else:
-        error = await fails(transfer, TransferFailedError)
+        error = await raised(transfer, TransferFailedError)
         assert error.reason is Code.TIMEOUT
 
 
@@ -494,7 +487,7 @@ async def no_more_fetches_from_here(play):
     await play.pair(prefill={"max_transfers": 1})
     play.start("r")
     await asyncio.sleep(1)
-    error = await fails(play.start("s", [5, 6]), RefusedError)
+    error = await raised(play.start("s", [5, 6]), RefusedError)
     assert error.reason is Code.TOO_MANY
 
 
@@ -559,7 +552,7 @@ async def with_an_authority_streams_are_tls(play):
     assert await over_tcp(play, {}, {}) == {False}
     ours, others = Authority(play.folder), Authority(play.folder, "others")
     assert await over_tcp(play, ours.issue(), ours.issue()) == {True}
-    error = await fails(over_tcp(play, others.issue(), ours.issue()), UnreachableError)
+    error = await raised(over_tcp(play, others.issue(), ours.issue()), UnreachableError)
     assert "tls.authorities" in str(error)
 
 
@@ -567,8 +560,8 @@ async def with_an_authority_streams_are_tls(play):
 async def the_certificate_is_shown(play):
     ours, others = Authority(play.folder), Authority(play.folder, "others")
     stranger = others.issue() | ours.trusted
-    await fails(over_tcp(play, stranger, ours.issue()), UnreachableError)
-    await fails(over_tcp(play, ours.issue(), stranger), UnreachableError)
+    await raised(over_tcp(play, stranger, ours.issue()), UnreachableError)
+    await raised(over_tcp(play, ours.issue(), stranger), UnreachableError)
 
 
 def joined(path, *parts):
@@ -588,7 +581,7 @@ async def the_key_may_be_in_a_file_of_its_own(play):
 @field("tls.mutual")
 async def who_connects_shows_a_certificate_too(play):
     ours = Authority(play.folder)
-    error = await fails(over_tcp(play, ours.issue(), ours.trusted), UnreachableError)
+    error = await raised(over_tcp(play, ours.issue(), ours.trusted), UnreachableError)
     assert "tls.certificate" in str(error)
     await over_tcp(play, {**ours.issue(), "mutual": False}, ours.trusted)
 
@@ -596,7 +589,7 @@ async def who_connects_shows_a_certificate_too(play):
 @field("tls.server_name")
 async def certificates_may_carry_a_name_of_their_own(play):
     named = Authority(play.folder).issue("kv.example")
-    error = await fails(over_tcp(play, named, named), UnreachableError)
+    error = await raised(over_tcp(play, named, named), UnreachableError)
     assert "tls.server_name" in str(error)
     await over_tcp(play, named, {**named, "server_name": "kv.example"})
 
@@ -637,7 +630,7 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     assert ("kvxfer-loop" in ours) is (loop == "own")
     assert os.sched_getaffinity(0) == before, "the caller's loop runs where it did"
     assert prefill.describe()["affinity"] == {"cpus": [one], "why": "affinity names them"}
-    await fails(Worker(source.tensors, Config(affinity=[one, 99_999], **SIZES), loop=loop).__aenter__(), ConfigError)
+    await raised(Worker(source.tensors, Config(affinity=[one, 99_999], **SIZES), loop=loop).__aenter__(), ConfigError)
 
 
 @contextlib.contextmanager

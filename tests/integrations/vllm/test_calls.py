@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_scheduler import STATUS, Blocks, cards, received, request, side, step
+from test_worker import doubt
 
 from kvxfer.blocking import (
     Fetched,
@@ -37,13 +38,6 @@ BLOCKS = 12
 RANKS = (0, 1)
 ANY: Any = None
 TICKET = Issuer(EngineCard.of(cards()), bytes(32)).ticket("elsewhere")
-
-
-def doubt() -> MemoryInDoubtError:
-    async def settled():
-        raise NotImplementedError
-
-    return MemoryInDoubtError("a peer is silent", settled=settled)
 
 
 class Handle:

@@ -37,7 +37,6 @@ from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import ROUTE_NAMES, Route, Status
-from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import Failure, ReceiveState
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
@@ -236,10 +235,6 @@ class Demand(Struct, frozen=True):
     written: Mapping[str, I64]
 
 
-def _peers(links: Sequence[Link | None]) -> list[PeerInfo | None]:
-    return [None if link is None else link.peer for link in links]
-
-
 class Fetch:
     """One fetch.
 
@@ -291,8 +286,9 @@ class Fetch:
     def begin(self) -> None:
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
         links = self._known()
+        peers = [link.peer for link in links if link is not None]
         try:
-            if None not in links and (shares := self._site.plans.known_shares(_peers(links))) is not None:
+            if len(peers) == len(links) and (shares := self._site.plans.known_shares(peers)) is not None:
                 self._ask(shares, links)
         except KvxferError as error:
             self._stop(error)
@@ -325,7 +321,7 @@ class Fetch:
         lost: KvxferError | None = None
         if None in links:
             links, lost = await self._connected()
-        peers = _peers(links)
+        peers = [None if link is None else link.peer for link in links]
 
         def shares() -> Sequence[tuple[Selection, ...]]:
             try:

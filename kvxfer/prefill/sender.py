@@ -644,7 +644,7 @@ class Sender:
         while run.stop < terms.stop and self._has(run, terms) and self.machine.state is SendState.MOVING:
             # one, two, four: the mover begins while others are made
             await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
-            if run.stop < terms.stop:
+            if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
         if self._has(run, terms) and self._granted and self._granted[0] is terms:
             self._granted.popleft()

@@ -385,7 +385,8 @@ class Receiver:
         self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
         ahead = self._grant_ahead()
         name = f"{site.incarnation.hex()[:8]}-{number}"
-        self.exposure: Final = Exposure(site, link, name, self._safe, self._routes if ahead else ())
+        routes = (Route.STAGED,) if self.grants.staged else self._routes
+        self.exposure: Final = Exposure(site, link, name, self._safe, routes if ahead else ())
         self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self.grants.staged else 0)
 
     # --- what others ask
@@ -452,7 +453,8 @@ class Receiver:
     def ask(self) -> None:
         """Ask, and grant with the question what may be granted."""
         site, demand, grants = self.site, self._demand, self.grants
-        left, ahead, turns = self._fetch.deadline - site.now(), bool(grants.ahead), self._turns
+        self._asked = site.now()
+        left, ahead, turns = self._fetch.deadline - self._asked, bool(grants.ahead), self._turns
         message = wire.Fetch(
             transfer=self.transfer,
             ticket=self._fetch.ref,
@@ -697,7 +699,8 @@ class Receiver:
         if said.again is not None and news and not said.news:  # it need not wait as long as the lease
             said.again.cancel()
             said.again = None
-        if said.again is None and self._take_turns and self._copied < self.machine.granted:
+        waits = self.machine.granted - self._copied > len(self.grants.ring)  # some have no place yet
+        if said.again is None and (waits or self._take_turns) and self._copied < self.machine.granted:
             said.news = news
             said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
 
@@ -943,7 +946,7 @@ class Receiver:
         places = len(grants.ahead)
         if token:
             self._turns = Turns(places, 0, token, agent)
-        return _TURNS * places if token and places == most else places
+        return _TURNS * places if token and places == most and has_fired(demand.after) else places
 
     # --- messages
 
@@ -972,7 +975,7 @@ class Receiver:
                 if self._turns is not None:
                     self._go_by([], self._turns)
                     self._grant_said.restart(0, site.now())
-                    self._grant_said.renewal = site.now() + grants.lease_ms / 1000 / _RENEWALS
+                    self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()
             except KvxferError as error:
                 self._failed(error)

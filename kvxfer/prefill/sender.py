@@ -482,6 +482,7 @@ class Sender:
                 self._void_ahead()
                 await self._wait()
             elif (task := self.site.warming.get((self.peer.identity.incarnation, True))) and not task.done():
+                self._void_ahead()
                 await self._until(task)
             else:
                 return offer

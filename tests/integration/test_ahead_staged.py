@@ -46,17 +46,22 @@ async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stag
     source, target = Cache(), Cache(layout="HND", block_tokens=8)
     sizes = {"chunk_bytes": chunk_bytes, "arena_bytes": "16KiB"}
     prefill, decode = await stage.pair(source, target, route="staged", **sizes)
-    for number in range(3):
-        if number == 2:
-            tap.change[Fetch] = lambda fetch: replace(fetch, token=bytes(TOKEN_BYTES))
+    after, spoiled = Gate(), bytes(TOKEN_BYTES)
+    for number in range(4):
+        tap.change[Fetch] = (lambda fetch: replace(fetch, token=spoiled)) if number == 2 else (lambda fetch: fetch)
         copied = Copied(target).bring(source, HELD[::-1], HELD, range(3, 30))
         prefill.offer(f"r{number}", HELD[::-1], tokens=30)
-        result = await begin(prefill, decode, f"r{number}")
+        after.fired = number < 3  # at last no turns are taken, which may take long: a place is for one chunk
+        transfer = begin(prefill, decode, f"r{number}", after=after)
+        await eventually(lambda: len(tap.of(Accept)) > number)  # noqa: B023
+        after.fired = True
+        result = await transfer
         copied.check()
         fetch, accept = tap.of(Fetch)[-1], tap.of(Accept)[-1]
-        assert accept.ahead == (number == 1), "at first the agents do not know each other; at last the token is none"
+        assert accept.ahead == (number in {1, 3}), "the agents do not know each other yet, or the token is none"
         if accept.ahead:
-            assert 1 < len(fetch.ring) < fetch.ring_chunks < result.stats.chunks == accept.chunks
+            assert 1 < len(fetch.ring) <= fetch.ring_chunks < result.stats.chunks == accept.chunks
+            assert (fetch.ring_chunks > len(fetch.ring)) == (number == 1)
     assert len(tap.of(Want)) == sum(bool(message.ring) for message in tap.of(Reserve)) == 2
     await quiet(prefill, decode)
 

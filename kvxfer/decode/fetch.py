@@ -292,9 +292,9 @@ class Fetch:
                 self._ask(shares, links)
         except KvxferError as error:
             self._stop(error)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - as in a task: a defect ends the fetch, which its caller has to await
+            _log.error("task_failed", task=f"kvxfer fetch {self.transfer.id}", error=repr(error), exc_info=error)
             self._abandoned(error)
-            raise
         name = f"kvxfer fetch {self.transfer.id}"
         self._task = self._site.tasks.spawn(self._run(), name, self._abandoned, spare=True)
 

@@ -13,8 +13,8 @@ tensors = [kvxfer.CacheTensor(cache, axes="block token head dim", kv="k", layers
 def transport():
     return LoopbackTransport("e", LoopbackNetwork())
 
-def config(loop):
-    return kvxfer.Config(engine="e", arena_bytes="1MiB", chunk_bytes="64KiB", loop=loop)
+def config():
+    return kvxfer.Config(engine="e", arena_bytes="1MiB", chunk_bytes="64KiB")
 
 def refused(call):
     try:
@@ -33,7 +33,7 @@ async def waited(transfer):
     return await transfer
 
 async def awaited(loop):
-    async with kvxfer.Worker(tensors, config(loop), transport=transport()) as worker:
+    async with kvxfer.Worker(tensors, config(), transport=transport(), loop=loop) as worker:
         held = worker.offer("held", [1], tokens=16, streaming=True)
         early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)
         claim = worker.claim(worker.engine.ticket("claimed"))
@@ -65,7 +65,7 @@ async def awaited(loop):
 asyncio.run(awaited("caller"))
 asyncio.run(awaited("own"))
 
-worker = kvxfer.BlockingWorker(config("own"), transport=transport)
+worker = kvxfer.BlockingWorker(config(), transport=transport)
 worker.register(tensors)
 held = worker.offer("held", [1], tokens=16, streaming=True)
 early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)

@@ -27,7 +27,7 @@ async def grants():
 def hold(grants, places, chunk=0):
     extent = grants.desk.take("peer", PAGE)
     assert extent is not None
-    return [place.address for place in grants.hold(extent, places - 1, chunk)]
+    return [place.address for place in grants.hold(extent, places, chunk)]
 
 
 def held(grants, state):

@@ -32,7 +32,7 @@ class Stranger:
         self.peer = replace(peer, identity=replace(peer.identity, incarnation=name, epoch=name))
         self.heard, self.moved = [], Counter()
 
-    def send(self, *messages):
+    def send(self, *messages, soon=False):
         self.heard += messages
         return True
 

@@ -482,7 +482,8 @@ class Sender:
                 self._void_ahead()
                 await self._wait()
             elif (task := self.site.warming.get((self.peer.identity.incarnation, True))) and not task.done():
-                self._void_ahead()
+                if len(self.machine.fetch.ring) > 1:  # others may need so much memory meanwhile
+                    self._void_ahead()
                 await self._until(task)
             else:
                 return offer

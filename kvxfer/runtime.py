@@ -381,11 +381,7 @@ class Placement:
 
     def bind(self) -> None:
         """Keep the calling thread there."""
-        if self.cpus:
-            with contextlib.suppress(
-                OSError
-            ):  # what was possible when it was chosen is not any more: the thread runs on
-                bind(self.cpus)
+        _bind_if(self.cpus)
 
     def refusal(self) -> OSError | None:
         """Why no thread can be kept there, if that is so."""

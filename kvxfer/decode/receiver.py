@@ -700,7 +700,7 @@ class Receiver:
             said.again.cancel()
             said.again = None
         waits = self.machine.granted - self._copied > len(self.grants.ring)  # some have no place yet
-        if said.again is None and (waits or self._take_turns) and self._copied < self.machine.granted:
+        if said.again is None and (waits or (self._take_turns and self._copied < self.machine.granted)):
             said.news = news
             said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
 

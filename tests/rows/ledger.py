@@ -46,6 +46,7 @@ class Ledger:
         self.written: dict[str, list[I64]] = {}
         self.posts = 0
         self.turns: dict[bytes, tuple[Noted, int]] = {}  # scatters by what their turns are named by, and their first
+        self.heard: dict[bytes, int] = {}  # by the same, how many chunks are there, perhaps before there is a scatter
         self._bases: list[int] = []  # of memory that is watched, ascending
         self._watched: dict[int, tuple[I64, str, bool]] = {}  # its shadow, whose cache it is, whether it is staging
         self._lock = threading.Lock()
@@ -214,9 +215,11 @@ class RecordingNetwork(LoopbackNetwork):
     def notify(self, src: str, dst: str, message: bytes) -> None:
         """An agent says that chunks are there, or that they have left: of the latter nothing is noted."""
         token, word = message[:16], int.from_bytes(message[16:], "little")
-        if token in self.ledger.turns and not word & 1:
-            noted, first = self.ledger.turns[token]
-            noted.add([], (word >> 1) - first)
+        if not word & 1:
+            self.ledger.heard[token] = word >> 1
+            if token in self.ledger.turns:
+                noted, first = self.ledger.turns[token]
+                noted.add([], (word >> 1) - first)
         super().notify(src, dst, message)
 
 
@@ -253,6 +256,7 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
             if turns is not None and waits:
                 waiting.add(noted)
                 ledger.turns[turns.token] = noted, turns.first
+                noted.add([], ledger.heard.get(turns.token, turns.first) - turns.first)
 
             def done(outcome: CopyOutcome) -> None:
                 ledger.over(noted)

@@ -160,8 +160,7 @@ class Hands:
         """There are so many of them, perhaps fewer."""
         if machine in self._rings:
             self._rings[machine].granted = machine.granted
-            for chunk in [chunk for chunk in self._held[machine] if chunk >= machine.granted]:
-                del self._held[machine][chunk]
+            self._held[machine] = {at: held for at, held in self._held[machine].items() if at < machine.granted}
 
     def granted(self, machine, chunks: range, ring, copied, token):
         """`Reserve` grants chunks, perhaps in a new ring."""

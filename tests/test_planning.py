@@ -1,5 +1,6 @@
 """Plans with peers: how many pieces there are about, and what kernels are compiled for."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,16 +187,13 @@ def test_a_sample_needs_no_block_that_could_be_bound():
     assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
 
 
-def test_a_stretch_of_staging_memory_is_described_once():
-    span = MemorySpan("VRAM", 2, 1 << 20, 1 << 16)
-    first = staging_pieces(span, 1 << 20, 4096)
-    assert (first.kind, first.device, first.pieces.tolist()) == ("VRAM", 2, [[1 << 20, 4096]])
-    assert staging_pieces(MemorySpan("VRAM", 2, 1 << 20, 1 << 16), 1 << 20, 4096) is first
-    assert staging_pieces(MemorySpan("VRAM", 3, 1 << 20, 1 << 16), 1 << 20, 4096).device == 3
-    for address, nbytes in (((1 << 20) - 1, 4096), (1 << 20, (1 << 16) + 1)):
-        for _ in range(2):
-            with pytest.raises(ProtocolError, match="outside the staging memory"):
-                staging_pieces(span, address, nbytes)
+def test_stretches_of_staging_memory_lie_inside_of_it():
+    span, at = MemorySpan("VRAM", 2, 1 << 20, 1 << 16), 1 << 20
+    found = staging_pieces(span, [at, at + 4096], np.asarray([4096, 61440]))
+    assert (found.kind, found.device, found.pieces.tolist()) == ("VRAM", 2, [[at, 4096], [at + 4096, 61440]])
+    for address, nbytes in ((at - 1, 4096), (at, (1 << 16) + 1), (1 << 64, 1)):
+        with pytest.raises(ProtocolError, match="outside the staging memory"):
+            staging_pieces(span, [at, address], np.asarray([1, nbytes]))
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])

@@ -18,12 +18,14 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy.compiler import compiled, inlined
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, WIDTHS, Kind
+from kvxfer.copy import records
+from kvxfer.copy.compiler import compiled, inlined, load
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, SPARE_WORDS, WIDTHS, Kind
+from kvxfer.copy.tables import PART_WORDS as WALKED_WORDS
 from kvxfer.geometry.chunks import MOST_BLANKS, STAGING_ALIGNMENT
 from kvxfer.names import MAX_ROWS
 
-__all__ = ["bind", "fill", "marks", "scratch_words", "told_words"]
+__all__ = ["bind", "fill", "lay", "marks", "scratch_words", "told_words"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -67,8 +69,9 @@ P_CLASS, P_WIDTH, P_REGIONS, P_ROWS, P_LAUNCH, P_STAGING, P_LOW, P_HIGH = range(
 TOLD = 7
 T_BYTES, T_STAGED, T_WRITTEN, T_BEGIN, T_STOP, T_LAUNCHES, T_BLANKS = range(TOLD)
 SIZES = 2
-LAUNCH_WORDS = 5
-L_ELEMENTS, L_WIDTH, L_FIRST, L_HEADERS, L_TILES = range(LAUNCH_WORDS)
+# a launch as the machine reads it, once `lay` has put a function of the kernel in place of its variant
+LAUNCH_WORDS = records.LAUNCH_WORDS
+L_ELEMENTS, L_WIDTH, L_SHARED, L_FIRST, L_HEADERS, L_TILES, L_SUMS = range(LAUNCH_WORDS)
 BLANK_WORDS = 4
 SPLITS: Final = len(WIDTHS) ** 2
 """Parts of a class at most, if it is split by every width of its regions and of its rows."""
@@ -79,6 +82,15 @@ SIZE, OUTLINE = 3, 4
 
 # codes
 FITS, ODD, UNKNOWN, FULL = 0, -1, -2, -3
+# what `lay` is told: the record that all have in common, and behind it where the tables are; whether a GPU copies;
+# where the list of parts is, and how large a part may be; how many words a ring holds, and tables that are read where
+# they are, for how many tiles; where there is room for those that are larger than a ring
+LAY_WORDS = records.RECORD_WORDS + 9
+TABLES, BY_GPU, LIST, PART, RING, NEAR, NEAR_TILES, ROOM, ROOM_THERE = range(records.RECORD_WORDS, LAY_WORDS)
+# of elements: what they are at the source and at the destination, and bytes of one there; or of a variant: a function
+VARIANT_WORDS = 3
+WIDTHS_OF_ONE: Final = len(WIDTHS)
+NOT_COMPILED, LARGE = 1, 2
 
 PADDING, NOT_KNOWN = -1, -2
 MOST_ROWS, ALIGNMENT, BLANKS = MAX_ROWS, STAGING_ALIGNMENT, MOST_BLANKS
@@ -557,7 +569,7 @@ def _blanks(pair: Any, begin: Any, stop: Any, scratch: Any, staging: Any, staged
 
 
 @compiled(
-    "int64(int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, "
+    "int64(int64, int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, int64, int64[::1], "
     "int64[::1], int64, int64[::1])",
     nogil=False,
 )
@@ -570,13 +582,12 @@ def fill(
     dst_ids: I64,
     each: int,
     step: int,
-    chunk: int,
-    chunks: int,
+    cells: I64,
     scratch: I64,
     each_told: int,
     out: I64,
 ) -> int:
-    """Write the tables of chunks that follow each other, or only how large they are.
+    """Write the tables of chunks, or only how large they are.
 
     Args:
         kind: What they do: a `Kind`, `SIZE` or `OUTLINE`.
@@ -587,8 +598,7 @@ def fill(
         dst_ids: Likewise.
         each: Layers of a chunk.
         step: Tokens of a chunk.
-        chunk: The first of them.
-        chunks: How many.
+        cells: Which, as of `ChunkGrid.cells`.
         scratch: With room for the rows of all meetings in a window, among others, which are found there again; at first
             its first number is 0.
         each_told: Numbers that are said of a chunk; of sizes `SIZES`, which are -1 where a block is not known yet.
@@ -601,8 +611,8 @@ def fill(
     runs, before = (layers + each - 1) // each, min(request[START], request[STOP] - 1)
     parts = 1 + MET_WORDS * meetings
     rows = parts + PART_WORDS * SPLITS * pair[CLASSES]
-    end, code, say = chunks * each_told, FITS, 0
-    for number in range(chunk, chunk + chunks):
+    end, code, say = len(cells) * each_told, FITS, 0
+    for number in cells:
         window, begin = number // runs, number % runs * each
         stop = min(begin + each, layers)
         kept = 1 + 5 * window + kind
@@ -649,6 +659,7 @@ def fill(
                 at += LAUNCH_WORDS
             if launch == launches:
                 out[at + L_ELEMENTS], out[at + L_WIDTH], out[at + L_HEADERS] = elements, width, 0
+                out[at + L_SHARED], out[at + L_SUMS] = 0, 0
                 launches += 1
             out[at + L_HEADERS] += 1
             scratch[part + P_LAUNCH] = launch
@@ -665,6 +676,92 @@ def fill(
             blanks = say - BLANK_WORDS * BLANKS
             out[say - each_told + T_BLANKS] = _blanks(pair, begin, stop, scratch, staging, staged, out, blanks)
     return FITS
+
+
+# --- records
+
+
+@inlined
+def _function(out: Any, launch: Any) -> Any:
+    """Where the function for a launch is among those of all variants."""
+    number = 0
+    while 1 << number < out[launch + L_WIDTH]:
+        number += 1
+    return VARIANT_WORDS * (WIDTHS_OF_ONE * out[launch + L_ELEMENTS] + number)
+
+
+@compiled("int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1])", nogil=False)
+def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> int:
+    """Write the records of copies whose tables `fill` has written.
+
+    Where a GPU copies, functions are put in place of variants, so that the machine launches what is said of a copy.
+
+    Args:
+        out: As `fill` has left it.
+        each: Numbers that are said of a copy.
+        how: What the records have in common, and the rest of what is as at `LAY_WORDS`.
+        variants: On a GPU the function, threads and shared memory of each, zeros of what is not compiled; on a CPU of
+            each kind of elements what they are, and bytes of one at the destination.
+        parts: On a CPU room for the list of headers that is walked.
+        made: To be filled.
+
+    Returns:
+        0; or `NOT_COMPILED` and `LARGE`, if anything has to be seen to before, and nothing was written.
+    """
+    copies, size, missing = len(made) // records.RECORD_WORDS, records.RECORD_WORDS, 0
+    if how[BY_GPU]:
+        for say in range(0, copies * each, each):
+            for launch in range(say + TOLD, say + TOLD + LAUNCH_WORDS * out[say + T_LAUNCHES], LAUNCH_WORDS):
+                if variants[_function(out, launch)] == 0:
+                    missing |= NOT_COMPILED
+            if (out[say + T_STOP] - out[say + T_BEGIN] > how[RING]) & (how[ROOM] == 0):
+                missing |= LARGE
+    if missing:
+        return int(missing)
+    listed, room, say = 0, 0, 0
+    for record in range(0, copies * size, size):
+        for word in range(size):
+            made[record + word] = how[word]
+        words, tiles, at = out[say + T_STOP] - out[say + T_BEGIN], 0, how[TABLES] + 8 * out[say + T_BEGIN]
+        first, launches = say + TOLD, out[say + T_LAUNCHES]
+        made[record + records.BYTES] = out[say + T_BYTES]
+        made[record + records.TABLES], made[record + records.TABLE_WORDS] = at, words
+        if out[say + T_BLANKS]:
+            made[record + records.BLANKS] = how[TABLES] + 8 * (say + each - BLANK_WORDS * BLANKS)
+            made[record + records.BLANK_COUNT] = out[say + T_BLANKS]
+        if made[record + records.POST]:
+            made[record + records.NEAR_PIECES] += record // size * 16 * made[record + records.PIECES]
+            made[record + records.FAR_PIECES] += record // size * 16 * made[record + records.PIECES]
+            if (made[record + records.PIECES] == 1) and load(made[record + records.NEAR_PIECES] + 8) == 0:
+                made[record + records.POST] = 0
+        if how[BY_GPU]:
+            for launch in range(first, first + LAUNCH_WORDS * launches, LAUNCH_WORDS):
+                found = _function(out, launch)
+                for word in range(VARIANT_WORDS):
+                    out[launch + word] = variants[found + word]
+                tiles += out[launch + L_TILES]
+            made[record + records.PARTS], made[record + records.PART_COUNT] = how[TABLES] + 8 * first, launches
+            made[record + records.NEAR] = int((words <= how[NEAR]) & (tiles <= how[NEAR_TILES]))
+            if words > how[RING]:
+                made[record + records.OWN_HOST] = how[ROOM] + 8 * room
+                made[record + records.OWN_DEVICE] = how[ROOM_THERE] + 8 * room
+                room += words + SPARE_WORDS
+        else:
+            made[record + records.PARTS], count = how[LIST] + 8 * listed, 0
+            for launch in range(first, first + LAUNCH_WORDS * launches, LAUNCH_WORDS):
+                width, kind = out[launch + L_WIDTH], VARIANT_WORDS * out[launch + L_ELEMENTS]
+                for number in range(out[launch + L_HEADERS]):
+                    head = out[say + T_BEGIN] + out[launch + L_FIRST] + HEADER_WORDS * number
+                    most = max(1, how[PART] // (out[head + 2] * width * variants[kind + 2]))
+                    count += (out[head + 5] + most - 1) // most
+                    parts[listed], parts[listed + 1] = how[TABLES] + 8 * head, width
+                    parts[listed + 2], parts[listed + 3] = variants[kind], variants[kind + 1]
+                    parts[listed + 4], parts[listed + 5] = most, count
+                    listed += WALKED_WORDS
+            made[record + records.PART_COUNT] = count
+            made[record + records.HELPERS] = max(0, min(count, out[say + T_WRITTEN] // how[PART]) - 1)
+        say += each
+    return 0
 
 
 # --- how large the arrays are that are given to them

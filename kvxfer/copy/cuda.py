@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import records
 from kvxfer.copy.sums import SumTables, sum_variants
-from kvxfer.copy.tables import Tables, variants
+from kvxfer.copy.tables import SPARE_WORDS, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
@@ -30,6 +30,7 @@ from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:  # importing the kernel imports triton
     from kvxfer.copy.kernel import Kernel
+    from kvxfer.copy.template import Batch
 
 __all__ = ["FUNCTIONS", "Gpu"]
 
@@ -41,8 +42,6 @@ _PURPOSE: Final = "copying on a GPU"
 _NEAR_WORDS: Final = 512
 _NEAR_TILES: Final = 64
 """Tables of so few words for so few tiles are read from pinned memory: copying them to the device takes longer."""
-_SPARE_WORDS: Final = 4
-"""Behind tables: the word that tells of a closed gate, and what makes their number a multiple of 16 bytes."""
 
 FUNCTIONS: Final = {
     records.SET_CONTEXT: "cuCtxSetCurrent",
@@ -68,6 +67,10 @@ class Gpu:
 
     Raises:
         MissingExtraError: If triton or cuda-bindings cannot be imported, or the driver lacks a function.
+
+    Attributes:
+        limits: Words of tables that fit into a ring; of those that are read where they are, and tiles of these.
+        arrival: How it is seen to that what NICs have written is there, once that had to be known.
     """
 
     def __init__(self, device: torch.device | int, *, ring_bytes: int = 4 << 20) -> None:
@@ -82,8 +85,9 @@ class Gpu:
             self._marks: Final = [[_mark(stream) for _ in range(records.QUEUE)] for stream in self.streams]
             torch.cuda.synchronize(self.device)
         self._ring_words: Final = ring_bytes // 8
+        self.limits: Final = self._ring_words - SPARE_WORDS, _NEAR_WORDS, _NEAR_TILES
         self.kernel: Final = _load_kernel(self._rings[0][1])
-        self._arrival: Arrival | None = None  # once it had to be known
+        self.arrival: Arrival | None = None
 
     def install(self, state: I64, ports: I64) -> None:
         """Tell the machine where everything is."""
@@ -107,53 +111,57 @@ class Gpu:
         for variant in sorted(sum_variants(plans), reverse=True):
             self.kernel.compile_sums(variant)
 
-    def is_prepared(self, tables: Tables) -> bool:
-        """Whether a copy can be launched as it is; else `prepare` has to see to it."""
-        warm = all(self.kernel.has(one.variant) for one in tables.launches)
-        return warm and self._fits(len(tables.words)) and not (tables.from_nic and self._arrival is None)
-
-    def prepare(self, tables: Tables, sums: SumTables | None, lane: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See to all that launching a copy needs and that takes a while: call it from a worker thread.
-
-        Returns:
-            Memory for its tables, pinned and on the device, if they are larger than a ring.
-        """
-        self.launches(tables, sums)
-        if tables.from_nic and self._arrival is None:
-            self._arrival = arrival(self.device.index)
-            if self._arrival is Arrival.UNKNOWN:
-                _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
-        words = len(tables.words) + (0 if sums is None else len(sums.words))
-        if self._fits(words):
-            return None
-        return self._room(words + _SPARE_WORDS, lane)
-
-    def launches(self, tables: Tables, sums: SumTables | None) -> I64:
-        """What the machine launches, LAUNCH_WORDS each. What is not compiled is compiled now.
+    def prepare(self, batch: "Batch", sums: SumTables | None, lane: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See to all that launching copies needs and that takes a while: call it from a worker thread.
 
         Args:
-            tables: The copy.
-            sums: What is added up behind it, whose tables come behind the copy's.
+            batch: Their tables.
+            sums: What is added up behind the only one.
+            lane: Their direction.
+
+        Returns:
+            Memory for their tables, pinned and on the device, if they are larger than a ring.
         """
-        find = self.kernel.launchable
-        copies = [(*find(one.variant), one.first, one.headers, one.tiles, 0) for one in tables.launches]
-        if sums is not None:
-            behind = len(tables.words)
-            copies += [(*find(one.variant), behind + one.first, one.headers, one.blocks, 1) for one in sums.launches]
-        return np.asarray(copies, np.int64).reshape(-1, records.LAUNCH_WORDS)
+        for variant in batch.needed():
+            self.kernel.compile(variant)
+        more = 0 if sums is None else len(sums.words)
+        for one in () if sums is None else sums.launches:
+            self.kernel.compile_sums(one.variant)
+        if batch.from_nic and self.arrival is None:
+            self.arrival = arrival(self.device.index)
+            if self.arrival is Arrival.UNKNOWN:
+                _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
+        words = sum([size + more + SPARE_WORDS for size in batch.words if size + more > self.limits[0]])
+        return self._room(words, lane) if words else None
+
+    def add_sums(self, record: I64, batch: "Batch", sums: SumTables, kept: list[Any]) -> I64:
+        """Have what a record copies added up behind it; returns where the results will be.
+
+        Args:
+            record: Of the only copy of a batch.
+            batch: Its tables.
+            sums: What is added up.
+            kept: Gets what the record points to.
+        """
+        words, launches = batch.of_first()
+        behind = len(words)
+        more = [
+            (*self.kernel.launchable(one.variant), behind + one.first, one.headers, one.blocks, 1)
+            for one in sums.launches
+        ]
+        launches = np.concatenate([launches, np.asarray(more, np.int64).reshape(-1, records.LAUNCH_WORDS)])
+        words = np.concatenate([words, sums.words])
+        found = np.zeros(len(sums.words) - sums.at, np.int64)
+        kept += [words, launches]
+        record[records.PARTS], record[records.PART_COUNT] = launches.ctypes.data, len(launches)
+        record[records.TABLES], record[records.TABLE_WORDS], record[records.NEAR] = words.ctypes.data, len(words), 0
+        record[records.SUMS_AT], record[records.SUMS] = behind + sums.at, found.ctypes.data
+        return found
 
     @property
     def flushes(self) -> bool:
         """Whether what NICs have written into its memory has to be flushed."""
-        return self._arrival is Arrival.FLUSHED
-
-    def _fits(self, words: int) -> bool:
-        return words + _SPARE_WORDS <= self._ring_words
-
-    def near(self, tables: Tables, sums: SumTables | None) -> bool:
-        """Whether tables are read where they are; what the device adds up must lie in its own memory."""
-        few = len(tables.words) <= _NEAR_WORDS and sum([one.tiles for one in tables.launches]) <= _NEAR_TILES
-        return few and sums is None
+        return self.arrival is Arrival.FLUSHED
 
     def _room(self, words: int, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
         with _cuda.stream(self.streams[lane]):  # whose memory nothing else uses: its last user may not have run yet

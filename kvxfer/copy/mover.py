@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from kvxfer.copy import records
 from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
 from kvxfer.copy.sums import SumTables, pack_sums
-from kvxfer.copy.tables import PART_BYTES, parts_of
+from kvxfer.copy.tables import Tables
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
@@ -42,6 +42,7 @@ from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
+    from kvxfer.copy.template import Batch
 
 __all__ = ["Copy", "Mover", "usual_threads"]
 
@@ -50,7 +51,6 @@ I64: TypeAlias = NDArray[np.int64]
 _NS: Final = 1_000_000_000
 _FOREVER_NS: Final = (1 << 63) - 1
 _FOREVER_S: Final = 1e9
-_RECORD: Final = struct.Struct(f"<{records.RECORD_WORDS}q")
 _BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
 _POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")
 _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
@@ -64,7 +64,6 @@ _ROOM: Final = 64
 """Steps of a flow that the machine may see ahead."""
 _MOST_AWAITING: Final = records.JOBS // 2
 _NOWHERE: Final = (0, 0)
-_NO_LAUNCH: Final = (0,) * 10
 _NO_POST: Final = (0,) * (records.OF_FLOW - records.POST)
 _MEMORIES: Final = {"DRAM": 0, "VRAM": 1}
 _BROKEN: Final = frozenset({records.FAILED, records.IN_DOUBT})
@@ -126,7 +125,11 @@ class Copy(Struct, eq=False):
         cancelled: Whether nobody wants it any more.
         closed: Whether that is because the worker is closing.
         left: Whether it ended in doubt, and the machine still has it.
-        flow: What it is a step of.
+        flow: What it is a step of, or several that follow one another.
+        batch: Its tables as compiled code has them.
+        records: Its record, or those of its steps, once they are made.
+        laid: How many of these are where the machine finds them.
+        stop: How many steps of the flow they and those before them are.
         awaits: Whether it goes on as peers do, who wait for what goes on by itself: that must not wait for it.
     """
 
@@ -143,6 +146,10 @@ class Copy(Struct, eq=False):
     closed: bool = False
     left: bool = False
     flow: "Flow | None" = None
+    batch: "Batch | None" = None
+    records: I64 | None = None
+    laid: int = 0
+    stop: int = 0
     awaits: bool = False
 
 
@@ -655,31 +662,24 @@ class Mover:
     # --- records
 
     def _prepare(self, copy: Copy) -> None:
-        """Make what the record points to: at once, or in a worker thread what would take a while."""
-        job, gpu = copy.job, self._gpu
-        behind = self._behind.get(job.owner)
+        """Make its record: at once, or after what would take a while was done in a worker thread."""
+        owner = copy.job.owner
+        behind = self._behind.get(owner)
         if behind is not None:  # those of one owner keep their order
             behind.append(copy)
-            return
-        met = None if job.post is None else self.ready(job.post.peer)
-        if met is None and self._is_prepared(job):
+        elif self._lay(copy):
             self._send(copy)
         else:
-            self._behind[job.owner] = deque()
-            preparing = self._prepare_off_loop(copy, gpu, met)
-            copy.kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
-
-    def _is_prepared(self, job: CopyJob) -> bool:
-        return self._gpu is None or (job.sums is None and self._gpu.is_prepared(job.tables))
+            self._behind[owner] = deque()
 
     async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu | None", met: "asyncio.Future[Any] | None") -> None:
-        job = copy.job
+        job, batch = copy.job, copy.batch
 
         def make() -> None:
             if job.sums is not None:
                 copy.sums = pack_sums(job.sums)
-            if gpu is not None:
-                copy.room = gpu.prepare(job.tables, copy.sums, copy.lane)
+            if gpu is not None and batch is not None:
+                copy.room = gpu.prepare(batch, copy.sums, copy.lane)
 
         try:
             if met is not None:
@@ -689,7 +689,12 @@ class Mover:
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             self._fail(copy, _error("a copy could not be prepared", error))
         else:
-            self._send(copy) if copy.flow is None else self._go_on(copy.flow)
+            if copy.flow is not None:
+                self._go_on(copy.flow)
+            elif self._lay(copy):
+                self._send(copy)
+            else:
+                return  # a peer is to be met again
         if copy.flow is not None:
             return
         behind = self._behind.pop(job.owner)
@@ -721,47 +726,45 @@ class Mover:
                 where = copy.table.__array_interface__["data"][0], len(copy.table), copy.width
                 common = copy.slot, copy.lane, owner, 0, copy.until, *lock
                 turns = (0, peer, 0, 0, b"") if copy.turns is None else _turns(copy.turns, copy.kept, peer)
-                record = _FLOW.pack(records.FLOW, *common, *where, *copy.said[:4], *turns)
-            else:
-                record = _RECORD.pack(*self._words(copy, owner, peer, lock), 0)
-            self._machine.tell(record)
+                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *copy.said[:4], *turns))
+            elif copy.records is not None:
+                record = copy.records[0]
+                record[records.SLOT], record[records.OWNER], record[records.PEER_NUMBER] = copy.slot, owner, peer
+                record[records.LOCK : records.LOCK_USERS + 1] = lock
+                self._machine.tell(record.tobytes())
 
-    def _words(self, copy: Copy, owner: int = 0, peer: int = 0, lock: tuple[int, ...] = _NO_LOCK) -> tuple[int, ...]:
-        """What a record says, up to what a step belongs to; what the steps of a flow have in common it says itself."""
-        job, kept = copy.job, copy.kept
-        tables = job.tables
-        events = blanks = _NOWHERE
-        if copy.handles:
-            events = _listed(kept, copy.handles)
-        if tables.blanks:
-            blanks = _listed(kept, [(one.address, one.width, one.lines, one.pitch) for one in tables.blanks])
-        if self._gpu is None:
-            parts, count = parts_of(tables)
-            kept.append(parts)
-            copying: tuple[int, ...] = (
-                parts.__array_interface__["data"][0],  # `ctypes.data` takes three calls
-                count,
-                self._machine.helpers(count, tables.nbytes),
-                *_NO_LAUNCH,
+    def _lay(self, copy: Copy) -> bool:
+        """Make the records of a copy, or of steps of a flow; if something has to be seen to before, that begins."""
+        job, kept, gpu, sums = copy.job, copy.kept, self._gpu, copy.sums
+        tables = copy.batch or job.tables
+        batch = copy.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
+        met = None if job.post is None else self.ready(job.post.peer)
+        if met is None and (gpu is None or job.sums is None or sums is not None):
+            until = _FOREVER_NS if job.until >= _FOREVER_S else _ns(job.until)
+            common = (
+                *(records.COPY, 0, copy.lane, 0, job.nbytes, until),
+                *(*_NO_LOCK, *(_listed(kept, copy.handles) if copy.handles else _NOWHERE), 0, 0, 0, 0),
+                *(0 if gpu is None else self._ctas, 0, 0, 0),
+                *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
+                *(int(gpu is not None and batch.from_nic and gpu.flushes), 0, 0, 0, 0),
+                *(_NO_POST if job.post is None else self._posting(copy, job.post, batch.count)),
+                0,
             )
-        else:
-            copying = self._launches(copy, self._gpu)
-        return (
-            records.COPY,
-            copy.slot,
-            copy.lane,
-            owner,
-            job.nbytes,
-            _FOREVER_NS if job.until >= _FOREVER_S else _ns(job.until),
-            *lock,
-            *events,
-            *blanks,
-            *copying,
-            *(_NO_POST if job.post is None else self._posting(copy, job.post, peer)),
-        )
+            copy.records = batch.lay(common, gpu, kept, copy.room, 0 if sums is None else len(sums.words))
+            if copy.records is not None:
+                if job.nbytes:
+                    copy.records[:, records.BYTES] = job.nbytes
+                if gpu is None:
+                    self._machine.help_with(copy.records)
+                elif sums is not None:
+                    copy.found = gpu.add_sums(copy.records[0], batch, sums, kept)
+                return True
+        preparing = self._prepare_off_loop(copy, gpu, met)
+        (copy.flow or copy).kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
+        return False
 
-    def _posting(self, copy: Copy, post: Post, peer: int) -> tuple[int, ...]:
-        """What a record says from POST on."""
+    def _posting(self, copy: Copy, post: Post, steps: int) -> tuple[int, ...]:
+        """What a record says from POST on; of so many steps, the first."""
         name, near, far = _named(post.peer), post.local, post.remote
         here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
         copy.kept += [name, here, there]
@@ -769,31 +772,10 @@ class Mover:
         if near.kind == far.kind == "VRAM":
             pieces, nbytes = self._listed * pieces, _UNBOUNDED
         return (
-            *(_WAYS[post.operation], ctypes.addressof(name), peer),
+            *(_WAYS[post.operation], ctypes.addressof(name), 0),
             *(_MEMORIES[near.kind], near.device, here.__array_interface__["data"][0]),
             *(_MEMORIES[far.kind], far.device, there.__array_interface__["data"][0]),
-            *(len(here), pieces, nbytes, int(post.runs_on)),
-        )
-
-    def _launches(self, copy: Copy, gpu: "Gpu") -> tuple[int, ...]:
-        """What a record says from PARTS on, where a GPU copies."""
-        job, kept, sums = copy.job, copy.kept, copy.sums
-        words, gate = job.tables.words, job.gate
-        launches = gpu.launches(job.tables, sums)
-        sums_at = target = 0
-        if sums is not None:
-            sums_at = len(words) + sums.at
-            words = np.concatenate([words, sums.words])
-            copy.found = np.zeros(len(words) - sums_at, np.int64)
-            target = copy.found.ctypes.data
-        kept += [launches, words]
-        return (
-            *(launches.__array_interface__["data"][0], len(launches), self._ctas),
-            *(words.__array_interface__["data"][0], len(words), int(gpu.near(job.tables, sums))),
-            *((gate.address, gate.generation) if gate is not None else _NOWHERE),
-            int(job.tables.from_nic and gpu.flushes),
-            *(_NOWHERE if copy.room is None else (copy.room[0].data_ptr(), copy.room[1].data_ptr())),
-            *(sums_at, target),
+            *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
     def _owner(self, owner: Hashable) -> int:
@@ -830,7 +812,7 @@ class Mover:
         if flow.slot < 0 or flow.over:
             return
         steps, table, room = flow.steps, flow.table, len(flow.table)
-        while steps and flow.known - flow.passed < room and not flow.held:
+        while steps and (free := room - flow.known + flow.passed) > 0 and not flow.held:
             step = steps[0]
             if step.waits:
                 flow.held = True
@@ -839,16 +821,23 @@ class Mover:
                 if self._look is None:
                     self._look = self._loop.call_soon(self._ask)
                 return
-            post = step.job.post
-            met = None if post is None else self.ready(post.peer)
-            if met is not None or (self._gpu is not None and step.room is None and not self._is_prepared(step.job)):
+            if step.records is None and not self._lay(step):
                 flow.held = True
-                preparing = self._prepare_off_loop(step, self._gpu, met)
-                flow.kept.append(self._loop.create_task(preparing, name="kvxfer prepare a step"))
                 return
-            _RECORD.pack_into(table.data, _RECORD.size * (flow.known % room), *self._words(step), 0)
-            flow.pointed.append(steps.popleft())
-            flow.known += 1
+            found, laid = step.records, step.laid
+            if found is None:
+                return
+            if not laid:
+                step.stop = flow.known + len(found)
+                flow.pointed.append(step)
+            at, many = flow.known % room, min(free, len(found) - laid)
+            first = min(many, room - at)
+            table[at : at + first] = found[laid : laid + first]
+            table[: many - first] = found[laid + first : laid + many]
+            step.laid += many
+            flow.known += many
+            if step.laid == len(found):
+                steps.popleft()
 
     def _go_on(self, flow: Flow) -> None:
         """What the next step had to wait for has happened."""
@@ -889,8 +878,8 @@ class Mover:
             wire=wire / _NS,
             steps=flags // records.COUNTED,
         )
-        while flow.passed < told.steps:
-            flow.passed += 1
+        flow.passed = told.steps
+        while flow.pointed and flow.pointed[0].stop <= flow.passed:
             flow.pointed.popleft()
         if flow.awaits:  # what was copied had come
             flow.heard = max(flow.heard, flow.passed)
@@ -1118,6 +1107,7 @@ class _Machine:
     ) -> None:
         self._held: Final = copies  # by slot: what the records point to, as long as the machine may read it
         self._code: Final = import_module("kvxfer.copy.machine")  # compiled when it is first needed, and not before
+        self._template: Final = import_module("kvxfer.copy.template")
         self._walk: Final = import_module("kvxfer.copy.walk")
         self._posts: Final = import_module("kvxfer.copy.posts")
         self._sums: Final = import_module("kvxfer.copy.sums")
@@ -1263,9 +1253,19 @@ class _Machine:
         except BlockingIOError:
             return b""
 
-    def helpers(self, parts: int, nbytes: int) -> int:
-        """How many helpers a copy on CPU memory wakes. They are started when they are first needed."""
-        wanted = min(self._most, parts, nbytes // PART_BYTES) - 1
+    def batch_of(self, tables: Tables) -> "Batch":
+        """Tables as compiled code has them."""
+        found: Batch = self._template.Batch.of([tables])
+        return found
+
+    def help_with(self, made: I64) -> None:
+        """Let no record wake more helpers than there are."""
+        if (wanted := max(made[:, records.HELPERS].tolist())) > 0:
+            made[:, records.HELPERS].clip(0, self.helpers(wanted), out=made[:, records.HELPERS])
+
+    def helpers(self, wanted: int) -> int:
+        """How many helpers of so many a copy on CPU memory wakes. They are started when they are first needed."""
+        wanted = min(wanted, self._most - 1)
         while len(self._helpers) < wanted:
             helper = threading.Thread(target=self._help, name="kvxfer-copy", daemon=True)
             try:

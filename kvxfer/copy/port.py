@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from kvxfer.copy.tables import Tables
 from kvxfer.errors import FabricError, KvxferError
 from kvxfer.geometry.sums import SumPlan
+
+if TYPE_CHECKING:
+    from kvxfer.copy.template import Batch
 
 __all__ = [
     "NO_PIECES",
@@ -284,7 +287,9 @@ class CopyJob(Struct, frozen=True, eq=False):
     """One copy to run, and what is to be posted when it has run; or only one of the two.
 
     Of a flow it says what its steps have in common: `done`, `until`, `passage`, `owner`, and all of `post` but the
-    pieces. Of a step it says the rest, and `until` if its own lease ends before.
+    pieces. Of a step it says the rest, and `until` if its own lease ends before. It may say so of several steps that
+    follow one another, with a batch of tables: then each has a like share of the pieces. A single one without bytes is
+    not posted.
 
     Attributes:
         tables: What to copy. Its addresses must stay valid until `done` has been called.
@@ -300,7 +305,7 @@ class CopyJob(Struct, frozen=True, eq=False):
         post: What is posted then. Its addresses must stay valid until it has ended.
     """
 
-    tables: Tables
+    tables: "Tables | Batch"
     done: Callable[[CopyOutcome], None] = _unheard
     after: Event = READY
     until: float = math.inf

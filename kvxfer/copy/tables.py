@@ -40,6 +40,7 @@ __all__ = [
     "NOTHING",
     "PART_BYTES",
     "PART_WORDS",
+    "SPARE_WORDS",
     "TILE_WORDS",
     "WIDTHS",
     "Kind",
@@ -80,6 +81,8 @@ at the destination, items in a part, and parts of it and of those before it."""
 PART_BYTES: Final = 1 << 20
 """Of the largest parts that a copy is cut into, if no item is larger; to wake a thread costs as much as a tenth."""
 
+SPARE_WORDS: Final = 4
+"""Behind tables on a GPU: the word that tells of a closed gate, and what makes their number a multiple of 16 bytes."""
 LIMIT: Final = 2**31 - 2 * TILE_WORDS
 """Items, words of an item, and tiles of a launch are fewer."""
 _NO_WORDS: Final = np.zeros(0, np.int64)

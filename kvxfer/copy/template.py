@@ -4,6 +4,7 @@
       .bind(...) with block lists and a token range: `Fitted`, a plan whose numbers are known, and whose rows are made
                  only if somebody asks for them
         Cut      the same with a grid: sizes and tables of its chunks
+        Batch    tables of chunks that follow one another, of which the mover's records are made
 
 `Template.of` and `bind` answer None where the planner is to be asked: for a pair with nothing in it or with numbers
 beyond all memory, and for lists that are not as they should be, of which it knows to say what is wrong.
@@ -13,22 +14,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy import binding
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Kind, Launch, Tables, Variant, usable
+from kvxfer.copy import binding, records
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
 from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Blank
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES
 from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists, row_grid
 from kvxfer.geometry.spec import BYTES, Elements
 from kvxfer.names import lazy
 
-__all__ = ["Cut", "Fitted", "Template"]
+if TYPE_CHECKING:
+    from kvxfer.copy.cuda import Gpu
+    from kvxfer.copy.kernel import Kernel
+
+__all__ = ["Batch", "Cut", "Fitted", "Template", "Variants"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -37,6 +42,141 @@ _LARGEST: Final = 1 << 60
 _SPARE: Final = 8
 """Regions more than an even share that a class of a chunk may have before its tables are written again."""
 _KEPT: Final = "template"
+_NOWHERE: Final = (0, 0)
+
+
+class Variants:
+    """What the kernel has to be compiled for, as compiled code numbers it.
+
+    Args:
+        elements: What is done to elements, by number.
+
+    Attributes:
+        kinds: As `binding.lay` takes them on a CPU.
+        told: Numbers that are said of a copy, which has at most one launch of each.
+    """
+
+    def __init__(self, elements: Sequence[Elements]) -> None:
+        self.elements: Final = elements
+        self.told: Final = binding.told_words(sum([len(usable(one)) for one in elements]))
+        kinds = [(KINDS[one.src], KINDS[one.dst], one.dst_bytes) for one in elements]
+        self.kinds: Final = np.asarray(kinds, np.int64).ravel()
+        self._functions: I64 | None = None
+        self._kernel: object = None  # whose they are
+
+    def of(self, kernel: "Kernel", *, anew: bool) -> I64:
+        """As `binding.lay` takes them on a GPU; `anew` if more may have been compiled since."""
+        if anew or self._functions is None or self._kernel is not kernel:
+            found = np.zeros((len(self.elements), binding.WIDTHS_OF_ONE, binding.VARIANT_WORDS), np.int64)
+            for number, elements in enumerate(self.elements):
+                for width in usable(elements):
+                    if kernel.has(variant := Variant(width, elements)):
+                        found[number, width.bit_length() - 1] = kernel.launchable(variant)
+            self._functions, self._kernel = found.ravel(), kernel
+        return self._functions
+
+
+class Batch:
+    """Tables of copies that follow one another, and what compiled code says of each.
+
+    Args:
+        variants: What the kernel has to be compiled for.
+        count: How many copies there are.
+        out: int64: what is said of each, then their words; as `binding.fill` writes them.
+        from_nic: As of a plan.
+
+    Attributes:
+        said: The first of these, int64 (copies, numbers).
+        nbytes: int64 (copies,): bytes that each carries.
+        staged_bytes: int64 (copies,): room that each takes in staging.
+    """
+
+    def __init__(self, variants: Variants, count: int, out: I64, *, from_nic: bool) -> None:
+        self.variants: Final = variants
+        self.count: Final = count
+        self.from_nic: Final = from_nic
+        self.said: Final = out[: count * variants.told].reshape(count, variants.told)
+        self.nbytes: Final = self.said[:, binding.T_BYTES]
+        self.staged_bytes: Final = self.said[:, binding.T_STAGED]
+        self.out: Final = out
+
+    @classmethod
+    def of(cls, tables: Sequence[Tables], sizes: Sequence[tuple[int, int]] = (), *, from_nic: bool = False) -> "Batch":
+        """The same of tables that the planner made.
+
+        Args:
+            tables: Of each copy.
+            sizes: Bytes that each carries, and staging that it takes; if nothing is said, what it writes, and none.
+            from_nic: As of a plan; also if any of these says so.
+        """
+        kinds = dict.fromkeys(launch.variant.elements for one in tables for launch in one.launches)
+        variants = Variants(list(kinds) or [BYTES])
+        said = np.zeros((len(tables), variants.told), np.int64)
+        stop = said.size
+        for row, one, size in zip(said, tables, sizes or [(one.nbytes, 0) for one in tables], strict=True):
+            launches, blanks = np.split(row[binding.TOLD :], [-binding.BLANK_WORDS * MOST_BLANKS])
+            begin, stop = stop, stop + len(one.words)
+            row[: binding.TOLD] = *size, one.nbytes, begin, stop, len(one.launches), len(one.blanks)
+            for number, launch in enumerate(one.launches):
+                of = variants.elements.index(launch.variant.elements), launch.variant.width
+                words = *of, 0, launch.first, launch.headers, launch.tiles, 0
+                launches[binding.LAUNCH_WORDS * number :][: binding.LAUNCH_WORDS] = words
+            for number, blank in enumerate(one.blanks):
+                words = blank.address, blank.width, blank.lines, blank.pitch
+                blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = words
+        out = np.concatenate([said.ravel(), *[one.words for one in tables]])
+        return cls(variants, len(tables), out, from_nic=from_nic or any(one.from_nic for one in tables))
+
+    @property
+    def words(self) -> list[int]:
+        """Of each, words of its tables."""
+        found: list[int] = (self.said[:, binding.T_STOP] - self.said[:, binding.T_BEGIN]).tolist()
+        return found
+
+    def of_first(self) -> tuple[I64, I64]:
+        """Words and launches, int64 (launches, LAUNCH_WORDS), of the first, once records were made."""
+        said = self.said[0]
+        launches = said[binding.TOLD :][: binding.LAUNCH_WORDS * said[binding.T_LAUNCHES]]
+        words = self.out[said[binding.T_BEGIN] : said[binding.T_STOP]]
+        return words, launches.reshape(-1, binding.LAUNCH_WORDS)
+
+    def needed(self) -> set[Variant]:
+        """What the kernel has to be compiled for; nothing may have been laid yet."""
+        rows, each, found = self.said.tolist(), binding.LAUNCH_WORDS, set[Variant]()
+        for row in rows:
+            for at in range(binding.TOLD, binding.TOLD + each * row[binding.T_LAUNCHES], each):
+                found.add(Variant(row[at + binding.L_WIDTH], self.variants.elements[row[at + binding.L_ELEMENTS]]))
+        return found
+
+    def lay(self, common: Sequence[int], gpu: "Gpu | None", kept: list[Any], room: Any, more: int) -> "I64 | None":
+        """Records of all of them, int64 (copies, RECORD_WORDS); None if `Gpu.prepare` has to see to something before.
+
+        Args:
+            common: What they have in common.
+            gpu: What copies; None for CPU memory.
+            kept: Gets what they point to.
+            room: What that made, if it was asked.
+            more: Words that will come behind the tables.
+        """
+        where, told = self.out.__array_interface__["data"][0], self.variants.told
+        made = np.empty((self.count, records.RECORD_WORDS), np.int64)
+        if gpu is None:
+            parts = np.empty(self.out.size // HEADER_WORDS * PART_WORDS, np.int64)
+            kept += [self, parts]
+            how = (*common, where, 0, parts.__array_interface__["data"][0], PART_BYTES, *(0,) * 5)
+            binding.lay(self.out, told, np.array(how, np.int64), self.variants.kinds, parts, made.ravel())
+            return made
+        if self.from_nic and gpu.arrival is None:
+            return None
+        kept += [self, room]
+        at = _NOWHERE if room is None else (room[0].data_ptr(), room[1].data_ptr())
+        ring, *few = gpu.limits
+        how = np.array((*common, where, 1, 0, 0, ring - more, *few, *at), np.int64)
+        for anew in (False, True):  # what was compiled since it was looked at last
+            functions = self.variants.of(gpu.kernel, anew=anew)
+            if not binding.lay(self.out, told, how, functions, self.out, made.ravel()):
+                return made
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,15 +186,13 @@ class _Shapes:
     Attributes:
         words: As `binding` reads them.
         regions: int64 (R, 2): bases, or on the side of staging what is added to a place there.
-        variants: What the kernel is compiled for, by the number of its elements and by its width.
-        told: Numbers that are said of a chunk.
+        variants: What the kernel is compiled for.
         slack: Words of a chunk at most that are neither of regions nor of rows, where no class is split.
     """
 
     words: I64
     regions: I64
-    variants: Mapping[tuple[int, int], Variant]
-    told: int
+    variants: Variants
     slack: int
 
     @classmethod
@@ -89,23 +227,9 @@ class _Shapes:
         return cls(
             np.concatenate([np.asarray(table, np.int64).ravel() for table in tables]),
             np.concatenate(regions),
-            {(n, width): Variant(width, elements) for n, elements in enumerate(known) for width in usable(elements)},
-            binding.told_words(sum(len(usable(elements)) for elements in known)),
+            Variants(known),
             len(classes) * (HEADER_WORDS + 3 * _SPARE + AXIS_WORDS * (MAX_OUTER_AXES + 2)),
         )
-
-    def read(self, told: list[int], words: I64) -> Tables:
-        """What compiled code says of a chunk."""
-        each, launches = binding.LAUNCH_WORDS, list[Launch]()
-        for at in range(binding.TOLD, binding.TOLD + each * told[binding.T_LAUNCHES], each):
-            elements, width, first, headers, tiles = told[at : at + each]
-            launches.append(Launch(self.variants[elements, width], first, headers, tiles))
-        blanks: tuple[Blank, ...] = ()
-        if many := told[binding.T_BLANKS]:
-            first, each = self.told - binding.BLANK_WORDS * MOST_BLANKS, binding.BLANK_WORDS
-            blanks = tuple([Blank(*told[at : at + each]) for at in range(first, first + each * many, each)])
-        begin, stop = told[binding.T_BEGIN], told[binding.T_STOP]
-        return Tables(words[begin:stop], tuple(launches), told[binding.T_WRITTEN], blanks)
 
 
 def _box_words(
@@ -314,7 +438,8 @@ class Cut:
         """The same, int64 (chunks, 2); of an outline, if no source block is padding and all are known."""
         chunks = self._grid.chunks
         out = np.empty(binding.SIZES * chunks, np.int64)
-        self._fill(Kind.COPY, binding.OUTLINE if outline else binding.SIZE, 0, chunks, binding.SIZES, out)
+        what = binding.OUTLINE if outline else binding.SIZE
+        self._fill(Kind.COPY, what, np.arange(chunks), binding.SIZES, out)
         return out.reshape(chunks, binding.SIZES)
 
     @lazy
@@ -329,39 +454,42 @@ class Cut:
         return scratch, sum(map(most.__getitem__, template.classes))
 
     def tables(
-        self, kind: Kind, chunk: int, addresses: Sequence[int] = (0,), *, regions: I64 | None = None
-    ) -> list[Tables] | None:
-        """The tables of chunks that follow each other, whose words lie behind each other; None: ask the planner.
+        self,
+        kind: Kind,
+        chunks: range,
+        addresses: Sequence[int],
+        *,
+        regions: I64 | None = None,
+        from_nic: bool = False,
+    ) -> Batch | None:
+        """The tables of chunks that follow each other; None: ask the planner.
 
         Args:
             kind: What they do.
-            chunk: The first of them.
+            chunks: Which.
             addresses: For each of them its place in staging; of copies in place any number.
             regions: Of copies in place, where this process addresses destinations differently.
+            from_nic: As of a plan.
         """
-        template, grid = self._plan.template, self._grid
-        shapes, chunks = template.shapes[kind], len(addresses)
-        said = chunks * shapes.told
+        template, grid, count = self._plan.template, self._grid, len(chunks)
+        shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
+        if not isinstance(grid.cells, range):
+            cells = np.array([grid.cells[chunk] for chunk in chunks])
+        told = shapes.variants.told
+        said = count * told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
         room += 3 * self._room[1]
         while True:
-            out = np.empty(said + chunks * room, np.int64)
-            out[: said : shapes.told] = addresses
-            code = self._fill(kind, int(kind), chunk, chunks, shapes.told, out, regions)
+            out = np.empty(said + count * room, np.int64)
+            out[:said:told] = addresses
+            code = self._fill(kind, int(kind), cells, told, out, regions)
             if code != binding.FULL:
                 break
             room *= 2
-        if code != binding.FITS:
-            return None
-        told: list[int] = out[:said].tolist()
-        if chunks == 1:
-            return [shapes.read(told, out)]
-        return [shapes.read(told[at : at + shapes.told], out) for at in range(0, said, shapes.told)]
+        return Batch(shapes.variants, count, out, from_nic=from_nic) if code == binding.FITS else None
 
-    def _fill(
-        self, of: Kind, what: int, chunk: int, chunks: int, told: int, out: I64, regions: I64 | None = None
-    ) -> int:
-        """Have compiled code do something about chunks that follow each other; returns its code."""
+    def _fill(self, of: Kind, what: int, cells: I64, told: int, out: I64, regions: I64 | None = None) -> int:
+        """Have compiled code do something about chunks; returns its code."""
         shapes, grid = self._plan.template.shapes[of], self._grid
         return binding.fill(
             what,
@@ -370,8 +498,7 @@ class Cut:
             *self._plan.lists,
             grid.layers_per_chunk,
             grid.tokens_per_chunk,
-            chunk,
-            chunks,
+            cells,
             self._room[0],
             told,
             out,

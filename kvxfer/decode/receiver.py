@@ -612,7 +612,7 @@ class Receiver:
             ring = grants.hold(extent, most, machine.granted)
             if ring:  # what is heard of chunks before there is a flow for them would be lost
                 self._turns = Turns(len(ring), machine.granted, token, agent)
-                self._go_by([], self._turns)
+                self._go_by([], 0, self._turns)
                 self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
@@ -718,7 +718,7 @@ class Receiver:
         steps = await self.site.plan(make, rows=rows) if rows else make()
         if rows and not self.moving:
             raise asyncio.CancelledError
-        self._go_by(steps, Turns(len(self.grants.ring), chunks.start))
+        self._go_by(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
     async def _read(self, bound: Bound) -> None:
         """Let the mover read chunks that the peer lets us read. It then confirms that the offer was held meanwhile."""
@@ -751,14 +751,20 @@ class Receiver:
             step = CopyJob(NOTHING, until=until, post=replace(post, local=local, remote=remote))
         self.machine.read(chunk + 1)
         self.tally.descriptors += len(pieces)
-        self._go_by([step], post=post, generation=generation)
+        self._go_by([step], 1, post=post, generation=generation)
 
     def _go_by(
-        self, steps: Sequence[CopyJob], turns: Turns | None = None, *, post: Post | None = None, generation: int = 0
+        self,
+        steps: Sequence[CopyJob],
+        chunks: int,
+        turns: Turns | None = None,
+        *,
+        post: Post | None = None,
+        generation: int = 0,
     ) -> None:
-        """The next chunks are copied out of a ring, or read, by these steps of a flow: a new one if there is none."""
+        """The next so many chunks are copied out of a ring, or read, by steps of a flow: a new one if there is none."""
         site, machine, first, run = self.site, self.machine, self._begun, self._run
-        self._begun += len(steps)
+        self._begun += chunks
         if run is not None:
             site.mover.add(run.flow, steps)
             site.mover.allow(run.flow, self._begun - run.first)
@@ -769,7 +775,7 @@ class Receiver:
             Direction.SCATTER,
             steps,
             total=machine.chunks - first,
-            allowed=len(steps),
+            allowed=chunks,
             width=site.config.window,
             turns=turns,
             heard=machine.arrived - first,
@@ -779,16 +785,12 @@ class Receiver:
 
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
-        steps, staging, by_nic = list[CopyJob](), list[int](), _by_nic(self, staged=True)
-        for chunk, extent in zip(chunks, places, strict=True):
-            part = bound.part(chunk)
-            if extent.nbytes < part.staged_bytes:
-                raise ProtocolError(f"a chunk of {part.staged_bytes} bytes was said to fit into {extent.nbytes}")
-            staging.append(extent.address)
-        for tables in bound.scatters(chunks, staging):
-            copied = replace(tables, from_nic=True) if by_nic else tables
-            steps.append(CopyJob(copied, after=self._demand.after, nbytes=tables.nbytes))
-        return steps
+        staging = [extent.address for extent in places]
+        made = bound.scatters(chunks, staging, from_nic=_by_nic(self, staged=True))
+        room, need = min([extent.nbytes for extent in places]), max(made.staged_bytes.tolist())
+        if room < need:
+            raise ProtocolError(f"a chunk of {need} bytes was said to fit into {room}")
+        return [CopyJob(made, after=self._demand.after)]
 
     def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
@@ -973,7 +975,7 @@ class Receiver:
             try:
                 self._cut(self._agreed(message))
                 if self._turns is not None:
-                    self._go_by([], self._turns)
+                    self._go_by([], 0, self._turns)
                     self._grant_said.restart(0, site.now())
                     self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -32,7 +32,6 @@ from kvxfer.geometry import (
     CopyPlan,
     Interleave,
     PairPlan,
-    Pieces,
     Selection,
     Span,
     SumPlan,
@@ -54,7 +53,7 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
-    from kvxfer.copy.template import Cut, Template
+    from kvxfer.copy.template import Batch, Cut, Template
 
 __all__ = [
     "IN_PLACE",
@@ -62,7 +61,6 @@ __all__ = [
     "Agreed",
     "Bound",
     "PairPlans",
-    "Part",
     "bind",
     "block_pieces",
     "check_cover",
@@ -319,7 +317,6 @@ _ROWS_A_KNOWN_LAYER: Final = 32
 _KEPT_PAIRS: Final = 512
 _KEPT_A_PEER: Final = 4
 """Plans that are kept for each peer that is here, if that is more: so many are in use, one or two in each direction."""
-_KEPT_EXTENTS: Final = 1024
 
 
 class PairPlans:
@@ -632,7 +629,7 @@ class Bound:
     Attributes:
         cut: The chunks as compiled code makes them; None where the planner does.
         chunk_rows: About how many of the rows a chunk's plan walks over.
-        part_rows: As many rows as take the planner the time of `part`.
+        part_rows: As many rows as take the planner the time of a chunk's tables.
     """
 
     def __init__(self, plan: TransferPlan, grid: ChunkGrid, rows: int, pieces: int) -> None:
@@ -644,7 +641,7 @@ class Bound:
         self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
         self.chunk_rows: Final = -(-rows // grid.windows)
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
-        self._carried: Final[dict[int, int]] = {}  # bytes of chunks that were looked at
+        self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
 
     @lazy
     def most_bytes(self) -> int:
@@ -671,99 +668,70 @@ class Bound:
         further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
         return Bound(further, self.grid, self.rows, self.pieces)
 
-    def part(self, number: int) -> "Part":
-        """One chunk of it.
+    def carried(self, first: int, stop: int) -> int:
+        """Bytes that chunks carry which follow each other.
 
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        if self.cut is not None:
-            nbytes, staged_bytes = self.cut.sizes[self.grid.cells[number]]
-            if nbytes >= 0:
-                self._carried[number] = nbytes
-                return Part(self, number, nbytes, staged_bytes)
-        plan = self.chunk(number)
-        self._carried[number] = plan.bytes
-        return Part(self, number, plan.bytes, plan.staged_bytes)
-
-    def carried(self, first: int, stop: int) -> int:
-        """Bytes that chunks carry which follow each other."""
-        total = 0
+        known, total = self._carried, 0
         for number in range(first, stop):
-            if number not in self._carried:
-                self.part(number)
-            total += self._carried[number]
+            nbytes = known.get(number, -1)
+            if nbytes < 0 and self.cut is not None:
+                nbytes, _ = self.cut.sizes[self.grid.cells[number]]
+            total += nbytes if nbytes >= 0 else self.chunk(number).bytes
         return total
 
-    def copies(self, chunks: range, reached: Callable[[I64], I64] | None = None) -> list[Tables]:
+    def copies(self, chunks: range, reached: Callable[[I64], I64] | None = None) -> "Batch":
         """For each of these chunks, source blocks straight into destination blocks.
 
         Args:
             chunks: Which, one behind the other.
             reached: Makes its regions where this process addresses the destination differently.
+
+        Raises:
+            BlocksError: If a source block is not known yet.
+            GeometryError: If a table is too large to be numbered.
         """
-        regions = None if reached is None or self.cut is None else reached(self.cut.regions)
-        found = self._tables(Kind.COPY, chunks, [0] * len(chunks), regions)
-        if found is None:
-            plans = [self.chunk(chunk).copy() for chunk in chunks]
-            found = [pack(plan if reached is None else plan.elsewhere(reached)) for plan in plans]
-        return found
+        return self._tables(Kind.COPY, chunks, [0] * len(chunks), reached=reached)
 
-    def gathers(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
+    def gathers(self, chunks: range, addresses: Sequence[int]) -> "Batch":
         """For each of these chunks, source blocks into staging at an address, every byte of which is written."""
-        found, places = self._tables(Kind.GATHER, chunks, addresses), zip(chunks, addresses, strict=True)
-        return found or [pack(self.chunk(chunk).gather(address)) for chunk, address in places]
+        return self._tables(Kind.GATHER, chunks, addresses)
 
-    def scatters(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
-        """For each of these chunks, staging at an address into destination blocks."""
-        found, places = self._tables(Kind.SCATTER, chunks, addresses), zip(chunks, addresses, strict=True)
-        return found or [pack(self.chunk(chunk).scatter(address)) for chunk, address in places]
+    def scatters(self, chunks: range, addresses: Sequence[int], *, from_nic: bool = False) -> "Batch":
+        """For each of these chunks, staging at an address into destination blocks; as of a plan `from_nic`."""
+        return self._tables(Kind.SCATTER, chunks, addresses, from_nic=from_nic)
 
     def _tables(
-        self, kind: Kind, chunks: range, addresses: Sequence[int], regions: I64 | None = None
-    ) -> list[Tables] | None:
-        """As of `Cut.tables`; in one call where the chunks lie one behind the other in its table too."""
-        cut, cells = self.cut, self.grid.cells
-        if cut is None:
-            return None
-        if isinstance(cells, range):
-            return cut.tables(kind, chunks.start, addresses, regions=regions)
-        found = list[Tables]()
-        for chunk, address in zip(chunks, addresses, strict=True):
-            one = cut.tables(kind, cells[chunk], (address,), regions=regions)
-            if one is None:
-                return None
-            found += one
-        return found
+        self,
+        kind: Kind,
+        chunks: range,
+        addresses: Sequence[int],
+        *,
+        reached: Callable[[I64], I64] | None = None,
+        from_nic: bool = False,
+    ) -> "Batch":
+        cut = self.cut
+        if cut is not None:
+            regions = None if reached is None else reached(cut.regions)
+            found = cut.tables(kind, chunks, addresses, regions=regions, from_nic=from_nic)
+            if found is not None:
+                self._carried.update(zip(chunks, found.nbytes.tolist(), strict=True))
+                return found
+        made, sizes = list[Tables](), list[tuple[int, int]]()
+        for number, address in zip(chunks, addresses, strict=True):
+            chunk = self.chunk(number)
+            sizes.append((chunk.bytes, chunk.staged_bytes))
+            if kind is Kind.COPY:
+                made.append(pack(chunk.copy() if reached is None else chunk.copy().elsewhere(reached)))
+            else:
+                made.append(pack(chunk.gather(address) if kind is Kind.GATHER else chunk.scatter(address)))
+        return import_module("kvxfer.copy.template").Batch.of(made, sizes, from_nic=from_nic)
 
     def chunk(self, number: int) -> ChunkPlan:
         """The planner's part of it, for what needs more than tables."""
         return self.plan.chunk(self.grid, number)
-
-
-class Part(Struct, frozen=True):
-    """One chunk of a request.
-
-    Attributes:
-        bound: The request.
-        number: Which chunk.
-        bytes: Bytes that it carries.
-        staged_bytes: Room that it takes in staging.
-    """
-
-    bound: Bound
-    number: int
-    bytes: int
-    staged_bytes: int
-
-    @property
-    def plan(self) -> ChunkPlan:
-        """The planner's part of it."""
-        return self.bound.chunk(self.number)
-
-    def listed(self) -> Pieces:
-        """As of `ChunkPlan`."""
-        return self.plan.listed()
 
 
 def fit_grid(
@@ -849,16 +817,18 @@ def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
     return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
 
 
-@lru_cache(maxsize=_KEPT_EXTENTS)
-def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:
-    """A stretch of staging memory as a post's descriptors: the same ones for the chunks that take turns in it.
+def staging_pieces(span: wire.MemorySpan, addresses: Sequence[int], nbytes: I64) -> Descriptors:
+    """Stretches of staging memory as a post's descriptors.
 
     Raises:
-        ProtocolError: If it lies outside the span.
+        ProtocolError: If one lies outside the span.
     """
-    if not (span.address <= address and address + nbytes <= span.address + span.length):
-        raise ProtocolError(f"{nbytes} bytes at {address:#x} are outside the staging memory that was announced")
-    return Descriptors(span.kind, span.device, np.asarray([[address, nbytes]], np.int64))
+    ends = [address + size for address, size in zip(addresses, nbytes.tolist(), strict=True)]
+    if min(addresses) < span.address or max(ends) > span.address + span.length:
+        raise ProtocolError(f"{min(addresses):#x} .. {max(ends):#x} is outside the staging memory that was announced")
+    pieces = np.empty((len(ends), 2), np.int64)
+    pieces[:, 0], pieces[:, 1] = addresses, nbytes
+    return Descriptors(span.kind, span.device, pieces)
 
 
 def block_pieces(geometry: CacheGeometry, addresses: I64, nbytes: I64) -> Descriptors:

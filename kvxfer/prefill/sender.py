@@ -36,7 +36,7 @@ from kvxfer.copy.port import (
     has_fired,
     join,
 )
-from kvxfer.copy.tables import NOTHING, Tables
+from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import (
     Code,
     FailureReport,
@@ -756,39 +756,44 @@ class Sender:
         self.tally.spent("queued", terms.granted, site.now())
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
-        """What the mover does about chunks."""
-        site, peer, machine, steps = self.site, self.peer, self.machine, list[CopyJob]()
-        made, staging = list[Tables](), list[int]()
+        """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
+        listed = self.machine.route is Route.DIRECT
+        if self._prompt and not listed:
+            return [self._job(run, bound, chunks, post, extents)]
+        make = self._listed if listed else self._job
+        return [make(run, bound, range(chunk, chunk + 1), post, extents) for chunk in chunks]
+
+    def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
+        """Chunks that are gathered and written, or copied in place."""
+        event, peer = self._events(chunks.start), self.peer
         if post is None:
-            made = bound.copies(chunks, run.reached)
-        elif extents:
-            for chunk in chunks:
-                staging.append(extents[(chunk - run.first) % len(extents)].address)
-            made = bound.gathers(chunks, staging)
-        for number, chunk in enumerate(chunks):
-            part, event = bound.part(chunk), READY if self._prompt else self._events(chunk)
-            if not part.bytes:  # a window in which no group has a row
-                steps.append(CopyJob(NOTHING, after=event))
-                continue
-            if post is None:
-                steps.append(CopyJob(made[number], after=event, gate=run.gate, nbytes=part.bytes))
-                continue
-            tables = NOTHING
-            if machine.route is Route.DIRECT:
-                pieces = part.listed()
-                local = block_pieces(site.geometry, pieces.src, pieces.nbytes)
-                remote = block_pieces(site.plans.geometry(peer), pieces.dst, pieces.nbytes)
-            else:
-                place, tables = machine.place(chunk), made[number]
-                if not peer.body.staging or place.length < part.staged_bytes:
-                    reason = f"{place.length} bytes were granted for a chunk of {part.staged_bytes}"
-                    raise ProtocolError(reason)
-                local = staging_pieces(site.arena, staging[number], part.staged_bytes)
-                remote = staging_pieces(peer.body.staging[0], place.address, part.staged_bytes)
-            self.tally.descriptors += len(local.pieces)
-            moved = Post(post.peer, post.operation, local, remote, post.runs_on, post.late)
-            steps.append(CopyJob(tables, after=event, nbytes=part.bytes, post=moved))
-        return steps
+            return CopyJob(bound.copies(chunks, run.reached), after=event, gate=run.gate)
+        if not extents:  # windows in which no group has a row
+            return CopyJob(bound.copies(chunks), after=event)
+        places, first = self.machine.places(chunks), run.first
+        staging = [extents[(chunk - first) % len(extents)].address for chunk in chunks]
+        made = bound.gathers(chunks, staging)
+        if not (need := max(made.staged_bytes.tolist())):
+            return CopyJob(made, after=event)
+        room = min([place.length for place in places])
+        if not peer.body.staging or room < need:
+            raise ProtocolError(f"{room} bytes were granted for a chunk of {need}")
+        there = [place.address for place in places]
+        local = staging_pieces(self.site.arena, staging, made.staged_bytes)
+        remote = staging_pieces(peer.body.staging[0], there, made.staged_bytes)
+        self.tally.descriptors += len(chunks)
+        return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
+
+    def _listed(self, _: _Run, bound: Bound, chunks: range, post: Post | None, __: list[Extent]) -> CopyJob:
+        """A chunk whose pieces are listed for the transport."""
+        pieces, event = bound.chunk(chunks.start).listed(), self._events(chunks.start)
+        if post is None or not len(pieces):
+            return CopyJob(NOTHING, after=event)
+        local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
+        remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
+        self.tally.descriptors += len(pieces)
+        nbytes = bound.carried(chunks.start, chunks.stop)
+        return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 
     def _let_go_on(self, run: _Run, terms: _Terms) -> None:
         """Chunks that it has steps of were granted."""

@@ -247,9 +247,10 @@ class Sending:
         self.granted, self.copied = message.chunks, max(self.copied, message.copied)
         return fresh
 
-    def place(self, chunk: int) -> Grant:
-        """Where in staging memory a chunk that was granted goes."""
-        return self.ring[(chunk - self._ring_at) % len(self.ring)]
+    def places(self, chunks: range) -> list[Grant]:
+        """Where in staging memory chunks go that were granted."""
+        ring, first = self.ring, self._ring_at
+        return [ring[(chunk - first) % len(ring)] for chunk in chunks]
 
     def landed(self, message: Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.

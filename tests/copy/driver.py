@@ -17,7 +17,7 @@ import torch
 
 from kvxfer.copy import cuda, records
 from kvxfer.copy.sums import SumVariant, sum_variants
-from kvxfer.copy.tables import Launch, Tables, Variant, parts_of, variants
+from kvxfer.copy.tables import SPARE_WORDS, Launch, Tables, Variant, parts_of, variants
 from kvxfer.copy.walk import copy_parts
 from kvxfer.errors import TransferFailedError
 
@@ -262,7 +262,8 @@ class StubGpu(cuda.Gpu):
         self._marks = marks  # pyright: ignore[reportGeneralTypeIssues]
         self._ring_words = words  # pyright: ignore[reportGeneralTypeIssues]
         self.kernel: Any = StubKernel(driver)  # pyright: ignore[reportGeneralTypeIssues]
-        self._arrival = None
+        self.arrival = None
+        self.limits = words - SPARE_WORDS, 512, 64  # pyright: ignore[reportGeneralTypeIssues]
         if warm:
             for width in (16, 8, 4, 2, 1):
                 self.kernel.compile(Variant(width))

@@ -7,6 +7,7 @@ words in memory whose code is what the driver says of them, so asking costs no c
 
 import os
 import random
+import struct
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.compiler import load
-from kvxfer.copy.mover import _EVENT, _RECORD, _Machine
+from kvxfer.copy.mover import _EVENT, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
 from kvxfer.mapped.locks import Key, LockFile
 
@@ -44,7 +45,7 @@ def _refuse(descriptor: Any, address: Any, nbytes: Any) -> Any:
 
 def words(*given: int) -> bytes:
     """A record that begins so."""
-    return _RECORD.pack(*given, *[0] * (records.RECORD_WORDS - len(given)))
+    return struct.pack(f"<{records.RECORD_WORDS}q", *given, *[0] * (records.RECORD_WORDS - len(given)))
 
 
 class Job:
@@ -581,7 +582,7 @@ class HostModel(Model):
         self.threads = threads
         self.current: Job | None = None
         if threads > 1:
-            self.machine.helpers(threads, 1 << 40)
+            self.machine.helpers(threads - 1)
 
     def record(self, job: Job) -> bytes:
         tables = self.tables[job.window, job.rows]

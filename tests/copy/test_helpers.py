@@ -13,7 +13,7 @@ from stepped import Reports, World, until
 
 from kvxfer.copy import CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, usual_threads
-from kvxfer.copy.tables import pack, parts_of
+from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy_parts
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.runtime import ThreadRuntime
@@ -65,8 +65,7 @@ async def copies():
 
 def parts_of_at_most(monkeypatch, part_bytes):
     """Cut copies into smaller parts, and have all of them wake everybody."""
-    monkeypatch.setattr("kvxfer.copy.mover.parts_of", partial(parts_of, part_bytes=part_bytes))
-    monkeypatch.setattr("kvxfer.copy.mover.PART_BYTES", part_bytes)
+    monkeypatch.setattr("kvxfer.copy.template.PART_BYTES", part_bytes)
 
 
 def copied(thread):

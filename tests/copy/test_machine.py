@@ -514,7 +514,6 @@ async def test_nothing_is_compiled_after_warming():
     scene.mover.warm([plan])
     before = scene.gpu.kernel.compiles
     assert before >= 1
-    assert scene.gpu.is_prepared(pack(plan))
     scene.submit("a", plan)
     scene.step()
     assert scene.running() == 1, "it goes to the machine at once"

@@ -19,7 +19,7 @@ from stepped import Flag, Reports, World, kind, until
 from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, _machines
 from kvxfer.copy.port import AllOf
-from kvxfer.copy.tables import NOTHING, pack, parts_of
+from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError
 from kvxfer.mapped.locks import FIRST_GENERATION, Revoked
 from kvxfer.runtime import ThreadRuntime
@@ -57,7 +57,7 @@ async def abandoned():
 @pytest.fixture
 async def tiny_parts(monkeypatch):
     """Copies are cut into their rows."""
-    monkeypatch.setattr("kvxfer.copy.mover.parts_of", partial(parts_of, part_bytes=1))
+    monkeypatch.setattr("kvxfer.copy.template.PART_BYTES", 1)
 
 
 # --- in its thread

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import threading
 import time
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +16,9 @@ from msgspec.structs import replace
 from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, memory_of, pieces
 from stepped import Flag
 
-from kvxfer.copy import mover, records
+from kvxfer.copy import records
 from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Outcome, Post
-from kvxfer.copy.tables import NOTHING, pack, parts_of
+from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation
@@ -795,7 +794,7 @@ async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed
 
 @pytest.mark.parametrize("why", ["cancelled", "lease"])
 async def test_nothing_is_posted_where_the_copy_was_stopped_or_came_too_late(make, why, monkeypatch):
-    monkeypatch.setattr(mover, "parts_of", partial(parts_of, part_bytes=PART))
+    monkeypatch.setattr("kvxfer.copy.template.PART_BYTES", PART)
     rig = await make()
     staging = await staged(rig)
     copy = gathered_post(rig, staging, 4 * PART, until=101.0)

@@ -241,7 +241,7 @@ class Sender:
             assert len(self.machine.ring) == len(self.ring)
             places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]
             for chunk, place in zip(self.hands, places, strict=True):
-                assert machine.place(chunk) == self.ring[place]
+                assert machine.places(range(chunk, chunk + 1)) == [self.ring[place]]
 
     def play(self) -> int:
         acts = [self.accept, *[self.announce] * 2, self.finish, *[self.report] * 2, self.news, *[self.hear] * 6]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
+from opened import singly
 
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.errors import KvxferError
@@ -49,12 +50,12 @@ class Apart:
         self._done: set[int] = set()
         self._severed = self._stopping = self._over = False
         self._told, self._verdict = CopyOutcome(None, 0.0, 0.0), CopyOutcome(None, 0.0, 0.0)
-        self._steps.extend(steps)
+        self._steps.extend(singly(steps))
         self.allow(allowed)
 
     def add(self, steps: Iterable[CopyJob]) -> None:
         """See `Mover.add`."""
-        self._steps.extend(steps)
+        self._steps.extend(singly(steps))
         self._go_on()
 
     def allow(self, steps: int, until: float | None = None) -> None:

@@ -637,12 +637,12 @@ def launched(mover: Any, direction: Any) -> list[Any]:
     copies = [(slot, one) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
     for flow in [one for one in mover._copies.values() if isinstance(one, Flow)]:
         for slot in mover._machine.steps_of(flow.slot):
-            step = int(mover._machine.jobs[slot, records.STEP]) - flow.passed
-            copies += [(slot, flow.pointed[step])] if 0 <= step < len(flow.pointed) else []
+            step = int(mover._machine.jobs[slot, records.STEP])
+            copies += [(slot, one) for one in flow.pointed if 0 <= one.stop - 1 - step < one.batch.count]
     return [
         one.job
         for slot, one in copies
-        if one.lane == lane and mover._machine.runs_since(slot, math.inf) and one.job.tables.launches
+        if one.lane == lane and mover._machine.runs_since(slot, math.inf) and any(one.batch.words)
     ]
 
 

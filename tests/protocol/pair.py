@@ -250,7 +250,7 @@ class Pair(RuleBasedStateMachine):
         self.hands |= set(chunks)
         if self.route is Route.STAGED:
             for chunk in chunks:
-                assert self.sender.place(chunk).address == self.where[chunk]
+                assert self.sender.places(range(chunk, chunk + 1))[0].address == self.where[chunk]
 
     def cancelled(self):
         if self.live():

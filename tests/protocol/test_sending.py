@@ -222,7 +222,7 @@ def test_a_wrong_grant_is_a_protocol_error_and_takes_nothing(chunks):
 def test_a_grant_adds_what_is_new_and_says_where_it_goes():
     sending = make(5, wanted=5)
     assert sending.reserve(reserve(2, places=2)) == range(2)
-    assert [sending.place(chunk) for chunk in range(2)] == ring(2)
+    assert sending.places(range(2)) == ring(2)
     assert (sending.granted, sending.moving, len(sending.ring)) == (2, 2, 2)
 
 
@@ -235,7 +235,7 @@ def test_chunks_take_turns_in_a_ring():
     sending.moved(3, 128)
     assert sending.reserve(reserve(6)) == range(4, 6)
     assert len(sending.ring) == 3
-    assert [sending.place(chunk) for chunk in range(1, 6)] == [*ring(3, 10), *ring(2, 10)]
+    assert sending.places(range(1, 6)) == [*ring(3, 10), *ring(2, 10)]
 
 
 def test_another_ring_waits_until_nothing_is_under_way():
@@ -248,7 +248,7 @@ def test_another_ring_waits_until_nothing_is_under_way():
         assert known(sending) == before
         sending.moved(arrived, 64)
     assert sending.reserve(reserve(3, places=1, start=10)) == range(2, 3)
-    assert sending.place(2) == ring(1, 10)[0]
+    assert sending.places(range(2, 3)) == ring(1, 10)
 
 
 def test_chunks_may_be_granted_for_which_there_is_no_place_yet_but_not_without_any():
@@ -258,7 +258,7 @@ def test_chunks_may_be_granted_for_which_there_is_no_place_yet_but_not_without_a
         sending.reserve(reserve(1))
     assert known(sending) == before
     assert sending.reserve(reserve(4, places=2)) == range(4)
-    assert [sending.place(chunk) for chunk in range(4)] == [*ring(2), *ring(2)]
+    assert sending.places(range(4)) == [*ring(2), *ring(2)]
 
 
 def test_a_grant_says_how_many_chunks_have_left_their_places():
@@ -332,7 +332,7 @@ def test_what_was_granted_ahead_is_in_our_hands_at_once():
     sending = parked(ring=[Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
     assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
     assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
-    assert (sending.place(0), len(sending.ring)) == (Grant(1 << 20, 512), 1)
+    assert (sending.places(range(1)), len(sending.ring)) == ([Grant(1 << 20, 512)], 1)
     assert sending.reserve(reserve(1)) == range(0)  # it may only take longer
     assert sending.moved(1, 64) == []
     assert sending.finish_offer(b"token") == [ok(64)]

@@ -1,0 +1,47 @@
+"""Batches of tables, one by one: what a test looks at, spoils or copies by itself."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvxfer.copy import binding
+from kvxfer.copy.port import CopyJob
+from kvxfer.copy.tables import Launch, Tables, Variant
+from kvxfer.copy.template import Batch
+from kvxfer.geometry.chunks import MOST_BLANKS
+from kvxfer.geometry.copyplan import Blank
+
+
+def opened(batch: Any) -> list[Tables]:
+    """The tables of each copy of a batch; nothing may have been laid of it by a GPU."""
+    return [_tables(batch, row.tolist()) for row in batch.said]
+
+
+def _tables(batch: Batch, said: list[int]) -> Tables:
+    launches, blanks = list[Launch](), list[Blank]()
+    for at in range(binding.TOLD, binding.TOLD + binding.LAUNCH_WORDS * said[binding.T_LAUNCHES], binding.LAUNCH_WORDS):
+        elements, width, _, first, headers, tiles, _ = said[at : at + binding.LAUNCH_WORDS]
+        launches.append(Launch(Variant(width, batch.variants.elements[elements]), first, headers, tiles))
+    first = len(said) - binding.BLANK_WORDS * MOST_BLANKS
+    for at in range(first, first + binding.BLANK_WORDS * said[binding.T_BLANKS], binding.BLANK_WORDS):
+        blanks.append(Blank(*said[at : at + binding.BLANK_WORDS]))
+    words = batch.out[said[binding.T_BEGIN] : said[binding.T_STOP]]
+    return Tables(words, tuple(launches), said[binding.T_WRITTEN], tuple(blanks), batch.from_nic)
+
+
+def singly(jobs: Iterable[CopyJob]) -> list[CopyJob]:
+    """Steps of a flow, each by itself."""
+    found = list[CopyJob]()
+    for job in jobs:
+        if isinstance(job.tables, Tables):
+            found.append(job)
+            continue
+        for number, (tables, nbytes) in enumerate(zip(opened(job.tables), job.tables.nbytes.tolist(), strict=True)):
+            post, sides = job.post, (() if job.post is None else (job.post.local, job.post.remote))
+            if post is not None:
+                local, remote = (dataclasses.replace(side, pieces=side.pieces[number : number + 1]) for side in sides)
+                post = replace(post, local=local, remote=remote) if local.pieces[0, 1] else None
+            found.append(replace(job, tables=tables, post=post, nbytes=job.nbytes or nbytes))
+    return found

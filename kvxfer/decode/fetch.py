@@ -505,6 +505,8 @@ class Fetch:
                 self._wind_down(self._error)
                 if all(receiver.quiet for receiver in self.receivers):
                     self._end()
+            elif self.receivers and not [one for one in self.receivers if one.machine.state is not ReceiveState.DONE]:
+                self._end()
 
     def doubted(self, receiver: Receiver) -> None:
         """A rank says nothing more of its part."""

@@ -358,6 +358,7 @@ class Receiver:
         # of a peer that was lost since it was looked up nothing is known any more
         self._routes: Final = site.routes(self.peer, trusted=link.trusted, sending=False) if link.is_open else []
         self._pair: PairPlan | None = None
+        self._bound: Bound | None = None
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
@@ -487,14 +488,15 @@ class Receiver:
             while (message := self._answer) is None:
                 await self._until_news()
             if self._plans:
-                bound = await self._planned(message)
+                self._bound = bound = await self._planned(message)
             while self.moving:
                 if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
                     self._let_go()
                     await self._until_news()
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
                     self._stale = False
-                    bound = await self.site.plan(partial(bound.grown, self._source, covered=0), rows=bound.rows)
+                    grown = partial(bound.grown, self._source, covered=0)
+                    self._bound = bound = await self.site.plan(grown, rows=bound.rows)
                 else:
                     await self._go_on(bound)
         except asyncio.CancelledError:
@@ -818,8 +820,8 @@ class Receiver:
             self._failed(outcome.error)
         elif outcome.stopped and not self._given_up:
             self.stop(Failure(Status.FAILED, Code.TIMEOUT, "the lease ran out before the chunk was read"))
-        self._wake()
-        if self._given_up:
+        self._land_soon()
+        if self._given_up or machine.ended:
             self._settle()
 
     def _read_late(self, _: bool) -> None:
@@ -838,24 +840,47 @@ class Receiver:
 
     async def _land(self, bound: Bound | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
-        machine, grid = self.machine, self._grid
-        while machine.chunks_done < there:
-            begin = machine.chunks_done
-            stop = there if self.checking is None else begin + 1
-            if bound is not None:
-                nbytes = bound.carried(begin, stop)
-                if self.checking is not None:
-                    await self._check(begin, bound, nbytes)
-                self.tally.bytes += nbytes
+        machine = self.machine
+        while bound is not None and self.checking is not None and machine.chunks_done < there:
+            chunk = machine.chunks_done
+            await self._check(chunk, bound, bound.carried(chunk, chunk + 1))
             if self._given_up:
                 raise asyncio.CancelledError
-            if bound is not None and stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
-                raise self._differs()
-            machine.done(stop)
-            if grid is not None:
-                self._fetch.landed([layer for chunk in range(begin, stop) for layer in grid.layers_of(chunk)])
+            self._landed(chunk + 1)
+        if machine.chunks_done < there:
+            self._landed(there)
         if machine.ended:
             self._settle()
+
+    def _landed(self, stop: int) -> None:
+        """The first so many chunks have landed.
+
+        Raises:
+            RefusedError: If all have, and not so many bytes as the peer says.
+        """
+        machine, bound, grid = self.machine, self._bound, self._grid
+        begin = machine.chunks_done
+        if bound is not None:
+            self.tally.bytes += bound.carried(begin, stop)
+            if stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
+                raise self._differs()
+        machine.done(stop)
+        if grid is not None:
+            self._fetch.landed(grid.layers_of(begin, stop))
+
+    def _land_soon(self) -> None:
+        """Something is in place, or is there to be copied: if all that is left to do is to say so, do it right now."""
+        machine, there = self.machine, self._copied
+        if not self.grants.staged or self.route is Route.PULL:
+            there = self._flushed = self._flushed if _by_nic(self, staged=False) else machine.arrived
+        planned = self._bound is not None or not self._plans
+        if planned and self.checking is None and self.moving and self._answer is not None and not self._stale:
+            try:
+                if machine.chunks_done < there:
+                    self._landed(there)
+            except KvxferError as error:
+                self._failed(error)
+        self._wake()
 
     def _differs(self) -> RefusedError:
         """The two sides do not mean the same by the transfer: its bytes are not where they belong."""
@@ -1063,7 +1088,7 @@ class Receiver:
             self.site.mover.hear(self._run.flow, chunks.stop - self._run.first)
             if self._begun >= chunks.stop:  # then there is nothing to do before it is copied
                 return
-        self._wake()
+        self._land_soon()
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""

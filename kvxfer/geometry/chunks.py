@@ -114,10 +114,13 @@ class ChunkGrid:
     def __len__(self) -> int:
         return self.chunks
 
-    def layers_of(self, chunk: int) -> tuple[int, ...]:
-        """Layers of a chunk."""
-        first = self.cells[chunk] % self.layer_runs * self.layers_per_chunk
-        return self.layers[first : first + self.layers_per_chunk]
+    def layers_of(self, first: int, stop: int) -> list[int]:
+        """Layers of chunks that follow one another, each as often as it has a part in one of them."""
+        found, cells, runs, each = list[int](), self.cells, self.layer_runs, self.layers_per_chunk
+        for chunk in range(first, stop):
+            begin = cells[chunk] % runs * each
+            found += self.layers[begin : begin + each]
+        return found
 
     def of(self, chunk: int) -> tuple[tuple[int, ...], int, int]:
         """Layers, first token and one past the last token of a chunk.
@@ -127,9 +130,10 @@ class ChunkGrid:
         """
         if not 0 <= chunk < self.chunks:
             raise IndexError(f"chunk {chunk} is outside 0..{self.chunks - 1}")
-        window = self.cells[chunk] // self.layer_runs
+        window, run = divmod(self.cells[chunk], self.layer_runs)
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
-        return self.layers_of(chunk), max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
+        layers = self.layers[run * self.layers_per_chunk :][: self.layers_per_chunk]
+        return layers, max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

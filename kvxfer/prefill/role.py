@@ -172,7 +172,7 @@ class Prefill:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._beginning = 0  # transfers in the next turn of the loop
+        self._beginning = 0  # transfers that were begun in this turn of the loop
         self._waiting: Final[deque[Sender]] = deque()  # those that begin in a later one
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
@@ -249,9 +249,11 @@ class Prefill:
     def _let_begin(self) -> None:
         """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
         while self._waiting and self._beginning < _AT_ONCE:
+            self._beginning += 1
             if self._waiting.popleft().begin():
-                self._beginning += 1
-                self._site.loop.call_soon(self._has_begun)  # not by the task, which may be cancelled before it runs
+                self._site.loop.call_soon(self._has_begun)
+            else:
+                self._beginning -= 1
 
     def _has_begun(self) -> None:
         self._beginning -= 1

@@ -98,7 +98,8 @@ class Tally:
         """The counts as the caller sees them."""
         seconds: dict[Stage, float] = {}
         for stage, intervals in self.stages.items():
-            seconds[stage] = intervals.length
+            first, last = intervals[0] if len(intervals) == 1 else (0.0, intervals.length)  # of most there is one
+            seconds[stage] = last - first
         return TransferStats(
             route=route,
             why=why,

@@ -706,7 +706,8 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
         made: To be filled.
 
     Returns:
-        0; or `NOT_COMPILED` and `LARGE`, if anything has to be seen to before, and nothing was written.
+        On a CPU how many helpers any of them wants; on a GPU 0, or `NOT_COMPILED` and `LARGE` if anything has to be
+        seen to before, and nothing was written.
     """
     copies, size, missing = len(made) // records.RECORD_WORDS, records.RECORD_WORDS, 0
     if how[BY_GPU]:
@@ -718,7 +719,7 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
                 missing |= LARGE
     if missing:
         return int(missing)
-    listed, room, say = 0, 0, 0
+    listed, room, say, helpers = 0, 0, 0, 0
     for record in range(0, copies * size, size):
         for word in range(size):
             made[record + word] = how[word]
@@ -760,8 +761,9 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
                     listed += WALKED_WORDS
             made[record + records.PART_COUNT] = count
             made[record + records.HELPERS] = max(0, min(count, out[say + T_WRITTEN] // how[PART]) - 1)
+            helpers = max(helpers, made[record + records.HELPERS])
         say += each
-    return 0
+    return int(helpers)
 
 
 # --- how large the arrays are that are given to them

@@ -754,9 +754,10 @@ class Mover:
             if copy.records is not None:
                 if job.nbytes:
                     copy.records[:, records.BYTES] = job.nbytes
-                if gpu is None:
-                    self._machine.help_with(copy.records)
-                elif sums is not None:
+                if batch.helpers:
+                    wanted = copy.records[:, records.HELPERS]
+                    np.minimum(wanted, self._machine.helpers(batch.helpers), out=wanted)
+                elif gpu is not None and sums is not None:
                     copy.found = gpu.add_sums(copy.records[0], batch, sums, kept)
                 return True
         preparing = self._prepare_off_loop(copy, gpu, met)
@@ -1257,11 +1258,6 @@ class _Machine:
         """Tables as compiled code has them."""
         found: Batch = self._template.Batch.of([tables])
         return found
-
-    def help_with(self, made: I64) -> None:
-        """Let no record wake more helpers than there are."""
-        if (wanted := max(made[:, records.HELPERS].tolist())) > 0:
-            made[:, records.HELPERS].clip(0, self.helpers(wanted), out=made[:, records.HELPERS])
 
     def helpers(self, wanted: int) -> int:
         """How many helpers of so many a copy on CPU memory wakes. They are started when they are first needed."""

@@ -89,6 +89,7 @@ class Batch:
         said: The first of these, int64 (copies, numbers).
         nbytes: int64 (copies,): bytes that each carries.
         staged_bytes: int64 (copies,): room that each takes in staging.
+        helpers: On a CPU how many threads any of them wakes, if there are so many.
     """
 
     def __init__(self, variants: Variants, count: int, out: I64, *, from_nic: bool) -> None:
@@ -99,6 +100,7 @@ class Batch:
         self.nbytes: Final = self.said[:, binding.T_BYTES]
         self.staged_bytes: Final = self.said[:, binding.T_STAGED]
         self.out: Final = out
+        self.helpers = 0
 
     @classmethod
     def of(cls, tables: Sequence[Tables], sizes: Sequence[tuple[int, int]] = (), *, from_nic: bool = False) -> "Batch":
@@ -164,7 +166,8 @@ class Batch:
             parts = np.empty(self.out.size // HEADER_WORDS * PART_WORDS, np.int64)
             kept += [self, parts]
             how = (*common, where, 0, parts.__array_interface__["data"][0], PART_BYTES, *(0,) * 5)
-            binding.lay(self.out, told, np.array(how, np.int64), self.variants.kinds, parts, made.ravel())
+            how = np.array(how, np.int64)
+            self.helpers = binding.lay(self.out, told, how, self.variants.kinds, parts, made.ravel())
             return made
         if self.from_nic and gpu.arrival is None:
             return None

@@ -309,6 +309,8 @@ class Fetch:
                 await asyncio.gather(*[receiver.run() for receiver in self.receivers])
         except KvxferError as error:
             self._stop(error)
+        if self.transfer.done:  # as whoever brought the last news has seen
+            return
         if {receiver.machine.state for receiver in self.receivers} != {ReceiveState.DONE}:
             text = f"fetch of {self.transfer.request!r} came to its end before every byte had"
             self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))

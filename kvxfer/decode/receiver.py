@@ -525,7 +525,7 @@ class Receiver:
                     raise _plan_differs(message)
             except KvxferError as error:
                 raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
-            return Bound.of(plan, grid)
+            return Bound(plan, grid)
 
         bound = await site.plan(make, rows=max(_rows(source), _rows(demand.spans)))
         self._pair = bound.plan.pair
@@ -809,7 +809,7 @@ class Receiver:
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
             tally.spent("scattering", now - copying, now)
-            self._arrived(machine.notified(moved), _UNTIMED)
+            self._count(machine.notified(moved), _UNTIMED)
         elif moved > self._copied and self.moving:
             self.link.send(*machine.landed(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
@@ -1046,7 +1046,8 @@ class Receiver:
     def came(self, message: wire.Arrived) -> None:
         """Chunks have arrived."""
         stale = self.machine.stale
-        self._arrived(self.machine.came(message), message.timings)
+        if self._count(self.machine.came(message), message.timings):
+            self._land_soon()
         if self.machine.stale > stale:
             self.site.metrics.result_dropped("stale")
 
@@ -1064,7 +1065,8 @@ class Receiver:
                 self.tally.bytes = message.bytes
             elif machine.chunks_done == machine.chunks and message.bytes != self.tally.bytes:
                 self._failed(self._differs())
-        self._arrived(machine.result(message), message.timings)
+        if self._count(machine.result(message), message.timings):
+            self._land_soon()
         if self.machine.stale > stale:
             self.site.metrics.result_dropped("stale")
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
@@ -1073,12 +1075,12 @@ class Receiver:
             self.exposure.told_in_doubt()
         self._settle()
 
-    def _arrived(self, chunks: range, timings: wire.Timings) -> None:
-        """The peer is through with chunks."""
+    def _count(self, chunks: range, timings: wire.Timings) -> bool:
+        """The peer is through with chunks; whether there is something to do about it that the mover does not."""
         now = self.site.now()
         if self.route is Route.PULL:
             if not chunks:
-                return
+                return False
             self.tally.began(now)
         elif chunks or timings != _UNTIMED:
             self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
@@ -1086,9 +1088,8 @@ class Receiver:
                 self._granted.popleft()
         if chunks and self._run is not None and self.route is Route.STAGED:
             self.site.mover.hear(self._run.flow, chunks.stop - self._run.first)
-            if self._begun >= chunks.stop:  # then there is nothing to do before it is copied
-                return
-        self._land_soon()
+            return self._begun < chunks.stop  # else there is nothing to do before it is copied
+        return True
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""

@@ -24,7 +24,7 @@ from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, Chun
 from kvxfer.geometry.copyplan import sample
 from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
-from kvxfer.names import lazy
+from kvxfer.names import MAX_TOKENS, lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
@@ -67,6 +67,7 @@ class PairPlan:
         self.kept: Final[dict[str, Any]] = {}
         self._slices: dict[tuple[int, int], list[Slice]] = {}
         self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
+        self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does
 
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
@@ -153,9 +154,17 @@ class PairPlan:
         fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
         if most > target_bytes:
-            steps = [kind.fitting(target_bytes, align, touched) for kind in self._layer_kinds if kind.rows]
-            window = min(window, align * max(1, min(steps, default=touched)))
+            window = min(window, align * min(touched, self._fitting(target_bytes)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
+
+    def chunk_bytes(self, grid: ChunkGrid) -> int:
+        """Staging that a chunk of a grid takes at most; it may be a little more than any does."""
+        align = self.row_tokens
+        rows = -(-grid.tokens_per_chunk // align)
+        if grid.windows == 1:
+            rows = -(-grid.stop // align) - grid.start // align
+        most, total = self._staged_bytes(rows * align)
+        return min(total, grid.layers_per_chunk * most)
 
     def slices(self, layers: Sequence[int]) -> Sequence[Slice]:
         """What a run of the pair's layers has of each class that it has anything of; the same each time."""
@@ -282,6 +291,17 @@ class PairPlan:
             if len(self._staged) >= _KEPT_SIZES:
                 self._staged.clear()
             self._staged[tokens] = found
+        return found
+
+    def _fitting(self, target_bytes: int) -> int:
+        """How many of the smallest windows of any layer take no more than a target together; 1 if not even one does."""
+        found = self._windows.get(target_bytes)
+        if found is None:
+            align, kinds = self.row_tokens, self._layer_kinds
+            steps = [kind.fitting(target_bytes, align, MAX_TOKENS // align) for kind in kinds if kind.rows]
+            if len(self._windows) >= _KEPT_SIZES:
+                self._windows.clear()
+            found = self._windows[target_bytes] = max(1, min(steps, default=MAX_TOKENS))
         return found
 
     @lazy

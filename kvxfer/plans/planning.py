@@ -623,40 +623,42 @@ class Bound:
     Args:
         plan: What goes where.
         grid: How it is cut.
-        rows: Table rows of the class that has the most.
-        pieces: Contiguous runs in all, if no source block is padding.
+        before: The same, when less of the source was known.
 
     Attributes:
+        plan: As given.
+        grid: As given.
+        rows: Table rows of the class that has the most.
+        pieces: Contiguous runs in all, if no source block is padding.
         cut: The chunks as compiled code makes them; None where the planner does.
         chunk_rows: About how many of the rows a chunk's plan walks over.
         part_rows: As many rows as take the planner the time of a chunk's tables.
     """
 
-    def __init__(self, plan: TransferPlan, grid: ChunkGrid, rows: int, pieces: int) -> None:
+    def __init__(self, plan: TransferPlan, grid: ChunkGrid, before: "Bound | None" = None) -> None:
         compiled = _compiled()
         self.plan: Final = plan
         self.grid: Final = grid
-        self.rows: Final = rows
-        self.pieces: Final = pieces
+        self.rows: Final[int] = plan.most_rows if before is None else before.rows
+        self.pieces: Final[int] = plan.pieces if before is None else before.pieces
         self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
-        self.chunk_rows: Final = -(-rows // grid.windows)
+        self.chunk_rows: Final = -(-self.rows // grid.windows)
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
 
     @lazy
     def most_bytes(self) -> int:
         """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
-        return self.plan.staged_bytes if self.grid.chunks == 1 else self.plan.largest_chunk_bytes(self.grid)
+        plan, grid = self.plan, self.grid
+        if grid.chunks == 1:
+            return plan.staged_bytes
+        smallest = grid.tokens_per_chunk <= plan.pair.row_tokens  # which may exceed what was aimed at
+        return plan.largest_chunk_bytes(grid) if smallest else plan.pair.chunk_bytes(grid)
 
     @property
     def chunk_pieces(self) -> int:
         """About how many of the pieces are in a chunk."""
         return -(-self.pieces // self.grid.chunks)
-
-    @classmethod
-    def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
-        """Count once what every chunk asks for."""
-        return cls(plan, grid, plan.most_rows, plan.pieces)
 
     def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
         """The same, now that the source's lists reach further.
@@ -666,7 +668,7 @@ class Bound:
         """
         plan = self.plan
         further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
-        return Bound(further, self.grid, self.rows, self.pieces)
+        return Bound(further, self.grid, self)
 
     def carried(self, first: int, stop: int) -> int:
         """Bytes that chunks carry which follow each other.
@@ -764,6 +766,8 @@ def fit_grid(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
+    if plan.pair.chunk_bytes(grid) <= limit_bytes:
+        return grid
     need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(

@@ -238,7 +238,7 @@ def choose(
     Raises:
         RefusedError: If no route is left.
     """
-    possible = list(filter(means.can, wanted))
+    possible = [route for route in wanted if getattr(means, _FIELDS.get(route, ""), False)]
     if not possible:
         asked = "+".join(route.name.lower() for route in wanted) or "none"
         raise RefusedError(

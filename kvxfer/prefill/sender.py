@@ -178,7 +178,7 @@ def answer(
         ),
         partial(_grid, site, fetch, offer, plan),
     )
-    route, chunks, bound = choice.route, grid.chunks, Bound.of(plan, grid)
+    route, chunks, bound = choice.route, grid.chunks, Bound(plan, grid)
     fenced = site.keys.has(peer)
     ahead = ahead and offer.finished and _covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks

@@ -252,7 +252,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
                 continue
             assert isinstance(found, Fitted)  # the planner has nothing to object, so it is not asked
             grid = replace(drawn_grid(odd, rng), band=rng.choice([1, 2, 3, 100]))
-            theirs, ours = Bound.of(plan, grid), Bound.of(found, grid)
+            theirs, ours = Bound(plan, grid), Bound(found, grid)
             assert (theirs.rows, theirs.pieces) == (ours.rows, ours.pieces)
             for number in range(len(grid)):
                 expected = outcome(lambda: theirs.chunk(number))  # noqa: B023
@@ -313,7 +313,7 @@ def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
 def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
     _, _, case = pair_of()
     grid = ChunkGrid(case.pair.layers, 1, 32, case.tokens.start, case.tokens.stop)
-    ours = Bound.of(bind(case.pair, case.src, case.dst, case.tokens), grid)
+    ours = Bound(bind(case.pair, case.src, case.dst, case.tokens), grid)
     theirs = case.pair.bind(case.src, case.dst, case.tokens)
 
     def reached(regions):
@@ -345,7 +345,7 @@ def test_a_grid_of_other_tokens_or_layers_is_the_planners():
     assert cut_of(fit, replace(grid, start=0)) is None
     assert cut_of(fit, replace(grid, layers=(0, 1))) is None
     assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
-    (tables,) = opened(Bound.of(fit, replace(grid, start=0)).copies(range(1)))
+    (tables,) = opened(Bound(fit, replace(grid, start=0)).copies(range(1)))
     assert isinstance(tables, Tables)
 
 
@@ -355,6 +355,6 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     wide = [described([contiguous(axes, sizes, base=base)]) for base in (1, 1 << 50)]
     pair = between(*wide)
     spans = {"default": Span(np.asarray([1]))}
-    bound = Bound.of(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
+    bound = Bound(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
         bound.copies(range(1))

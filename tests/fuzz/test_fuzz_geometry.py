@@ -96,7 +96,7 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
             src, dst = (ours, theirs) if sending else (theirs, ours)
             plan = pair.bind(src, dst, tokens, covered=tokens.stop)
             grid = fit_grid(plan, target_bytes=2048, limit_bytes=4096)
-            bound = Bound.of(plan, grid)
+            bound = Bound(plan, grid)
             for number in range(min(len(grid), 4)):
                 pieces = bound.chunk(number).listed()
                 inside(pieces.src if sending else pieces.dst, pieces.nbytes)

@@ -161,7 +161,7 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
     def tables(plan: TransferPlan) -> Bound:
         grid = fit_grid(plan, target_bytes=in_place_bytes(Route.DIRECT, plan, CHUNK), limit_bytes=CHUNK, listed=True)
         plan.digest(grid)
-        return Bound.of(plan, grid)
+        return Bound(plan, grid)
 
     plan = bind()
     whole = plan.whole

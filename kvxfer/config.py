@@ -506,11 +506,11 @@ class TlsConfig(SettingsGroup):
         super().__init__(**arguments)
 
     authorities: PemFile = None
-    """PEM file of certificates, one of which must vouch for each peer; switches TLS on."""
+    """PEM file of certificates, one of which must vouch for a peer; switches TLS on. Set it where others listen."""
     certificate: PemFile = None
-    """PEM file of this worker's certificate, with intermediate ones after it; a listener needs one."""
+    """PEM file of this worker's certificate, then intermediate ones. Set it at listeners; with `mutual`, everywhere."""
     key: PemFile = None
-    """PEM file of its private key, not encrypted; none: it is in the file of the certificate."""
+    """PEM file of its private key, not encrypted. Set it where the file of the certificate does not hold it."""
     mutual: bool = True
     """Whether who connects here must show a certificate too; without, where decode ranks have none, only the listener
     does."""
@@ -748,7 +748,7 @@ class FabricConfig(SettingsGroup):
     """Pieces in one post at most, fewer where a post takes long; 16 times as many where the transport takes those
     between GPUs as one list."""
     scatter_lists: bool = False
-    """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
+    """Pieces go to UCX as one list. Set it where all caches are on GPUs; between GPU and CPU UCX 1.23 fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
     """Bytes in one post at most, on lanes that copy inside the post; see `no_progress_timeout` for slow links."""
 
@@ -779,7 +779,7 @@ class Config(BaseSettings):
     engine: Annotated[str, Field(min_length=1, max_length=128)] = "kvxfer"
     """Name of this engine, as peers show it: one of its own for each of several."""
     model: Annotated[str, Field(max_length=1024)] = ""
-    """Name of the model, so that engines of different ones refuse each other; empty at one of them: not compared."""
+    """Name of the model: set it where engines of several models could meet; empty at one of two: not compared."""
     rank: Annotated[int, Field(ge=0)] = 0
     """This worker's rank in its engine, where that has several."""
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
@@ -789,7 +789,7 @@ class Config(BaseSettings):
     """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or for peers on other hosts `tcp:host:port`
     (port 0: any free one)."""
     advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(check_advertise)] = None
-    """Endpoint to put in the card when it differs from `listen`; port 0 stands for the port that `listen` got."""
+    """Endpoint in the card: set it where peers reach `listen` at another address; port 0: the one that `listen` got."""
     traces: Literal["off", "otel"] = "off"
     """`otel`, where spans are collected: those of fetches and offers go to OpenTelemetry, and peers are told to which
     trace a fetch belongs."""
@@ -805,7 +805,7 @@ class Config(BaseSettings):
     fewer where others can hand it tickets. A host of digits and no letters stands for addresses alone, not for
     names."""
     convert: bool = False
-    """As a decode rank, take a cache of other dtypes or scales, converted on the way; else such a peer is refused."""
+    """As a decode rank, convert: set it where prefill engines have other dtypes or scales, else they are refused."""
 
     route: Literal["auto", "mapped", "staged", "direct", "pull"] = "auto"
     """How bytes travel; `auto` chooses for each transfer. Name one to measure it."""

@@ -140,6 +140,15 @@ def test_fan_in(folder):
     ]
 
 
+@nixl
+def test_adapter(folder):
+    assert run("adapter.py", folder) == [
+        "running: ['request-0', 'request-1', 'request-2']",
+        "free again at the prefill engine: 32 of 32",
+        *(f"request-{number} is as it was: True" for number in range(3)),
+    ]
+
+
 def test_no_example_is_left_out():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     tested = set(re.findall(r'"(?:examples/)?(\w+\.py)"', tests))

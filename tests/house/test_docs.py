@@ -14,20 +14,8 @@ PAGES = sorted(
     if not any(part.startswith(".") or part in SKIPPED for part in path.relative_to(ROOT).parts)
 )
 WRAPPED = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            "design",
-            "architecture",
-            "deploy",
-            "operations",
-            "performance",
-            "serving",
-        )
-    ),
-    *(ROOT / "docs" / f"{name}.md" for name in ("index", "tutorial", "timeline", "compatibility")),
-    *sorted((ROOT / "docs/how-to").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "proto/PROTOCOL.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 COLUMNS = 120
 

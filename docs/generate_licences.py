@@ -13,9 +13,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("licences.md")
 ROOT = PAGE.parents[1]
-NOT_INSTALLED = {"cuda-bindings": ("13.5.0", "Apache-2.0")}
-"""What the development environment leaves out, with the version whose metadata was read, and what that says."""
-_WORDS = {"Apache 2.0 License": "Apache-2.0", "MIT License": "MIT"}
+NOT_INSTALLED = {"cuda-bindings": "Apache-2.0"}
+"""What the development environment leaves out, and what the metadata of its version 13.5.0 says."""
+_WORDS = {"Apache 2.0 License": "Apache-2.0", "Apache 2.0": "Apache-2.0", "MIT License": "MIT"}
 _SHORT = 60
 
 
@@ -34,22 +34,23 @@ def required() -> dict[str, list[str]]:
 def _lines() -> Iterator[str]:
     yield from ("# Licences", "", "<!-- Made by `make licences` from the packages' own metadata. -->", "")
     yield from _HEAD.splitlines()
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
-    versions = {_plain(name): version for name, version in pins.items()}
     by: dict[str, list[str]] = {}
     for extra, names in required().items():
         for name in names if extra not in _DEVELOPMENT else ():
             by.setdefault(name, []).append(extra)
-    yield from ("", "| package | version | licence | of |", "|---|---|---|---|")
+    saying: dict[str, list[str]] = {}
     for name, extras in by.items():
-        version, licence = NOT_INSTALLED.get(name) or (versions[_plain(name)], licence_of(name))
-        yield f"| {name} | {version} | {licence} | {', '.join(filter(None, extras))} |"
+        of = f" ({', '.join(extras)})" if all(extras) else ""
+        saying.setdefault(NOT_INSTALLED.get(name) or licence_of(name), []).append(name + of)
+    yield from ("", "| licence | packages (extra) |", "|---|---|")
+    for licence, packages in sorted(saying.items()):
+        yield f"| {licence} | {', '.join(packages)} |"
 
 
 _DEVELOPMENT = {"test", "docs"}
 _HEAD = """\
 kvxfer is under [Apache 2.0](../LICENSE). What it requires, always or with an extra, says this of itself; what that
-requires in turn, and libraries inside of wheels, are not listed."""
+requires in turn, and libraries inside of wheels, are not listed. Versions are those of `constraints.txt`."""
 
 
 def _name(need: str) -> str:
@@ -57,10 +58,6 @@ def _name(need: str) -> str:
     if found is None:
         raise ValueError(f"{need!r} names no package")
     return found[0]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def licence_of(name: str) -> str:

@@ -41,7 +41,7 @@ def table(text):
         elif inside and not cells:
             return rows
         elif inside and not cells[0].startswith("---"):
-            rows.append(cells)
+            rows.append(cells + [""] * (4 - len(cells)))  # a table without defaults has no column for them
     return rows
 
 

@@ -26,7 +26,7 @@ LIMITS = {
     "attributes of a class in the core at most": (50, 12),
     "class names in the core that mean two things": (0, 0),
     "lines of tests": (79_450, 35_000),
-    "words in documents": (34_800, 30_000),
+    "words in documents": (30_000, 30_000),
 }
 """Of each figure, what it may be at most, which only ever falls, and what it is to become."""
 

@@ -66,7 +66,9 @@ class Decode:
         for event in self.worker.poll():
             if isinstance(event, kvxfer.Fetched):
                 self.running.append(event.request)
-            elif isinstance(event, kvxfer.Settled) or not isinstance(event.error, kvxfer.MemoryInDoubtError):
+            elif isinstance(event, kvxfer.FetchFailed) and isinstance(event.error, kvxfer.MemoryInDoubtError):
+                continue  # Settled will come
+            else:
                 self.free += self.held.pop(event.request)  # compute the prompt here, or fail the request
 
 

@@ -506,7 +506,7 @@ class TlsConfig(SettingsGroup):
         super().__init__(**arguments)
 
     authorities: PemFile = None
-    """PEM file of certificates, one of which must vouch for a peer; switches TLS on. Set it where others listen."""
+    """PEM file of certificates that vouch for peers; switches TLS on. Set it where others share the network."""
     certificate: PemFile = None
     """PEM file of this worker's certificate, then intermediate ones. Set it at listeners; with `mutual`, everywhere."""
     key: PemFile = None

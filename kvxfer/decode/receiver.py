@@ -68,15 +68,10 @@ _NOWHERE: Final = Damage((), (), {})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A chunk that is not what it should be.
+    """A chunk that is not what it should be."""
 
-    Attributes:
-        chunk: Its number.
-        damage: Where it differs; empty if the prefill rank did not say what it should be.
-    """
-
-    chunk: int
-    damage: Damage
+    chunk: int  # its number
+    damage: Damage  # where it differs; empty if the prefill rank did not say what it should be
 
 
 class Checking:
@@ -214,12 +209,8 @@ class Grants:
         """For how long a grant holds that is given now."""
         return self._site.lease_ms(self.desk.share.held_bytes(self._peer.account))
 
-    def place(self, chunk: int) -> Extent:
-        """Where a chunk goes, or is."""
-        return self.ring[(chunk - self._first) % len(self.ring)]
-
     def places(self, chunks: range) -> list[Extent]:
-        """The same of several."""
+        """Where chunks go, or are."""
         return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
     def let_go(self) -> None:
@@ -248,7 +239,7 @@ class Grants:
         ring = self.ring
         kept: Sequence[Extent] = ring if hands else ()
         if 0 < len(hands) < len(ring):
-            kept = [self.place(chunk) for chunk in hands]
+            kept = self.places(hands)
         if len(kept) < len(ring):
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
         for extent in ring:
@@ -268,25 +259,15 @@ def named(ring: Sequence[Extent]) -> list[wire.Grant]:
 
 
 class _Said(Struct, eq=False):
-    """What the peer was told by the last grant.
+    """What the peer was told by the last grant."""
 
-    Attributes:
-        copied: So many chunks had left their places.
-        renewal: When its lease is to be renewed.
-        again: Says it again.
-        news: Whether that is because more have left, and not for the lease.
-        turns: How many turns of the ring may be granted at once.
-        since: When the turn began that is under way.
-        first: With which chunk.
-    """
-
-    copied: int = 0
-    renewal: float = 0.0
-    again: asyncio.TimerHandle | None = None
-    news: bool = False
-    turns: int = _TURNS
-    since: float = 0.0
-    first: int = 0
+    copied: int = 0  # so many chunks had left their places
+    renewal: float = 0.0  # when its lease is to be renewed
+    again: asyncio.TimerHandle | None = None  # says it again
+    news: bool = False  # whether that is because more have left, and not for the lease
+    turns: int = _TURNS  # how many turns of the ring may be granted at once
+    since: float = 0.0  # when the turn began that is under way
+    first: int = 0  # with which chunk
 
     def restart(self, first: int, now: float) -> None:
         """There is another ring."""
@@ -300,21 +281,13 @@ class _Said(Struct, eq=False):
 
 
 class _Run(Struct, eq=False):
-    """Chunks that the mover moves one after another.
+    """Chunks that the mover moves one after another."""
 
-    Attributes:
-        flow: Where it does.
-        first: The first of them.
-        way: Of what is read: the peer's agent, and what its memory is granted by.
-        copying: Seconds that copying them took.
-        unwant: Wants no other agent any more, which would end what is in doubt.
-    """
-
-    flow: Flow
-    first: int
-    way: tuple[str, int]
-    copying: float = 0.0
-    unwant: Callable[[], None] = no_hold
+    flow: Flow  # where it does
+    first: int  # the first of them
+    way: tuple[str, int]  # of what is read: the peer's agent, and what its memory is granted by
+    copying: float = 0.0  # seconds that copying them took
+    unwant: Callable[[], None] = no_hold  # wants no other agent any more, which would end what is in doubt
 
 
 class Receiver:
@@ -869,15 +842,14 @@ class Receiver:
             self._fetch.landed(grid.layers_of(begin, stop))
 
     def _land_soon(self) -> None:
-        """Something is in place, or is there to be copied: if all that is left to do is to say so, do it right now."""
+        """Something is in place, or is there to be copied: where that is the end, and nothing is compared, say so now."""
         machine, there = self.machine, self._copied
         if not self.grants.staged or self.route is Route.PULL:
-            there = self._flushed = self._flushed if _by_nic(self, staged=False) else machine.arrived
+            there = self._flushed if _by_nic(self, staged=False) else machine.arrived
         planned = self._bound is not None or not self._plans
-        if planned and self.checking is None and self.moving and self._answer is not None and not self._stale:
+        if machine.chunks_done < there == machine.chunks and planned and self.checking is None and self.moving:
             try:
-                if machine.chunks_done < there:
-                    self._landed(there)
+                self._landed(there)
             except KvxferError as error:
                 self._failed(error)
         self._wake()

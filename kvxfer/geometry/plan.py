@@ -297,8 +297,9 @@ class PairPlan:
         """How many of the smallest windows of any layer take no more than a target together; 1 if not even one does."""
         found = self._windows.get(target_bytes)
         if found is None:
-            align, kinds = self.row_tokens, self._layer_kinds
-            steps = [kind.fitting(target_bytes, align, MAX_TOKENS // align) for kind in kinds if kind.rows]
+            align, kinds = self.row_tokens, [kind for kind in self._layer_kinds if kind.rows]
+            windows = range(1, MAX_TOKENS // align + 1)
+            steps = [bisect_right(windows, target_bytes, key=lambda n: one.staged_bytes(n * align)) for one in kinds]
             if len(self._windows) >= _KEPT_SIZES:
                 self._windows.clear()
             found = self._windows[target_bytes] = max(1, min(steps, default=MAX_TOKENS))
@@ -325,10 +326,6 @@ class _LayerKind:
     def staged_bytes(self, tokens: int) -> int:
         """In a window of so many tokens that cuts no row, at most: only the tokens that both sides hold have rows."""
         return self.fixed + sum(min(src.most(tokens), dst.most(tokens)) * size for (src, dst), size in self.rows)
-
-    def fitting(self, target_bytes: int, tokens: int, most: int) -> int:
-        """In how many times so many tokens, up to a number, it takes no more than a target."""
-        return bisect_right(range(1, most + 1), target_bytes, key=lambda times: self.staged_bytes(times * tokens))
 
 
 def _meeting(key: SegmentKey) -> Meeting:

@@ -88,23 +88,14 @@ _MOST_STREAMED_CHUNKS: Final = 256
 
 
 class Draft(Struct, frozen=True):
-    """An offer as it is when a transfer of it is planned.
+    """An offer as it is when a transfer of it is planned."""
 
-    Attributes:
-        spans: Source blocks by group.
-        tokens: Tokens that they hold.
-        step: Tokens that came last: more will come in steps like it.
-        finished: Whether nothing will be added.
-        by_layer: Whether layers become ready one after the other.
-        prompt: Whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is.
-    """
-
-    spans: BlockLists
-    tokens: int
-    step: int
-    finished: bool
-    by_layer: bool
-    prompt: bool
+    spans: BlockLists  # source blocks by group
+    tokens: int  # tokens that they hold
+    step: int  # tokens that came last: more will come in steps like it
+    finished: bool  # whether nothing will be added
+    by_layer: bool  # whether layers become ready one after the other
+    prompt: bool  # whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is
 
     @classmethod
     def of(cls, offer: Entry) -> "Draft":
@@ -115,19 +106,12 @@ class Draft(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """What becomes of it.
+    """What becomes of it."""
 
-    Attributes:
-        bound: Its plan, and how it is cut.
-        choice: Its route.
-        message: What the decode rank is told.
-        plain_s: Seconds that it would be predicted to take, had transfers with the peer taught nothing.
-    """
-
-    bound: Bound
-    choice: Choice
-    message: wire.Accept
-    plain_s: float
+    bound: Bound  # its plan, and how it is cut
+    choice: Choice  # its route
+    message: wire.Accept  # what the decode rank is told
+    plain_s: float  # seconds that it would be predicted to take, had transfers with the peer taught nothing
 
 
 def answer(
@@ -289,23 +273,14 @@ _RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
 
 
 class _Terms(Struct, eq=False):
-    """When chunks that were granted may be moved.
+    """When chunks that were granted may be moved."""
 
-    Attributes:
-        stop: Up to which chunk.
-        granted: When they were.
-        until: When the grant's lease ends, by the last that was said of it: nothing is posted later.
-        generation: As granted, for gates.
-        renewals: How often the decode rank had made its agent anew by then.
-        fresh: Whether they go elsewhere than those before.
-    """
-
-    stop: int
-    granted: float
-    until: float
-    generation: int
-    renewals: int
-    fresh: bool
+    stop: int  # up to which chunk
+    granted: float  # when they were
+    until: float  # when the grant's lease ends, by the last that was said of it: nothing is posted later
+    generation: int  # as granted, for gates
+    renewals: int  # how often the decode rank had made its agent anew by then
+    fresh: bool  # whether they go elsewhere than those before
 
     def follow(self, before: "_Terms") -> bool:
         """Whether they may be moved as those before them, but for the lease."""
@@ -313,54 +288,31 @@ class _Terms(Struct, eq=False):
 
 
 class _Run(Struct, eq=False):
-    """Chunks that the mover moves one after another.
+    """Chunks that the mover moves one after another."""
 
-    Attributes:
-        first: The first of them.
-        terms: Of the grant of the first one.
-        post: To whom, where something is posted.
-        extents: Staging memory that they take turns in.
-        gate: In front of the peer's memory, if that is mapped.
-        reached: Makes the peer's addresses ours then.
-        flow: Where the mover does it, once there is a step.
-        stop: Up to which chunk it has steps.
-        allowed: Up to which chunk it may go.
-        told: What was heard of its progress last.
-        finished: Whether nothing follows.
-        since: When all that may go had been done last.
-        idle: Ends it after a while in which there is nothing to do.
-        doubt: What may still move of it.
-    """
-
-    first: int
-    terms: _Terms
-    post: Post | None = None
-    extents: list[Extent] = field(default_factory=list[Extent])
-    gate: Gate | None = None
-    reached: Callable[[I64], I64] | None = None
-    flow: Flow | None = None
-    stop: int = 0
-    allowed: int = 0
-    told: CopyOutcome = _NOTHING_YET
-    finished: bool = False
-    since: float = 0.0
-    idle: asyncio.TimerHandle | None = None
-    doubt: "_Unsure | None" = None
+    first: int  # the first of them
+    terms: _Terms  # of the grant of the first one
+    post: Post | None = None  # to whom, where something is posted
+    extents: list[Extent] = field(default_factory=list[Extent])  # staging memory that they take turns in
+    gate: Gate | None = None  # in front of the peer's memory, if that is mapped
+    reached: Callable[[I64], I64] | None = None  # makes the peer's addresses ours then
+    flow: Flow | None = None  # where the mover does it, once there is a step
+    stop: int = 0  # up to which chunk it has steps
+    allowed: int = 0  # up to which chunk it may go
+    told: CopyOutcome = _NOTHING_YET  # what was heard of its progress last
+    finished: bool = False  # whether nothing follows
+    since: float = 0.0  # when all that may go had been done last
+    idle: asyncio.TimerHandle | None = None  # ends it after a while in which there is nothing to do
+    doubt: "_Unsure | None" = None  # what may still move of it
 
 
 @dataclass(slots=True, eq=False)
 class _Unsure:
-    """A flow of which bytes may still move, though the mover has given it up.
+    """A flow of which bytes may still move, though the mover has given it up."""
 
-    Attributes:
-        copy: What the mover still has.
-        left: Whether it has left this side: our memory is not read for it any more.
-        let_go: Gives that memory back.
-    """
-
-    copy: Copy
-    left: bool
-    let_go: Callback = no_hold
+    copy: Copy  # what the mover still has
+    left: bool  # whether it has left this side: our memory is not read for it any more
+    let_go: Callback = no_hold  # gives that memory back
 
 
 class Sender:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from passing import enter
 
 from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction
+from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
 from kvxfer.copy.walk import copy_parts
@@ -143,7 +143,7 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
     def put(halt: Halt) -> None:
         original = Mover.submit
 
-        def hooked(mover: Mover, job: CopyJob, where: Direction) -> Any:
+        def hooked(mover: Mover, job: Any, where: Direction) -> Any:
             if not job.tables.launches or where is not direction:
                 return original(mover, job, where)
             loop = asyncio.get_running_loop()
@@ -230,8 +230,8 @@ RECEIVER = {
     "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
     "scattered": Step("receiver", _STAGED, _before(Receiver, "_moved")),
-    "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
-    "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
+    "to be released": Step("receiver", EVERY, _before(Fetch, "release")),
+    "release sent": Step("receiver", EVERY, _after(Fetch, "release")),
 }
 
 STEPS = {("sender", name): step for name, step in SENDER.items()} | {

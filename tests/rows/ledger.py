@@ -17,6 +17,7 @@ from execute import byte_pairs
 from inside import staging
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from opened import singly
 from ranks import I64, World
 
 from kvxfer.copy.mover import Copy, Flow, Mover
@@ -193,6 +194,7 @@ class Noted:
 
     def add(self, steps: list[CopyJob], allowed: int) -> None:
         """There are more steps, and so many of all may begin."""
+        steps = singly(steps)
         self._steps += steps
         for job in steps:
             if job.post is not None and job.tables.launches:

@@ -187,7 +187,7 @@ class Kept(Pair):
         most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
-            self.extents[chunk] = grants.place(chunk)
+            self.extents[chunk] = grants.places(range(chunk, chunk + 1))[0]
             if self.staged:
                 self.where[chunk] = self.extents[chunk].address
         self.to_peer(receiver.grant(upto, grants.next_lease_ms(), ring=ring))

@@ -21,6 +21,7 @@ import numpy as np
 from decoded import pieces
 from inside import arena_shares
 from msgspec.structs import replace
+from opened import singly
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
@@ -534,7 +535,7 @@ def watch(monkeypatch, ledger: Ledger):
     def watched_flow(mover, job, direction, steps, *, total, allowed, progress, **options):
         """The same of each step, from when it may begin until it is told to be done."""
         steps = list(steps)
-        watched = _Steps(ledger, steps)
+        watched = _Steps(ledger, singly(steps))
 
         def done(outcome):
             watched.ended(outcome, gated=job.post is None and job.passage is not None)
@@ -555,7 +556,7 @@ def watch(monkeypatch, ledger: Ledger):
     def watched_add(mover, flow, steps, **options):
         steps = list(steps)
         add(mover, flow, steps, **options)
-        steps_of[flow].jobs += steps
+        steps_of[flow].jobs += singly(steps)
         steps_of[flow].may_begin(flow)
 
     def watched_allow(mover, flow, steps, until=None):

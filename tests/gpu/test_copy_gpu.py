@@ -1,9 +1,4 @@
-"""Copies on real GPUs: what the interpreter cannot show (alignment, 64-bit addresses, races, streams), and figures.
-
-    python -m pytest tests/gpu/test_copy_gpu.py -s
-
-prints the figures; nothing here asserts a speed.
-"""
+"""Copies on real GPUs: what the interpreter cannot show: alignment, 64-bit addresses, races and streams."""
 
 import os
 import subprocess
@@ -11,7 +6,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -622,155 +616,6 @@ def test_an_idle_mover_uses_no_cpu(runner):
     used = time.process_time() - before
     print(f"idle for 1 s: {used * 1e3:.2f} ms of CPU time")
     assert used < 0.02
-
-
-# ---- figures
-
-
-def median_ms(work, stream, rounds=5):
-    work()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        work()
-        end.record(stream)
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(np.median(times))
-
-
-LAYOUTS = {
-    "contiguous 32 KiB": lambda *at: contiguous_rows(*at, rows=256, regions=64, row_bytes=32 * KIB, pool=512),
-    "contiguous 8 KiB": lambda *at: contiguous_rows(*at, rows=1024, regions=64, row_bytes=8 * KIB, pool=2048),
-    "contiguous 2 KiB": lambda *at: contiguous_rows(*at, rows=4096, regions=64, row_bytes=2 * KIB, pool=8192),
-    "NHD head split 512 B": lambda *at: head_split(*at, rows=1024, regions=64, pool=2048),
-    "HND to NHD 256 B": lambda *at: hnd_to_nhd(*at, rows=256, regions=64, pool=512),
-    "rows of 132 B (4-byte)": lambda *at: head_split(*at, rows=1024, regions=64, pool=2048, row_bytes=132),
-}
-CTAS = (16, 24, 48, 132)
-
-
-def targets():
-    yield "same GPU", "cuda:0"
-    if torch.cuda.device_count() > 1:
-        yield "peer GPU", "cuda:1"
-
-
-class Launcher:
-    """Launches a plan whose tables already are on the device, with any tile and number of warps."""
-
-    def __init__(self, plan, *, tile=tables.TILE_WORDS, warps=None):
-        from kvxfer.copy import kernel
-
-        before, tables.TILE_WORDS = tables.TILE_WORDS, tile
-        try:
-            packed = tables.pack(plan)
-        finally:
-            tables.TILE_WORDS = before
-        self.launches = packed.launches
-        self.words = torch.from_numpy(packed.words).to("cuda:0")
-        self.options = {**kernel.OPTIONS, **({"num_warps": warps} if warps else {})}
-        self.kernel: Any = kernel.copy_boxes
-        self.constants = kernel.constants
-        self.tile = tile
-
-    def __call__(self, ctas):
-        for launch in self.launches:
-            fixed = {**self.constants(launch.variant), "TILE": self.tile}
-            arguments = (self.words, launch.first, launch.headers, 0, 0, 0)
-            self.kernel[(min(ctas, launch.tiles),)](*arguments, **fixed, **self.options)
-
-
-def test_figures_throughput():
-    src = noise(5 * GIB)
-    stream = torch.cuda.current_stream()
-    runner = Runner(ctas=24)
-    for where, device in targets():
-        dst = torch.empty(3 * GIB, dtype=torch.uint8, device=device)
-        dst[:MIB].copy_(src[:MIB])
-        settle()
-        reference = 512 * MIB / median_ms(partial(dst[: 512 * MIB].copy_, src[: 512 * MIB]), stream) / 1e6
-        print(f"\n512 MiB, {where}: torch's contiguous copy {reference:.0f} GB/s; kernel GB/s (ratio) by CTAs;"
-              " whole job through the mover with 24 CTAs")  # fmt: skip
-        for name, make in LAYOUTS.items():
-            plan = make(src.data_ptr(), dst.data_ptr())
-            launch = Launcher(plan)
-            cells = []
-            for ctas in CTAS:
-                rate = plan.bytes / median_ms(partial(launch, ctas), stream) / 1e6
-                cells.append(f"{ctas:3d}: {rate:5.0f} ({rate / reference:.2f})")
-            walls = runner.copies.seconds(plan, 6)
-            wall = plan.bytes / float(np.median(walls[1:])) / 1e9
-            print(f"  {name:24s} {plan.bytes >> 20:4d} MiB  " + "  ".join(cells) + f"  job: {wall:5.0f}", flush=True)
-    assert runner.copies.close(10)
-
-
-def test_figures_of_conversions():
-    """Whole jobs through the mover, HND from NHD, runs of 128 elements; what is read and written, both counted."""
-    src, dst = noise(2 * GIB), torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
-    print("\nGB/s read + written, by CTAs")
-    for names in (("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"), ("float16", "bfloat16")):
-        e = conversions.elements(*names)
-        rows, regions, block = 256, 64, 16 * 8 * 128
-        ids, zero = np.random.default_rng(0).permutation(512)[:rows], np.zeros(rows, np.int64)
-        table = np.stack([ids, zero, np.arange(rows), zero, zero + 16], axis=1).astype(np.int64)
-        s, d = e.src_bytes, e.dst_bytes
-        box = Box((BoxAxis(8, 128 * s, 16 * 128 * d),), 8 * 128 * s, 128 * d, 128, token_in_run=False, elements=e)
-        at = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
-        bases = at + np.arange(regions)[:, None] * block * np.asarray([[512 * s, rows * d]])
-        factors = np.full((regions, 2), 1.5, np.float32)
-        plan = CopyPlan((Segment(bases, Stencil(table, block * s, block * d, box), factors),))
-        cells = []
-        for ctas in CTAS:
-            runner = Runner(ctas=ctas)
-            walls = runner.copies.seconds(plan, 6)
-            cells.append(f"{ctas:3d}: {plan.bytes / d * (s + d) / float(np.median(walls[1:])) / 1e9:5.0f}")
-            assert runner.copies.close(10)
-        print(f"  {' to '.join(names):26s} {plan.bytes >> 20:4d} MiB written  " + "  ".join(cells), flush=True)
-
-
-def test_figures_for_tile_and_warps():
-    """The constants `TILE_WORDS` and `OPTIONS` against others; 16-byte words, 512 MiB."""
-    src = noise(5 * GIB)
-    stream = torch.cuda.current_stream()
-    for where, device in targets():
-        dst = torch.empty(3 * GIB, dtype=torch.uint8, device=device)
-        dst[:MIB].copy_(src[:MIB])
-        settle()
-        for name in ("contiguous 32 KiB", "contiguous 2 KiB", "NHD head split 512 B", "HND to NHD 256 B"):
-            plan = LAYOUTS[name](src.data_ptr(), dst.data_ptr())
-            print(f"\n{name}, {where}: GB/s with 24 / 132 CTAs")
-            for tile in (1024, 2048, 4096, 8192):
-                cells = []
-                for warps in (8, 16, 32):
-                    if not 2 <= tile // (32 * warps) <= 16:
-                        continue
-                    launch = Launcher(plan, tile=tile, warps=warps)
-                    rates = [plan.bytes / median_ms(partial(launch, n), stream, rounds=3) / 1e6 for n in (24, 132)]
-                    cells.append(f"{warps:2d} warps {rates[0]:5.0f} / {rates[1]:5.0f}")
-                print(f"  tile {tile:5d}: " + "   ".join(cells), flush=True)
-
-
-def test_figures_for_a_small_copy():
-    runner = Runner(ctas=24)
-    src = noise(256 * MIB)
-    dst = canvas(256 * MIB)
-    settle()
-    print()
-    for nbytes in (64 * KIB, 2 * MIB, 32 * MIB):
-        plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=nbytes // (32 * KIB), regions=1,
-                               row_bytes=32 * KIB, pool=4096)  # fmt: skip
-        runner.copies.warm([plan])
-        walls = np.asarray(runner.copies.seconds(plan, 600)[100:]) * 1e6
-        p50, p90, p99 = np.percentile(walls, [50, 90, 99])
-        print(f"{nbytes >> 10} KiB, submit to done, us: p50 {p50:.0f} p90 {p90:.0f} p99 {p99:.0f}", flush=True)
-    plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=64, regions=1, row_bytes=32 * KIB, pool=4096)
-    began = time.perf_counter()
-    for _ in range(200):
-        tables.pack(plan)
-    print(f"  pack: {(time.perf_counter() - began) / 200 * 1e6:.1f} us on the host")
-    assert runner.copies.close(10)
 
 
 def test_the_wide_variant_makes_16_byte_accesses(runner):

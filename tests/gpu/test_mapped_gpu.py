@@ -167,29 +167,6 @@ def test_a_gate_that_is_raised_lets_those_inside_end_and_nobody_else_in():
     words.close()
 
 
-def test_what_the_gate_costs():
-    connect()
-    source = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda:0")
-    target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:1")
-    words = gate_words(1)
-    gate = Gate(words.address, GENERATION)
-    for ctas in (24, 132):
-        made = Copies(0, ctas)
-        for nbytes in (2 * MIB, SIZE):
-            what = plan(source.data_ptr(), target.data_ptr(), nbytes)
-            times = {}
-            for name, given in (("without", None), ("with", gate)) * 2:
-                took = []
-                for _ in range(60):
-                    outcome = made.run(what, given)
-                    took.append(outcome.finished - outcome.started)
-                times[name] = sorted(took)[len(took) // 2] * 1e6
-            without, gated = times["without"], times["with"]
-            print(f"\n{ctas} CTAs, {nbytes / MIB:g} MiB: {without:.1f} us without a gate, {gated:.1f} with one")
-        assert made.mover.close(20)
-    words.close()
-
-
 # ---- another process
 
 

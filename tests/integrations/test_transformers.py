@@ -105,20 +105,8 @@ def test_greedy_tokens_and_logits_equal_those_of_the_dynamic_cache(model, expect
         assert [int(row.argmax()) for row in logits] == expected[length].tokens
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_attention_function_does_not_matter(expected, attention):
-    model = tiny_llama(SEED)
-    model.set_attn_implementation(attention)
-    cache = pool(model, "HND", 16)
-    sequence = Sequence([])
-    prefill(model, cache, sequence, prompt(40)[:23])
-    first = prefill(model, cache, sequence, prompt(40)[23:])
-    assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
-
-
-@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES[1:3])
-def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected, layout, block_tokens):
-    cache = pool(model, layout, block_tokens, num_blocks=20)
+def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected):
+    cache = pool(model, "HND", 16, num_blocks=20)
     live = {}
     for length in LENGTHS:
         sequence = Sequence([])
@@ -139,11 +127,8 @@ def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected, la
     assert cache.free_blocks == 20
 
 
-@pytest.mark.parametrize(
-    ("shape", "cuts"), list(zip(SHAPES, [(1,), (16,), (7, 32), (15, 16, 17, 39)], strict=True)), ids=str
-)
-def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, shape, cuts):
-    layout, block_tokens = shape
+@pytest.mark.parametrize(("layout", "block_tokens", "cuts"), [("NHD", 32, (7, 32)), ("HND", 16, (1, 15, 16, 17, 39))])
+def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, layout, block_tokens, cuts):
     cache = pool(model, layout, block_tokens)
     sequence, ids, logits = Sequence([]), prompt(40), torch.empty(0)
     for start, stop in zip((0, *cuts), (*cuts, 40), strict=True):
@@ -180,7 +165,7 @@ def test_digests_are_equal_across_layouts_and_block_sizes(model):
 # handing over
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [1, 40])
 def test_a_decoder_with_other_blocks_and_layout_continues_without_computing_again(model, expected, length):
     source, target = pool(model, "NHD", 16), pool(model, "HND", 32, seed=1)
     sequence = Sequence([])
@@ -193,31 +178,13 @@ def test_a_decoder_with_other_blocks_and_layout_continues_without_computing_agai
     assert received.tokens == length + STEPS
 
 
-def zero_a_block(target, received):
-    for tensor in target.tensors:
-        tensor[:, received.block_ids[1]] = 0
-
-
-def swap_two_heads(target, received):
-    for tensor in target.tensors:  # HND
-        tensor[:, received.block_ids] = tensor[:, received.block_ids][:, :, [1, 0, 2, 3]]
-
-
-def leave_a_block_out(target, received):
-    target.scrub(received.block_ids[:1])
-
-
-def cut_the_last_block(target, received):
-    target.scrub(received.block_ids[-1:])
-
-
-@pytest.mark.parametrize("damage", [zero_a_block, swap_two_heads, leave_a_block_out, cut_the_last_block])
-def test_damage_on_the_way_changes_digests_and_tokens(model, expected, damage):
+def test_damage_on_the_way_changes_digests_and_tokens(model, expected):
     source, target = pool(model, "NHD", 16), pool(model, "HND", 16, seed=1)
     sequence = Sequence([])
     first = prefill(model, source, sequence, prompt(40))
     received = copied(source, sequence, target)
-    damage(target, received)
+    for tensor in target.tensors:  # two heads of all, in HND; `test_paged` knows more kinds of damage
+        tensor[:, received.block_ids] = tensor[:, received.block_ids][:, :, [1, 0, 2, 3]]
     assert digests(target, received) != digests(source, sequence)
     assert first_difference(token_digests(source, sequence), token_digests(target, received)) is not None
     assert [first, *decode(model, target, received, first, STEPS)] != expected[40].tokens

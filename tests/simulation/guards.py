@@ -7,6 +7,7 @@ makes the decision, and nothing else: a scene that fails because something else 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import crowd
@@ -54,8 +55,9 @@ class Guard:
     check: Callable[[Path, int], None]
 
 
+@cache
 def scene(one, **settings):
-    """A scene with workers of these settings."""
+    """A scene with workers of these settings; two guards that name the same one share it."""
     return lambda folder, seed: scenes.play(one, folder, seed=seed, **settings)
 
 

@@ -270,19 +270,16 @@ def test_what_is_no_address_is_one_too(address):
         ask(address)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"7", b'{"dp_rank": 0}', b'{"bootstrap_room": 1, "dp_rank": 1e999}', b"[" * 100_000],
-    ids=lambda body: body[:8],
-)
-@pytest.mark.parametrize("path", ["/kvxfer/engines", "/register_dp_rank", "/query_dp_ranks"])
-def test_rubbish_changes_nothing(address, path, body):
+def test_rubbish_changes_nothing(address):
     register(address, ENGINE)
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(f"http://{address}{path}", body), timeout=20)
-    with refused.value as answer:
-        assert answer.code == 400
-    assert ask(address).engines == {0: ENGINE}
+    rubbish = [b"", b"{", b"[]", b"7", b'{"dp_rank": 0}', b'{"bootstrap_room": 1, "dp_rank": 1e999}', b"[" * 100_000]
+    for path in ("/kvxfer/engines", "/register_dp_rank", "/query_dp_ranks"):
+        for body in rubbish:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(f"http://{address}{path}", body), timeout=20)
+            with refused.value as answer:
+                assert answer.code == 400, (path, body[:20])
+            assert ask(address).engines == {0: ENGINE}, (path, body[:20])
 
 
 def test_other_paths(address):

@@ -149,11 +149,12 @@ class Play:
         return result, ending
 
     async def until(self, condition, seconds=60.0):
-        """Let virtual time pass in small steps until a condition holds that no event tells of."""
-        end = self.now + seconds
+        """Let virtual time pass in small steps, of 10 ms in the end, until a condition holds that no event tells of."""
+        end, step = self.now + seconds, 1e-3
         while not condition():
             assert self.now < end, "it did not come to pass"
-            await asyncio.sleep(1e-3)
+            await asyncio.sleep(step)
+            step = min(1.1 * step, 0.01)
 
     def stand_still(self, seconds):
         """Both workers, as on a machine that is paused."""

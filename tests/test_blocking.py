@@ -387,15 +387,6 @@ def test_a_refused_fetch_comes_by_poll(pair):
         transfer.result()
 
 
-def test_a_broken_post_comes_by_poll(pair):
-    pair.network.refuse_next("decode")
-    pair.prefill.offer("r", [3], tokens=16)
-    transfer = pair.fetch("r", [2], 16)
-    failed = event(pair.decode, FetchFailed)
-    assert isinstance(failed.error, TransferFailedError)
-    assert transfer.memory_safe
-
-
 def test_a_time_out_comes_by_poll(pair):
     transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
     assert isinstance(event(pair.decode, FetchFailed).error, TransferTimeoutError)
@@ -443,12 +434,6 @@ def test_what_is_cancelled_and_kept_can_be_tried_again(pair, by):
         claim.close()
 
 
-def test_cancel_at_once(pair):
-    transfer = pair.fetch("never offered", [2], 16)
-    transfer.cancel()
-    assert event(pair.decode, FetchFailed).transfer is transfer
-
-
 def test_memory_in_doubt_settles_later():
     with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
         pair.network.hold("decode")
@@ -489,23 +474,6 @@ def test_waiting_for_layers_while_prefill_computes(pair):
         transfer.wait_layer(layer)
 
 
-def test_many_threads_wait_for_one_layer(pair):
-    offer, transfer = pair.streamed("r", layers=())
-    seen = []
-
-    def wait():
-        transfer.wait_layer(0, timeout=PATIENCE)
-        seen.append(pair.sink.holds([2, 7], pair.source, [3, 5], 32, layers=[0]))
-
-    threads = [threading.Thread(target=wait) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    offer.ready(layers=[0])
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert seen == [True] * 4
-
-
 def test_waiting_for_a_layer_of_a_fetch_that_fails(pair):
     offer, transfer = pair.streamed("r", layers=[0])
     transfer.wait_layer(0, timeout=PATIENCE)
@@ -525,15 +493,6 @@ def test_waiting_for_a_layer_of_a_fetch_that_fails(pair):
     assert errors == [failed.error]
     with pytest.raises(type(failed.error)):
         transfer.wait_layer(0)  # it had landed, but the blocks are of no use
-
-
-def test_waiting_for_a_layer_of_a_cancelled_fetch(pair):
-    _, transfer = pair.streamed("r", layers=())
-    with pytest.raises(TimeoutError):
-        transfer.wait_layer(1, timeout=0.02)
-    transfer.cancel()
-    with pytest.raises(TransferFailedError, match="cancelled"):
-        transfer.wait_layer(1)
 
 
 # --- offers
@@ -568,22 +527,6 @@ def test_an_offer_that_nobody_claims_expires():
     with Pair(unclaimed_timeout="100ms") as pair:
         pair.prefill.offer("r", [3], tokens=16)
         assert "nobody claimed" in event(pair.prefill, OfferExpired).reason
-
-
-def test_a_claim_keeps_an_offer_until_it_is_closed():
-    with Pair(unclaimed_timeout="100ms", offer_lease="600ms") as pair:
-        claim = pair.decode.claim(pair.prefill.engine.ticket("r"))
-        pair.prefill.offer("r", [3], tokens=16)
-        assert pair.prefill.poll(timeout=1.0) == []
-        claim.close()
-        claim.close()
-        assert "stopped renewing" in event(pair.prefill, OfferExpired).reason
-
-
-def test_a_declined_offer_is_released(pair):
-    pair.prefill.offer("r", [3], tokens=16)
-    pair.decode.decline(pair.prefill.engine.ticket("r"))
-    event(pair.prefill, OfferReleased)
 
 
 def eventually(condition):

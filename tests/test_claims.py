@@ -96,25 +96,6 @@ def test_more_claims_than_a_frame_holds_are_all_said_and_renewed():
     play(scenario)
 
 
-def test_a_request_is_claimed_until_all_of_its_claims_have_ended():
-    async def scenario(claims, peers):
-        first, second = claims.keep(ticket("r")), claims.keep(ticket("r"))
-        first()
-        await asyncio.sleep(10 * HEARTBEAT)
-        assert len(peers.heard("r")) >= 10
-        second()
-        assert len(claims) == 0
-        third = claims.keep(ticket("r"))
-        claims.drop(ticket("r").key)  # it was fetched, say
-        fourth = claims.keep(ticket("r"))
-        third()
-        assert len(claims) == 1
-        fourth()
-        assert len(claims) == 0
-
-    play(scenario)
-
-
 def test_what_is_claimed_in_one_turn_is_said_together():
     async def scenario(claims, peers):
         await peers.link("unix:/e0", b"")

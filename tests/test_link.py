@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import PeerLostError, ProtocolError
 from kvxfer.peers.link import _SLICE_BYTES, Link
 from kvxfer.protocol.messages import Goodbye
 from kvxfer.protocol.session import Liveness, Opened, Received, Role, State
@@ -179,20 +179,6 @@ async def test_others_have_their_turn_between_frames(link):
     assert link.stream.reading
 
 
-async def test_what_a_peer_says_waits_until_it_was_looked_at(new):
-    got, looking = new.handler.got, new.handler.looking
-    new.data_received(bytes([253, 1, 2]))
-    await turns()
-    new.data_received(bytes([3]))
-    assert got == []
-    assert new.stream.reading, "who leaves meanwhile aborts what nobody has read"
-    assert not new.ready.done()
-    looking.set_result("found")
-    await turns()
-    assert got == ["found", 1, 2, 3]
-    assert new.ready.result() is PEER
-
-
 async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypatch):
     monkeypatch.setattr("kvxfer.peers.link._HEARD_BYTES", 4)
     new.data_received(bytes([253]))
@@ -204,68 +190,6 @@ async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypat
     await turns()
     assert new.handler.got == ["found", 1, 2, 3, 4]
     assert new.stream.reading
-
-
-async def test_a_peer_that_is_being_looked_at_is_not_taken_for_silent(new):
-    new.data_received(bytes([253]))
-    for _ in range(100):
-        new.handler.clock.time += TURN_SECONDS
-        new._tick()
-    new.handler.looking.set_result("found")
-    await turns()
-    for passed in range(8):
-        assert new.is_open, passed
-        new.handler.clock.time += TURN_SECONDS
-        new._tick()
-    assert [str(error) for error in new.handler.lost_with] == ["the peer was silent"]
-
-
-async def test_a_link_that_ends_while_its_peer_is_being_looked_at_was_never_open(new):
-    new.data_received(bytes([253, 1]))
-    new.close("enough")
-    new.handler.looking.set_result("found")
-    await turns()
-    assert (new.handler.got, new.handler.lost_with) == ([], [])
-    with pytest.raises(UnreachableError, match="enough"):
-        new.ready.result()
-
-
-async def test_what_came_before_the_stream_ended_counts_though_the_peer_was_being_looked_at(new):
-    new.data_received(bytes([253, 1]))
-    new.stream.close()
-    new.connection_lost(None)
-    await turns()
-    assert not new.ready.done()
-    new.handler.looking.set_result("found")
-    await turns()
-    assert new.handler.got == ["found", 1]
-    (error,) = new.handler.lost_with
-    assert isinstance(error, PeerLostError)
-
-
-async def test_a_peer_that_is_refused_when_it_was_looked_at(new):
-    new.data_received(bytes([253, 1]))
-    new.handler.looking.set_exception(MismatchError("another cache"))
-    await turns()
-    assert (new.handler.got, new.handler.lost_with) == ([], [])
-    assert new.stream.closed
-    with pytest.raises(MismatchError, match="another cache"):
-        new.ready.result()
-
-
-async def test_a_look_that_is_cancelled_ends_the_link(new):
-    new.data_received(bytes([253, 1]))
-    new.handler.looking.cancel()
-    await turns()
-    assert (new.handler.got, new.handler.lost_with) == ([], [])
-    with pytest.raises(UnreachableError, match="the worker was closed"):
-        new.ready.result()
-
-
-async def test_reading_goes_on_if_a_turn_leaves_nothing(link):
-    link.data_received(bytes(range(2)))  # just as many as a turn is long
-    assert link.handler.got == [0, 1]
-    assert link.stream.reading
 
 
 async def test_what_came_before_the_end_of_the_stream_counts(link):

@@ -22,12 +22,10 @@ from kvxfer.errors import (
     RequestError,
     TicketError,
     TokensError,
-    TransferFailedError,
-    TransferTimeoutError,
     UsageError,
 )
 from kvxfer.geometry import CacheTensor
-from kvxfer.offers import Expired, Released, Withdrawn
+from kvxfer.offers import Released, Withdrawn
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard
@@ -149,12 +147,6 @@ async def test_a_fetch(pair):
     assert offer.key == ("r", 0)
 
 
-async def test_the_service_has_a_thread_of_its_own(pair):
-    names = [thread.name for thread in threading.enumerate()]
-    assert names.count("kvxfer-loop") == 2
-    assert pair.decode.describe()["card"] == pair.decode.card.to_dict()
-
-
 async def test_bytes_move_while_the_callers_loop_stands_still(pair):
     pair.prefill.offer("r", [3, 5], tokens=32)
     transfer = pair.start("r")
@@ -193,21 +185,6 @@ async def test_an_offer_block_by_block(pair):
     offer.finish()
     await transfer
     assert pair.landed()
-
-
-async def test_a_claim_and_a_refusal_to_fetch(pair):
-    ticket = pair.prefill.engine.ticket("r")
-    offer = pair.prefill.offer("r", [3], tokens=16)
-    claim = pair.decode.claim(ticket)
-    assert claim.ticket.request == "r"
-    claim.close()
-    await pair.decode.decline(ticket)
-    assert isinstance(await offer.released(), Released)
-
-
-async def test_an_offer_expires():
-    async with Pair(unclaimed_timeout="50ms") as pair:
-        assert isinstance(await pair.prefill.offer("r", [3], tokens=16).released(), Expired)
 
 
 def test_it_serves_several_loops():
@@ -269,22 +246,6 @@ async def test_a_refused_fetch(pair):
     assert transfer.memory_safe
 
 
-async def test_a_layer_of_a_fetch_that_fails(pair):
-    offer, transfer = pair.offer("r", [0]), pair.start("r")
-    await transfer.layers(0, 1)
-    waiting = asyncio.ensure_future(transfer.layers(1, 2))
-    assert isinstance(await offer.withdraw(), Withdrawn)
-    with pytest.raises(TransferFailedError, match="withdrawn"):
-        await waiting
-    with pytest.raises(TransferFailedError, match="withdrawn"):
-        await transfer
-
-
-async def test_a_time_out_of_the_fetch(pair):
-    with pytest.raises(TransferTimeoutError):
-        await pair.start("never offered", timeout=0.05)
-
-
 # --- cancellation
 
 
@@ -299,106 +260,6 @@ async def end(transfer):
     transfer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await transfer
-
-
-async def test_cancelling_the_caller_waits_for_safe_memory(pair):
-    pair.network.hold("decode")
-    pair.offer("r", [0])
-    transfer = pair.start("r")
-    while not pair.network.held("decode"):
-        await asyncio.wait({transfer.outcome}, timeout=0.01)
-    task = asyncio.create_task(_result(transfer))
-    await asyncio.sleep(0)
-    for _ in range(2):
-        task.cancel()
-        assert not (await asyncio.wait({task}, timeout=0.05))[0]  # a write of these blocks is in flight
-    pair.network.release("decode")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert transfer.state is TransferState.FAILED
-    assert transfer.memory_safe
-    assert transfer.failed_blocks == {"default": [2, 7]}
-    second = pair.start("s")  # its blocks are free again
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second.layers(0, LAYERS)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-async def test_giving_up_frees_the_blocks_over_there_unless_they_are_kept(pair, keep):
-    offer = pair.offer("r", [0])
-    transfer = pair.start("r", keep=keep)
-    await transfer.layers(0, 1)
-    await end(transfer)
-    if keep:
-        offer.ready()
-        offer.finish()
-        await pair.start("r")
-        assert pair.landed()
-    async with asyncio.timeout(PATIENCE):
-        assert isinstance(await offer.released(), Released)
-
-
-async def test_closing_a_claim_of_what_was_given_up_frees_the_blocks_over_there(pair):
-    claim, offer = pair.decode.claim(pair.prefill.engine.ticket("r")), pair.offer("r", [0])
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(pair.start("r"), 0.05)
-    claim.close()
-    async with asyncio.timeout(PATIENCE):
-        assert isinstance(await offer.released(), Released)
-
-
-async def test_wait_for(pair):
-    transfer = await under_way(pair)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(transfer, 0.05)
-    assert transfer.done
-
-
-async def test_cancelling_a_wait_for_layers_leaves_the_transfer_alone(pair):
-    async def use():
-        async with await under_way(pair) as transfer:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await transfer.layers(1, 2)
-            assert not transfer.done
-            transfer.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await use()
-
-
-async def test_leaving_its_block_waits_for_its_end(pair):
-    offer = pair.offer("r", [0])
-    async with pair.start("r") as transfer:
-        await transfer.layers(0, 1)
-        offer.ready()
-        offer.finish()
-    assert transfer.state is TransferState.DONE
-    assert pair.landed()
-
-
-async def test_leaving_its_block_by_a_cancellation_waits_for_safe_memory(pair):
-    pair.network.hold("decode")
-    pair.offer("r", [0])
-
-    async def use():
-        async with pair.start("r") as transfer:
-            begun.append(transfer)
-            await transfer.layers(0, LAYERS)
-
-    begun, task = [], None
-    task = asyncio.create_task(use())
-    while not pair.network.held("decode"):
-        assert not (await asyncio.wait({task}, timeout=0.01))[0]
-    for _ in range(2):
-        task.cancel()
-        assert not (await asyncio.wait({task}, timeout=0.05))[0]  # a write of these blocks is in flight
-    pair.network.release("decode")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert begun[0].memory_safe
-    assert begun[0].failed_blocks == {"default": [2, 7]}
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])
@@ -478,18 +339,6 @@ async def test_no_thread_is_left_behind():
     assert no_new_threads(before)
 
 
-async def test_draining_lets_a_fetch_end(pair):
-    offer, transfer = pair.offer("r", [0]), pair.start("r")
-    await transfer.layers(0, 1)
-    draining = asyncio.ensure_future(pair.decode.drain(PATIENCE))
-    offer.ready()
-    offer.finish()
-    assert await draining
-    assert (await transfer).request == "r"
-    with pytest.raises(ClosedError):
-        pair.start("other")
-
-
 async def test_what_cannot_be_opened_leaves_nothing_behind():
     before, network = threading.enumerate(), LoopbackNetwork()
     with pytest.raises(GeometryError):
@@ -500,35 +349,6 @@ async def test_what_cannot_be_opened_leaves_nothing_behind():
         await worker.__aenter__()
     with pytest.raises(ClosedError):
         await worker.__aenter__()
-    assert no_new_threads(before)
-
-
-class SlowTransport(LoopbackTransport):
-    """Opening it waits until it may go on."""
-
-    def __init__(self, name, network):
-        super().__init__(name, network)
-        self.entered, self.go = threading.Event(), threading.Event()
-
-    def setup(self):
-        self.entered.set()
-        self.go.wait(PATIENCE)
-        super().setup()
-
-
-async def test_cancelling_while_it_opens_leaves_nothing_behind():
-    before = threading.enumerate()
-    transport = SlowTransport("a", LoopbackNetwork())
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    worker = Worker(cache()[1], config, transport=transport, loop="own")
-    task = asyncio.create_task(worker.__aenter__())
-    await asyncio.to_thread(transport.entered.wait, PATIENCE)
-    task.cancel()
-    assert not (await asyncio.wait({task}, timeout=0.05))[0]  # opened to its end, and then closed
-    transport.go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert "closed" in repr(worker)
     assert no_new_threads(before)
 
 

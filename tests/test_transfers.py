@@ -51,31 +51,6 @@ async def test_they_go_on_in_the_order_in_which_they_came_and_those_of_layers_fi
     assert heard[-1] == ("late", kind)
 
 
-async def test_one_turn_after_it_has_ended_they_know():
-    (transfer, progress), heard = begun(), []
-    waiting = asyncio.create_task(waited(transfer, "it", heard))
-    await turns()
-    progress.succeed(RESULT)
-    await asyncio.sleep(0)
-    assert heard == [("it", None)]
-    await waiting
-
-
-async def test_who_is_cancelled_cancels_it_and_waits_until_its_memory_is_safe():
-    given_up, heard = [], []
-    transfer, progress = begun(lambda: given_up.append(1))
-    waiting, beside = (asyncio.create_task(waited(transfer, name, heard)) for name in ("it", "beside"))
-    await turns()
-    for _ in range(3):
-        waiting.cancel()
-        await turns()
-    assert given_up == [1]
-    assert not heard
-    progress.fail(asyncio.CancelledError())
-    await asyncio.gather(waiting, beside, return_exceptions=True)
-    assert sorted(heard) == [("beside", asyncio.CancelledError), ("it", asyncio.CancelledError)]
-
-
 async def leaves(transfer, body, heard):
     try:
         async with transfer:
@@ -88,33 +63,6 @@ async def leaves(transfer, body, heard):
 
 async def fails():
     raise LookupError("the caller's own")
-
-
-async def test_leaving_its_block_waits_and_raises_its_error():
-    (transfer, progress), heard = begun(), []
-    waiting = asyncio.create_task(leaves(transfer, turns, heard))
-    await turns(20)
-    assert not heard
-    gone = PeerLostError("gone")
-    progress.fail(gone)
-    await asyncio.wait([waiting])
-    assert heard == [gone]
-    (transfer, progress), heard = begun(), []
-    progress.succeed(RESULT)
-    await leaves(transfer, turns, heard)
-    assert heard == [None]
-
-
-async def test_leaving_its_block_by_an_error_cancels_it_and_waits_until_its_memory_is_safe():
-    given_up, heard = [], []
-    transfer, progress = begun(lambda: given_up.append(1))
-    waiting = asyncio.create_task(leaves(transfer, fails, heard))
-    await turns()
-    assert given_up == [1]
-    assert not heard
-    progress.fail(asyncio.CancelledError())
-    with pytest.raises(LookupError):
-        await waiting
 
 
 async def test_a_cancellation_while_its_block_is_left_by_an_error_is_not_lost():
@@ -162,22 +110,6 @@ async def test_a_doubt_that_has_settled_is_not_raised_again():
         await leaves(transfer, settles, [])
 
 
-async def test_one_that_is_dropped_is_warned_of_once():
-    transfer, progress = begun()
-    with pytest.warns(ResourceWarning, match=r"'r' \(0-1\) was dropped: .* the blocks \{default: \[3, 4\]\}"):
-        del transfer
-    transfer, progress = begun()
-    waiting = asyncio.create_task(transfer.layers(0, 1))
-    await turns()
-    waiting.cancel()
-    with pytest.warns(ResourceWarning, match="whoever waited for its layers was cancelled"):
-        await asyncio.wait([waiting])
-    assert waiting.cancelled()
-    del transfer, waiting
-    gc.collect()
-    assert not progress.done
-
-
 @pytest.mark.filterwarnings("error::ResourceWarning")
 async def test_a_cancellation_is_one_also_where_warnings_are_errors():
     transfer, progress = begun()
@@ -204,15 +136,3 @@ async def test_one_that_somebody_waits_for_is_not_warned_of():
     its.succeed(RESULT)
     progress.succeed(RESULT)
     await asyncio.gather(waiting, outcome)
-
-
-async def test_memory_in_doubt_is_louder_than_the_cancellation():
-    (transfer, progress), heard = begun(), []
-    waiting = asyncio.create_task(waited(transfer, "it", heard))
-    await turns()
-    waiting.cancel()
-    await turns()
-    progress.fail(MemoryInDoubtError("may be written", settled=turns))
-    with pytest.raises(MemoryInDoubtError):
-        await waiting
-    assert not transfer.memory_safe

@@ -13,7 +13,7 @@ import torch
 from agree import check_world, without_bases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Rank, World, contiguous, make_world
+from worlds import Rank, contiguous, make_world
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
 from kvxfer.geometry import (
@@ -42,7 +42,6 @@ def test_every_world_agrees_with_the_oracle(seed: int) -> None:
 # fixed cases, each named after what it shows
 
 KV = ("k", "v")
-HEADS = 8
 
 
 def laid_out(
@@ -70,86 +69,6 @@ def laid_out(
     tensor = contiguous(axes, sizes, layers=layers, heads=heads, kv=kv, **rest)
     ids = Random(seed).sample(range(count + 2), count)
     return Rank([tensor], {"default": (ids, 0)}, {}, (0, 1, 1))
-
-
-def check_ranks(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: range) -> int:
-    return check_world(World(list(prefill), list(decode), (tokens.start, tokens.stop)), Random(0))
-
-
-@pytest.mark.parametrize("tokens", [range(64), range(5, 61), range(17, 19), range(63, 64)])
-@pytest.mark.parametrize(("src", "dst"), [(16, 64), (64, 16), (16, 48), (48, 32), (32, 48), (16, 16)])
-def test_block_sizes(src: int, dst: int, tokens: range) -> None:
-    axes = "layer block kv token head dim"
-    prefill, decode = (laid_out(axes, (0, 2), size, tokens, size, dim=3) for size in (src, dst))
-    assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 2 * 2 * 3 * 2
-
-
-@pytest.mark.parametrize(
-    ("src", "dst"),
-    [
-        ("layer kv block token head dim", "layer kv block head token dim"),
-        ("block layer kv head token dim", "kv block layer token head dim"),
-        ("layer kv block head dim/8 token dim%8", "layer kv block token head dim"),
-        ("layer kv block head dim/8 token dim%8", "layer kv block head dim/4 token dim%4"),
-        ("layer kv block head dim/8 token dim%8", "layer kv block token dim/16 head dim%16"),
-        ("layer kv block head dim token", "layer kv block head dim/8 token dim%8"),
-        ("layer kv block head dim token", "dim block kv token head layer"),
-        ("block layer kv head/2 token head%2 dim", "block kv layer head token dim"),
-        ("block layer kv head/2 token head%2 dim", "head%4 layer dim%2 block kv head/4 token dim/2"),
-        ("token head block dim kv layer", "dim kv head token layer block"),
-    ],
-)
-def test_axis_orders_and_splits(src: str, dst: str) -> None:
-    tokens = range(3, 14)
-    for there, back in ((src, dst), (dst, src)):
-        prefill, decode = laid_out(there, (0, 4), 4, tokens, 1), laid_out(back, (0, 4), 8, tokens, 2)
-        assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 2 * 4 * 32 * 2
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2), (2, 3), (8, 3)])
-def test_tensor_parallel_sizes(prefill: int, decode: int) -> None:
-    tokens = range(1, 10)
-
-    def ranks(ways: int, axes: str) -> list[Rank]:
-        cuts = [(r * HEADS // ways, (r + 1) * HEADS // ways) for r in range(ways)]
-        return [laid_out(axes, cut, 4, tokens, number, dim=3) for number, cut in enumerate(cuts)]
-
-    moved = check_ranks(
-        ranks(prefill, "layer kv block token head dim"), ranks(decode, "block layer kv head token dim"), tokens
-    )
-    assert moved == len(tokens) * 2 * 2 * HEADS * 3 * 2
-
-
-def test_replicated_heads_and_latents_come_from_one_rank() -> None:
-    tokens = range(6)
-    heads = [laid_out("layer kv block token head dim", (h, h + 1), 4, tokens, n) for n, h in enumerate((0, 0, 1, 1))]
-    both = [laid_out("layer kv block token head dim", (0, 2), 4, tokens, n) for n in (5, 6)]
-    assert check_ranks(heads, both, tokens) == 2 * len(tokens) * 2 * 2 * 2 * 32 * 2
-    latents = [laid_out("layer block token dim", (0, 1), 4, tokens, n, kv=("",)) for n in range(3)]
-    assert check_ranks(latents, latents[:2], tokens) == 2 * len(tokens) * 2 * 32 * 2
-
-
-def test_pipeline_stages() -> None:
-    tokens = range(2, 7)
-    axes = "block layer kv token head dim"
-    prefill = [laid_out(axes, (0, 2), 4, tokens, n, layers=run) for n, run in enumerate([(0, 1, 2), (3,)])]
-    decode = [laid_out(axes, (0, 2), 4, tokens, n, layers=run) for n, run in enumerate([(3, 1), (2, 0)])]
-    assert check_ranks(prefill, decode, tokens) == len(tokens) * 4 * 2 * 2 * 32 * 2
-
-
-def test_an_indexer_row_of_132_bytes() -> None:
-    tokens = range(5, 23)
-    prefill, decode = (
-        laid_out("layer block token dim", (0, 1), size, tokens, size, dim=132, item=1, kv=("",)) for size in (16, 4)
-    )
-    assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 132
-
-
-def test_compressed_rows_and_kernel_blocks() -> None:
-    tokens = range(7, 45)
-    prefill = laid_out("layer block token dim", (0, 1), 8, tokens, 1, kv=("",), unit=4, ratio=2)
-    decode = laid_out("layer block token dim", (0, 1), 4, tokens, 2, kv=("",), unit=4)
-    assert check_ranks([prefill], [decode], tokens) == 10 * 2 * 32 * 2  # rows 1..10; row 11 ends with token 47
 
 
 def test_real_memory_and_torch() -> None:

@@ -19,7 +19,7 @@ from kvxfer.geometry import (
     normalise_blocks,
 )
 from kvxfer.geometry.cache import RowSide
-from kvxfer.geometry.rows import Rows, meet, row_grid
+from kvxfer.geometry.rows import Rows, meet
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)
@@ -180,50 +180,6 @@ def test_rows_that_no_memory_holds_are_refused() -> None:
 # rows
 
 
-def test_equal_blocks_give_a_row_each() -> None:
-    rows = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(12))
-    assert table(rows) == [(5, 0, 1, 0, 4), (2, 0, 9, 0, 4), (8, 0, 0, 0, 4)]
-    assert rows.begin.tolist() == [0, 4, 8]
-    assert (rows.grid, rows.total_tokens) == (4, 12)
-
-
-def test_rows_are_clipped_to_the_range() -> None:
-    rows = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(3, 10))
-    assert table(rows) == [(5, 3, 1, 3, 1), (2, 0, 9, 0, 4), (8, 0, 0, 0, 2)]
-    assert table(meet("a", PLAIN, PLAIN, span(5), span(1), range(1, 3))) == [(5, 1, 1, 1, 2)]
-
-
-def test_unequal_blocks_meet_in_their_common_sub_blocks() -> None:
-    wide, narrow = replace(PLAIN, block_tokens=6), PLAIN
-    assert row_grid(wide, narrow) == 2
-    rows = meet("a", wide, narrow, span(5, 2), span(1, 9, 0), range(1, 12))
-    assert table(rows) == [
-        (5, 1, 1, 1, 1),
-        (5, 2, 1, 2, 2),
-        (5, 4, 9, 0, 2),
-        (2, 0, 9, 2, 2),
-        (2, 2, 0, 0, 2),
-        (2, 4, 0, 2, 2),
-    ]
-
-
-def test_lists_that_start_later() -> None:
-    rows = meet("a", PLAIN, PLAIN, span(5, 2, first=4), span(1, first=8), range(2, 12))
-    assert table(rows) == [(2, 0, 1, 0, 4)]
-    assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(1, first=40), range(8))) == 0
-
-
-def test_lists_may_begin_inside_of_a_block() -> None:
-    """A window of 7 tokens up to token 12: blocks of 4 that begin with token 4, into one of 8 that begins with 0."""
-    wide = replace(PLAIN, block_tokens=8)
-    rows = meet("a", PLAIN, wide, span(5, 2, first=4), span(1, 9, first=5), range(12))
-    assert table(rows) == [(5, 1, 1, 5, 3), (2, 0, 9, 0, 4)]
-    assert table(meet("a", PLAIN, wide, span(5, 2, first=5), span(1, 9, first=5), range(12))) == table(rows)
-    for first in (6, 8):
-        with pytest.raises(BlocksError, match=f"of the source .* from token {first}. does not cover tokens 5"):
-            meet("a", PLAIN, wide, span(5, 2, first=first), span(1, 9, first=5), range(12))
-
-
 @pytest.mark.parametrize("first", [4, 5, 6, 7, 8, 9, 10])
 def test_an_interleaved_list_may_begin_with_a_token_that_another_rank_holds(first: int) -> None:
     side = replace(PLAIN, rank=1, of=2, chunk=2)  # holds 2 3 6 7 | 10 11 14 15 | 18 ...
@@ -304,27 +260,11 @@ def test_state_is_never_padding() -> None:
             check_spans({"a": span(3)}, cache, receiving=receiving)
 
 
-def test_no_token_is_missing() -> None:
-    assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(), range(7, 7))) == 0
-    rows = meet("a", STATE, STATE, span(5), span(1), range(7, 7))
-    assert table(rows) == [(5, 0, 1, 0, 1)]
-    assert rows.begin.tolist() == [6]
-
-
 def test_kernel_blocks_of_an_id_are_its_own() -> None:
     """Each side expands its ids with its own ratio."""
     kernel = replace(PLAIN, block_tokens=2, block_ratio=2)
     assert table(meet("a", kernel, PLAIN, span(5), span(1), range(4))) == [(10, 0, 1, 0, 2), (11, 0, 1, 2, 2)]
     assert table(meet("a", PLAIN, kernel, span(5), span(1), range(4))) == [(5, 0, 2, 0, 2), (5, 2, 3, 0, 2)]
-
-
-def test_interleaved_tokens() -> None:
-    second = replace(PLAIN, rank=1, of=2, chunk=2)  # holds 2 3 6 7 | 10 11
-    rows = meet("a", second, PLAIN, span(5, 8), span(1, 9, 0), range(3, 11))
-    assert table(rows) == [(5, 1, 1, 3, 1), (5, 2, 9, 2, 2), (8, 0, 0, 2, 1)]
-    assert rows.begin.tolist() == [3, 6, 10]
-    first = replace(second, rank=0)
-    assert len(meet("a", second, first, span(5), span(1), range(8))) == 0
 
 
 @pytest.mark.parametrize(
@@ -361,20 +301,6 @@ def test_rows_that_follow_each_other_in_both_blocks_are_joined(
     assert list(map(tuple, rows.joined.tolist())) == joined
 
 
-def test_compressed_rows_belong_to_their_last_token() -> None:
-    pooled = replace(PLAIN, block_tokens=2, tokens_per_row=4)
-    rows = meet("a", pooled, pooled, span(5, 2), span(1, 9), range(3, 15))
-    assert table(rows) == [(5, 0, 1, 0, 2), (2, 0, 9, 0, 1)]
-    assert len(meet("a", pooled, pooled, span(5), span(1), range(4, 7))) == 0
-    assert [table(rows.within(a, b)) for a, b in ((3, 5), (5, 8), (8, 11), (11, 15))] == [
-        [(5, 0, 1, 0, 1)],
-        [(5, 1, 1, 1, 1)],
-        [],
-        [(2, 0, 9, 0, 1)],
-    ]
-    assert len(rows.within(4, 7)) == 0  # inside a row, but no token row ends there
-
-
 @pytest.mark.parametrize("covered", [0, 4, 7])
 def test_the_block_of_a_compressed_row_is_due_with_its_last_token(covered: int) -> None:
     """A window may begin inside of a token row, and prefill may stop inside of it."""
@@ -393,27 +319,3 @@ def test_state_belongs_to_the_last_token() -> None:
     assert table(rows.within(11, 12)) == table(rows.within(3, 12)) == table(rows)
     with pytest.raises(BlocksError, match="group 'a' is state: 2 slots at the source, 1 at the destination"):
         meet("a", STATE, STATE, span(5, 2), span(1), range(12))
-
-
-def test_windows_partition_the_rows() -> None:
-    rows = meet("a", replace(PLAIN, block_tokens=6), PLAIN, span(5, 2), span(1, 9, 0), range(1, 12))
-    for cut in range(1, 13):
-        parts = [rows.within(1, cut), rows.within(cut, 12)]
-        tokens = [
-            (block, first + i, to, at + i)
-            for part in parts
-            for block, first, to, at, count in part.table.tolist()
-            for i in range(count)
-        ]
-        whole = [(b, f + i, to, at + i) for b, f, to, at, n in rows.table.tolist() for i in range(n)]
-        assert tokens == whole
-        assert all(part.table[:, 4].min(initial=1) > 0 for part in parts)
-    assert rows.within(1, 12) is rows  # nothing is cut
-
-
-def test_a_window_leaves_the_rows_alone() -> None:
-    rows = meet("a", PLAIN, PLAIN, span(5, 2), span(1, 9), range(8))
-    before = rows.table.copy()
-    rows.within(1, 3)
-    rows.within(2, 7)
-    assert (rows.table == before).all()

@@ -492,11 +492,6 @@ def ask(worker: Any, side: str, peer: str, nbytes: int, seconds: float, then: Ca
     return _desk(worker, side).ask(peer, nbytes, seconds, then)
 
 
-def look_at_waits(worker: Any, side: str) -> None:
-    """It looks who waits for memory, and for how long."""
-    _desk(worker, side).advance()
-
-
 def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
     """Call `act` where somebody has to wait for memory."""
     desk = _desk(worker, side)

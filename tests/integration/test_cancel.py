@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 from typing import Any
 
-import anyio
 import pytest
 import torch
-from inside import before_connecting, begin_copies_by, being_stopped, take_all, time_out
+from inside import before_connecting, begin_copies_by, take_all, time_out
 from stage import SOON, Cache, Copied, Gate, eventually, quarantined, quiet
 
-from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferState, TransferTimeoutError
+from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
 from kvxfer.copy.mover import Copy
 
 TOKENS = range(8)
@@ -245,82 +244,6 @@ async def test_a_time_out_at_every_step(stage, source, target, route, step):
     await quiet(prefill, decode)
 
 
-async def wait_for(fetch):
-    await asyncio.wait_for(fetch, 0.05)
-
-
-async def timeout(fetch):
-    async with asyncio.timeout(0.05):
-        await fetch
-
-
-async def fail_after(fetch):
-    with anyio.fail_after(0.05):
-        await fetch
-
-
-async def sibling(fetch):
-    async def fail():
-        await asyncio.sleep(0.05)
-        raise TimeoutError
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fetch)
-            group.create_task(fail())
-    except* TimeoutError:
-        raise TimeoutError from None
-
-
-async def awaits(transfer):
-    return await transfer
-
-
-async def leaves_the_block(transfer):
-    async with transfer:
-        await transfer.layers(0, 2)
-
-
-async def leaves_the_block_by_an_error(transfer):
-    async with transfer:
-        raise TimeoutError
-
-
-ROUTES = ("staged", "direct", "pull")
-MEANS = (wait_for, timeout, fail_after, sibling)
-USES = (awaits, leaves_the_block, leaves_the_block_by_an_error)
-EACH_TWO = [(route, means, USES[(r + m) % 3]) for r, route in enumerate(ROUTES) for m, means in enumerate(MEANS)]
-"""Every route with every means and every use, and each means with every use."""
-
-
-@pytest.mark.parametrize(("route", "means", "use"), EACH_TWO, ids=lambda v: getattr(v, "__name__", v))
-async def test_every_means_of_cancellation_waits_for_memory(stage, source, target, route, means, use):
-    prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=5)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("*")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("*"))  # before the time begins that the caller gives it
-
-    task = asyncio.create_task(means(use(transfer)))
-    await eventually(lambda: being_stopped(decode) or task.done())
-    assert not task.done() or route == "staged"
-    stage.network.release("*")
-    with pytest.raises(TimeoutError):
-        await task
-    canary = target.clone()
-    await quiet(prefill, decode)
-    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
-
-
-async def test_the_timeout_of_the_fetch_is_an_error_of_its_own(stage, source, target):
-    prefill, decode = await stage.pair(source, target)
-    with pytest.raises(TransferTimeoutError, match=r"0\.05 s") as caught:
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
-    assert caught.value.blocks == {"default": (3, 4)}
-    assert caught.value.memory_safe
-    await quiet(prefill, decode)
-
-
 async def test_cancel_between_chunks(stage, target):
     source = Cache(blocks=64)
     target = Cache(blocks=64)
@@ -433,43 +356,6 @@ async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, targe
     untouched.check()
 
 
-@pytest.mark.parametrize("use", [awaits, leaves_the_block], ids=lambda f: f.__name__)
-async def test_blocks_that_are_used_again_when_the_call_has_ended_are_not_written(stage, target, use):
-    source = Cache(blocks=64)
-    prefill, decode = await stage.pair(source, target, route="direct", chunk_bytes="1KiB", window=8)
-    prefill.offer("r", list(range(16)), tokens=64)
-    stage.network.hold("decode")
-    fetch = use(decode.start_fetch(prefill.engine.ticket("r"), list(range(16)), tokens=range(64)))
-    task = asyncio.create_task(fetch)
-    await eventually(lambda: stage.network.held("decode"))
-    task.cancel()
-    asyncio.get_running_loop().call_later(0.05, stage.network.release, "decode")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    for memory in target.memory.values():
-        memory.fill_(-1)
-    stage.network.release("decode")
-    await quiet(prefill, decode)
-    assert all(bool((memory == -1).all()) for memory in target.memory.values())
-
-
-async def test_leaving_the_block_with_memory_in_doubt(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("decode")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    task = asyncio.create_task(leaves_the_block(transfer))
-    await eventually(lambda: stage.network.held("decode"))
-    task.cancel()
-    with pytest.raises(MemoryInDoubt) as caught:
-        await task
-    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-    stage.network.release("decode")
-    async with asyncio.timeout(30):
-        await caught.value.settled()
-    await quiet(prefill, decode)
-
-
 async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warned_of(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     transfer = decode.start_fetch(prefill.engine.ticket("never"), [3, 4], tokens=TOKENS)
@@ -479,36 +365,6 @@ async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warne
     transfer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await transfer
-
-
-async def test_cancelling_in_the_middle_of_the_clean_up(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("decode")
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
-    await eventually(lambda: stage.network.held("decode"))
-    for _ in range(20):
-        task.cancel()
-        await asyncio.sleep(0.001)
-        assert not task.done()
-    stage.network.release("decode")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await quiet(prefill, decode)
-
-
-async def test_cancelling_a_wait_for_layers_leaves_the_transfer_alone(stage, source, target):
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
-    async with decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS) as transfer:
-        waiting = asyncio.create_task(transfer.layers(0, 2))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiting
-        offer.ready()
-        offer.finish()
-    assert transfer.state is TransferState.DONE
 
 
 async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
@@ -525,20 +381,6 @@ async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
     assert transfer.failed_blocks == {"default": [3, 4]}
     assert transfer.memory_safe
     await quiet(decode)
-
-
-async def test_a_success_in_the_moment_of_the_cancel_is_no_leak(stage, source, target):
-    prefill, decode = await stage.pair(source, target)
-    for n in range(60):
-        offer = prefill.offer(f"r{n}", [1, 2], tokens=8)
-        task = asyncio.create_task(decode.fetch(prefill.engine.ticket(f"r{n}"), [3, 4], tokens=TOKENS))
-        for _ in range(n):
-            await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await offer.withdraw()
-    await quiet(prefill, decode)
 
 
 async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target):

@@ -22,7 +22,7 @@ from certificates import Authority
 from far import Far, Ranks
 from stage import KEY, Cache, Copied, Gate, raised
 from traced import Spans
-from wire import SIZES, deaf_port, play
+from wire import SIZES, play
 
 from kvxfer import (
     Code,
@@ -34,7 +34,6 @@ from kvxfer import (
     KvxferError,
     MemoryInDoubt,
     MismatchError,
-    PeerLostError,
     RefusedError,
     Released,
     RequestError,
@@ -334,16 +333,6 @@ async def frames_come_as_often(play):
         assert 110 <= frames <= 121
 
 
-@field("peer_timeout")
-async def silence_is_bounded(play):
-    await play.pair(peer_timeout=9)
-    transfer = play.start("r")
-    await asyncio.sleep(1)
-    play.wire.silence()
-    await raised(transfer, PeerLostError)
-    assert play.now - play.wire.last == about(9)
-
-
 @field("revoke_timeout")
 async def evidence_is_waited_for_so_long(play):
     await play.pair(route="direct", revoke_timeout=4)
@@ -388,18 +377,6 @@ async def what_was_announced_may_be_read_so_long(fires, play):
 
 
 @field("offer_lease")
-async def a_claim_lasts_so_long(play):
-    await play.pair(prefill={"offer_lease": 90})
-    offer = play.prefill.offer("r", [1], tokens=4)
-    claim = play.decode.claim(play.ticket("r"))
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Claim"))
-    claim.close()
-    ending, waited = await play.timed(offer.released())
-    assert isinstance(ending, Expired)
-    assert waited == about(90)
-
-
-@field("offer_lease")
 async def a_claim_is_renewed_as_often(play):
     await play.pair(peer_timeout=100, offer_lease=10)
     play.prefill.offer("r", [1], tokens=4)
@@ -417,23 +394,6 @@ async def an_offer_is_kept_so_long_for_its_first_claim(play):
     assert waited == about(45)
 
 
-@field("unclaimed_timeout")
-async def a_fetch_is_kept_so_long_for_its_offer(play):
-    await play.pair(prefill={"unclaimed_timeout": 45})
-    error, waited = await play.timed(play.start("r"))
-    assert isinstance(error, RefusedError)
-    assert waited == about(45)
-
-
-@field("connect_timeout")
-async def a_handshake_takes_no_longer(play):
-    await play.pair(decode={"connect_timeout": 2})
-    play.wire.silence()
-    error, waited = await play.timed(play.start("r"))
-    assert isinstance(error, UnreachableError)
-    assert waited == about(12)
-
-
 @field("connect_timeout")
 async def a_stranger_is_listened_to_no_longer(play):
     await play.pair(prefill={"connect_timeout": 2})
@@ -442,16 +402,6 @@ async def a_stranger_is_listened_to_no_longer(play):
     assert await reader.read() == b""
     assert play.now - began == about(12)
     writer.close()
-
-
-@field("connect_timeout")
-async def a_connection_takes_no_longer(play):
-    await play.pair(decode={"connect_timeout": 8})
-    with deaf_port() as endpoint:
-        ticket = play.ticket("r") | {"endpoints": {"prefix": endpoint}}
-        error, waited = await play.timed(play.decode.fetch(ticket, [3], tokens=range(4)))
-    assert isinstance(error, UnreachableError)
-    assert waited == about(8)
 
 
 @field("no_progress_timeout")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from inside import geometry
-from stage import Cache, Copied, eventually, quiet
+from stage import Copied, eventually, quiet
 from stored import Converted, Stored, bits
 
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
@@ -70,13 +70,6 @@ async def test_every_element_of_a_request(stage, dtypes, scales):
     assert result.stats.chunks > 1
     if dtypes[0] != dtypes[1]:
         assert (result.stats.route, result.stats.why) == ("staged", "the only route that converts")
-
-
-@pytest.mark.parametrize("tokens", [range(1), range(15, 17), range(63, 129), range(208)], ids=str)
-async def test_any_range_of_tokens(stage, tokens):
-    given, ours = source(BF16, "head"), target(E4M3, "head")
-    prefill, decode = await stage.pair(given, ours, decode=CONVERT)
-    await move([prefill], [decode], [given], [ours], tokens)
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, E4M3), (E4M3, BF16)], ids=str)
@@ -163,21 +156,6 @@ async def refused(stage, theirs, ours, **config):
     assert all(torch.equal(bits(ours.memory[layer]), bits(memory)) for layer, memory in before.items())
     await quiet(prefill, decode)
     return caught.value
-
-
-@pytest.mark.parametrize("asked", [{}, {"prefill": CONVERT}], ids=["nobody", "the prefill rank"])
-async def test_dtypes_differ_and_the_decode_rank_did_not_ask(stage, asked, caplog):
-    error = await refused(stage, source(BF16), target(E4M3), **asked)
-    assert error.fields["default/k.dtype"] == ("float8_e4m3fn", "bfloat16")
-    assert "convert=True at the decode rank would convert it" in str(error)
-    await eventually(lambda: "'bfloat16' here, 'float8_e4m3fn' there" in caplog.text)  # the other side's log
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64], ids=str)
-async def test_a_dtype_that_is_never_converted(stage, dtype):
-    error = await refused(stage, source(BF16), Cache(blocks=6, block_tokens=64, dtype=dtype), decode=CONVERT)
-    assert error.fields["default/k.dtype"] == (str(dtype).removeprefix("torch."), "bfloat16")
-    assert "convert=True" not in str(error)
 
 
 async def test_scales_differ_and_the_decode_rank_did_not_ask(stage, caplog):

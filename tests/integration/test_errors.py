@@ -4,31 +4,24 @@ import asyncio
 import json
 import os
 import struct
-import time
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from inside import ask, being_stopped, look_at_waits, session, sessions, staging, take_all, unanswered
-from stage import Cache, Copied, eventually, handshakes, is_quiet, quiet
+from inside import ask, being_stopped, session, sessions, staging, take_all, unanswered
+from stage import Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
     ArenaError,
     BlocksError,
-    BusyError,
     Code,
-    EventError,
-    Group,
     MismatchError,
     RefusedError,
     Released,
     TicketError,
     TokensError,
     TransferFailedError,
-    TransferTimeoutError,
     UnreachableError,
     UsageError,
 )
@@ -101,28 +94,6 @@ async def test_a_wrong_offer_leaves_its_id_free(pair, blocks, tokens, error, wor
     await offer.withdraw()
 
 
-async def test_ids_come_as_list_array_tensor_or_by_group(stage, pair, source, target):
-    prefill, decode = pair
-    given: list[Any] = [[1, 2], (1, 2), np.array([1, 2], np.int32), torch.tensor([1, 2]), {"default": [1, 2]}]
-    for n, ids in enumerate(given):
-        copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-        prefill.offer(f"r{n}", ids, tokens=8)
-        into = {"default": [3, 4]} if isinstance(ids, dict) else type(ids)([3, 4]) if n < 2 else ids + 2
-        await decode.fetch(prefill.engine.ticket(f"r{n}"), into, tokens=range(8), timeout=5)
-        copied.check()
-
-
-@pytest.mark.parametrize("tokens", [range(9), range(8, 9), range(12, 16)], ids=str)
-async def test_tokens_outside_the_offer(pair, source, target, tokens):
-    prefill, decode = pair
-    prefill.offer("r", [1, 2], tokens=8)
-    with pytest.raises(RefusedError, match="8 are on offer") as caught:
-        await decode.fetch(prefill.engine.ticket("r"), [1, 2, 3, 4], tokens=tokens, timeout=5)
-    assert caught.value.reason is Code.TOKENS_OUTSIDE_OFFER
-    await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
-    await quiet(*pair)
-
-
 async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
     from kvxfer import Span
 
@@ -134,35 +105,6 @@ async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
     copied = Copied(target).bring(source, [1], [2], range(4, 8), source_first=4, first=4)
     await decode.fetch(prefill.engine.ticket("r"), Span([2], 4), tokens=range(4, 8), timeout=5)
     copied.check()
-
-
-async def test_the_null_block_receives_nothing(stage, source, target):
-    prefill = await stage.worker("prefill", source)
-    nulls = await stage.worker("nulls", target, groups=[Group("default", null_block=0)])
-    with pytest.raises(BlocksError, match="null block 0 cannot receive"):
-        await nulls.fetch(prefill.engine.ticket("r"), [0, 1], tokens=range(8), timeout=5)
-
-
-async def test_padding_at_the_source_is_skipped(stage, target):
-    source = Cache()
-    for route in ("staged", "direct", "pull"):
-        prefill = await stage.worker(f"p{route}", source, groups=[Group("default", null_block=0)], route=route)
-        decode = await stage.worker(f"d{route}", target, route=route)
-        copied = Copied(target).bring(source, [0, 3], [1, 2], range(4, 8))
-        prefill.offer("r", [0, 3, 0, 0], tokens=16)
-        await decode.fetch(prefill.engine.ticket("r"), [1, 2, 4, 5], tokens=range(16), timeout=5)
-        copied.check()
-        await quiet(prefill, decode)
-
-
-async def test_an_event_that_is_none(pair):
-    prefill, decode = pair
-    with pytest.raises(EventError, match="not object"):
-        prefill.offer("r", [1], tokens=4, after=object())
-    with pytest.raises(EventError, match="not int"):
-        decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4), after=3)
-    assert is_quiet(decode)
-    assert prefill.describe()["offers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -190,14 +132,6 @@ async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs
     await quiet(prefill, decode)
 
 
-async def test_a_cache_that_the_other_side_does_not_hold(stage):
-    prefill, decode = await stage.pair(Cache(layers=[0]), Cache(layers=[0, 1]))
-    prefill.offer("r", [1], tokens=4)
-    with pytest.raises(MismatchError, match=r"default/k\.layers: 0\.\.1 here, 0 there"):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    await quiet(prefill, decode)
-
-
 async def test_no_common_route(stage, source, target):
     prefill, decode = await stage.pair(source, target, prefill={"arena_bytes": 0}, decode={"trust": "none"})
     offer = prefill.offer("r", [1], tokens=4)
@@ -212,15 +146,6 @@ async def test_no_arena_and_staged_is_a_contradiction(stage, source):
         await stage.worker("one", source, arena_bytes=0, route="staged")
 
 
-async def test_a_chunk_that_no_extent_can_hold(stage):
-    source, target = Cache(heads=range(32), block_tokens=64), Cache(heads=range(32), block_tokens=64)
-    prefill, decode = await stage.pair(source, target, route="staged")
-    prefill.offer("r", [1], tokens=64)
-    with pytest.raises(MismatchError, match="is 131072 bytes, but chunks have room for 2048 here and 2048 at the peer"):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(64), timeout=5)
-    await quiet(prefill, decode)
-
-
 async def test_blocks_that_another_fetch_writes(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     running = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
@@ -232,17 +157,6 @@ async def test_blocks_that_another_fetch_writes(stage, source, target):
     only_the_first = decode.start_fetch(prefill.engine.ticket("t"), [5, 1], tokens=range(4))  # writes block 5 alone
     running.cancel()
     only_the_first.cancel()
-    await quiet(decode)
-    await works(prefill, decode, source, target)
-
-
-async def test_too_many_fetches_at_once(stage, source, target):
-    prefill, decode = await stage.pair(source, target, decode={"max_transfers": 2})
-    running = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
-    with pytest.raises(BusyError, match="max_transfers is 2"):
-        decode.start_fetch(prefill.engine.ticket("r2"), [2], tokens=range(4))
-    for transfer in running:
-        transfer.cancel()
     await quiet(decode)
     await works(prefill, decode, source, target)
 
@@ -272,37 +186,6 @@ async def test_an_endpoint_that_nobody_can_be_at(pair, source, target, endpoint)
     with pytest.raises(TicketError, match="is no endpoint of a rank"):
         await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
     await works(prefill, decode, source, target)
-
-
-async def test_an_endpoint_that_is_not_admitted(stage, source, target):
-    prefill, decode = await stage.pair(source, target, decode={"allow_peers": "tcp:10.*"})
-    with pytest.raises(UnreachableError, match="not admitted"):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    await quiet(prefill, decode)
-
-
-async def test_another_secret(stage, source, target):
-    workers = await stage.pair(
-        source, target, prefill={"secret": "one secret of 24 letters"}, decode={"secret": "two secret of 24 letters"}
-    )
-    with pytest.raises(UnreachableError):
-        await workers[1].fetch(workers[0].engine.ticket("r"), [1], tokens=range(4), timeout=5)
-
-
-async def test_a_worker_that_does_not_answer_in_time(stage, source, target):
-    decode = await stage.worker("decode", target, connect_timeout=0.25)
-    heard = []
-    silent = await asyncio.start_unix_server(
-        lambda *streams: heard.append(streams), decode.card.endpoint[5:] + ".silent"
-    )
-    ticket = {**decode.engine.ticket("r"), "endpoints": {"prefix": decode.card.endpoint + ".silent"}}
-    try:
-        with pytest.raises(UnreachableError, match=r"no handshake within 1\.5 s"):
-            await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
-    finally:
-        silent.close()
-        heard[0][1].close()
-        Path(decode.card.endpoint[5:] + ".silent").unlink()  # noqa: ASYNC240 - takes no time
 
 
 # --- what strangers send to the listening socket
@@ -527,22 +410,6 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
     full.release()
     await quiet(prefill, decode)
     await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
-
-
-async def test_a_time_out_while_the_arena_is_full_is_a_time_out(stage, source, target):
-    """Whoever notices first that its time is over."""
-    prefill, decode = await stage.pair(source, target, route="staged")
-    full = take_all(decode, "receive")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    fetching = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=0.2)
-    await eventually(lambda: decode.describe()["arena"]["receive"].waiting_requests)
-    time.sleep(0.2)  # noqa: ASYNC251 - the loop is held up, so that no timer runs before
-    look_at_waits(decode, "receive")
-    with pytest.raises(TransferTimeoutError, match=r"did not end within 0\.2 s"):
-        await fetching
-    full.release()
-    await offer.withdraw()
-    await quiet(prefill, decode)
 
 
 async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target):

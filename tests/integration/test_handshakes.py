@@ -20,7 +20,7 @@ from kvxfer.plans import planning
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
-from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION, Agent, Goodbye, Hello, Welcome
+from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION, Goodbye, Hello, Welcome
 from kvxfer.testing import DeterministicRuntime
 
 BLOCK = range(4)
@@ -111,28 +111,6 @@ def test_a_prefill_rank_that_falls_silent_in_its_handshake(tmp_path, silent_afte
     play(scenario, tmp_path)
 
 
-@pytest.mark.parametrize("says", [0, 1, 2])
-def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
-    """It says nothing, `Hello`, or `Hello` and half of what follows; the prefill rank lets it go."""
-
-    async def scenario(one):
-        await one.pair(prefill={"connect_timeout": 1})
-        hello = encode(Hello(WIRE_MIN, WIRE_VERSION, "x", "decode", b"e" * 32, b"i" * 32, 0, 1, 0, bytes(32), 2000))
-        agent = encode(Agent([("model", "m")], memoryview(b""), bytes(32)))
-        began = one.now
-        reader, writer = await asyncio.open_unix_connection(one.prefill.card.endpoint.removeprefix("unix:"))
-        for data in (hello, agent[:7])[:says]:
-            writer.write(data)
-        while await reader.read(65536):
-            pass
-        assert 6 <= one.now - began < 6.5
-        assert not handshakes(one.prefill)
-        writer.close()
-        await one.bring("r")
-
-    play(scenario, tmp_path)
-
-
 def test_who_refuses_handshakes_over_and_over_is_left_in_peace(tmp_path):
     """Ten seconds of fetches, one every 10 ms: each hears at once, and there are few attempts."""
 
@@ -195,26 +173,6 @@ async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
                 {**prefill.engine.ticket("r"), "endpoints": {"prefix": f"unix:/nowhere{n}"}}, [1], tokens=BLOCK
             )
     assert list(decode.describe()["unreachable"]) == [f"unix:/nowhere{n}" for n in (3, 4, 5)]
-
-
-def test_claims_that_reach_nobody_are_said_once_and_go_on(tmp_path, caplog):
-    """Many claims, many renewals: one line, few attempts, and the leases are renewed when the rank is back."""
-
-    async def scenario(one):
-        await one.pair(decode={"peer_timeout": 10})
-        one.wire.cut()
-        claims = [one.decode.claim(one.ticket(f"r{n}")) for n in range(50)]
-        await asyncio.sleep(30)
-        lines = [record.kvxfer for record in caplog.records if record.getMessage().startswith("claim_not_sent")]
-        assert [line["count"] for line in lines] == [50]
-        assert not one.prefill.describe()["metrics"]["frames_received"].get("Claim")
-        await one.wire_to(one.prefill)
-        await one.until(lambda: one.prefill.describe()["metrics"]["frames_received"].get("Claim"), seconds=5)
-        assert one.prefill.describe()["parked"] == 50
-        for claim in claims:
-            claim.close()
-
-    play(scenario, tmp_path)
 
 
 # --- caches of many tensors

@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from far import Far, guarded, idle
+from far import Far, guarded
 from scene import (
-    CONVERSIONS,
     IDS,
     INTO,
-    LAYERS,
     ONE_TO_TWO,
     SIZES,
     TOKENS,
-    TWO_TO_ONE,
-    Move,
     begin,
-    bring_converted,
     sources,
     targets,
-    tickets,
 )
 
 from kvxfer import (
@@ -52,109 +46,6 @@ async def far(process):
     yield process
     if process.process.is_alive():
         await process.close()
-
-
-async def all_idle(far, near):
-    async with asyncio.timeout(30):
-        while not (idle(await far.quiet()) and idle(near.quiet())):  # noqa: ASYNC110 - nobody sets an event for it
-            await asyncio.sleep(0.005)
-
-
-@pytest.mark.parametrize("dtypes", CONVERSIONS, ids=" to ".join)
-async def test_every_element_of_another_dtype(far, near, dtypes):
-    await bring_converted(far, near, dtypes)
-    await all_idle(far, near)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("split", [TWO_TO_ONE, ONE_TO_TWO], ids=["2:1", "1:2"])
-async def test_every_byte_between_two_processes(far, near, route, split):
-    issuer, move = await begin(far, near, split, route=route)
-    for rank in range(len(split[0])):
-        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, payload=b"token")
-    results = await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))
-    move.bring().check()
-    assert all(result.payload == b"token" for result in results)
-    assert all(result.stats.route == route and result.stats.chunks > SIZES["window"] for result in results)
-    endings = [await far.released(rank, "r") for rank in range(len(split[0]))]
-    assert {name for name, _ in endings} == {"Released"}
-    sent = sum(stats.bytes for _, each in endings for stats in each)
-    assert sent == sum(result.stats.bytes for result in results) == len(TOKENS) * 8 * 64 * 4 * 2 * len(LAYERS)
-    assert await far.intact()
-    await all_idle(far, near)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_every_byte_within_one_process(near, route):
-    theirs, ours = sources(TWO_TO_ONE[0]), targets(TWO_TO_ONE[1])
-    card = await near.open("prefill", theirs, route=route, **SIZES)
-    for rank in range(2):
-        near.offer(rank, "r", IDS, tokens=len(IDS) * 16)
-    await near.open("decode", ours, route=route, **SIZES)
-    move = Move(theirs, near, ours)
-    (result,) = await asyncio.gather(*move.fetch(tickets(card).ticket("r"), timeout=20))
-    move.bring().check()
-    assert result.stats.route == route
-    assert [(await near.released(rank, "r"))[0] for rank in range(2)] == ["Released"] * 2
-    for placed, source in zip(near.caches[:2], theirs, strict=True):
-        assert all(torch.equal(placed.memory[layer], source.memory[layer]) for layer in LAYERS)
-        assert guarded(placed)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_layers_arrive_as_they_become_ready(far, near, route):
-    issuer, move = await begin(far, near, TWO_TO_ONE, route=route)
-    for rank in range(2):
-        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, streaming=True)
-    (transfer,) = move.fetch(issuer.ticket("r"), timeout=20)
-    for layer in LAYERS:
-        for rank in range(2):
-            assert not transfer.done
-            await far.ready(rank, "r", layers=[layer])
-        await transfer.layers(layer, layer + 1)
-        move.bring([layer]).check()  # this layer is there, and nothing of the next
-    for rank in range(2):
-        await far.finish(rank, "r", b"end")
-    assert (await transfer).payload == b"end"
-    move.check()
-    await all_idle(far, near)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_cancel_in_the_middle_leaves_the_blocks_alone_afterwards(far, near, route):
-    issuer, move = await begin(far, near, TWO_TO_ONE, route=route)
-    for rank in range(2):
-        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, streaming=True)
-        await far.offer(rank, "other", IDS[:2], tokens=32)
-        await far.ready(rank, "r", layers=[0, 1])
-    (transfer,) = move.fetch(issuer.ticket("r"), keep=True)
-    waiting = asyncio.ensure_future(transfer)
-    await transfer.layers(0, 1)  # the second layer is on its way now, and the third will never be
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert transfer.memory_safe
-    (placed,) = near.caches
-    kept = placed.clone()
-    for rank in range(2):
-        await far.ready(rank, "r", layers=[2])
-        await far.finish(rank, "r")
-    (worker,) = near.workers
-    await worker.fetch(issuer.ticket("other"), [3], tokens=range(32), timeout=20)
-    for layer in LAYERS:
-        now, then = placed.view(layer).clone(), kept[layer].permute(placed._order)
-        assert not torch.equal(now[:, 3], then[:, 3])
-        now[:, 3] = then[:, 3]
-        assert torch.equal(now, then)
-    assert all(torch.equal(move.expected[0].expected[layer][:, [3, 5, 6, 8]], kept[layer][:, [3, 5, 6, 8]])
-               for layer in LAYERS)  # fmt: skip
-    move.bring()
-    results = await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))  # and it can be tried again
-    assert results[0].stats.route == route
-    move.expected[0].bring(move.sources[0], IDS[:2], [3], range(32))
-    move.expected[0].bring(move.sources[1], IDS[:2], [3], range(32))
-    move.check()
-    await all_idle(far, near)
 
 
 QUICK: dict[str, Any] = {

@@ -141,19 +141,6 @@ async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, sour
 # --- leases
 
 
-def test_an_offer_that_nobody_claims_expires(tmp_path):
-    async def scenario(one):
-        await one.pair(prefill=FAST)
-        offer = one.prefill.offer("r", [1], tokens=4)
-        ending = await offer.released()
-        assert isinstance(ending, Expired)
-        assert "nobody claimed it" in ending.reason
-        with refused(Code.TICKET_EXPIRED):
-            await one.start("r", [1], range(4))
-
-    play(scenario, tmp_path)
-
-
 @pytest.mark.parametrize("known", [False, True], ids=["reached for it", "connected before"])
 def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
     """The decode engine's own heartbeat is longer than any lease of the prefill engine, and than its patience."""
@@ -248,26 +235,6 @@ def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_pat
     play(scenario, tmp_path)
 
 
-def test_new_claims_put_off_no_renewal_and_add_none(tmp_path):
-    async def scenario(one):
-        often = {"peer_timeout": 1.0, "offer_lease": 5.0}
-        await one.pair(prefill=often)
-        one.wire.cut()
-        one.decode.claim(one.ticket("r"))  # fails, and is tried again in a second
-        await asyncio.sleep(0.5)
-        await one.wire_to(one.prefill)
-        one.decode.claim(one.ticket("s"))
-        await asyncio.sleep(10)
-        assert 95 <= frames(one.prefill, "Claim") <= 103
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        for n in range(200):
-            one.decode.claim(one.ticket(f"new-{n}"))
-            await asyncio.sleep(0.05)
-        assert entry(offer).lease > one.now
-
-    play(scenario, tmp_path)
-
-
 def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path):
     async def scenario(one):
         await one.pair()
@@ -281,58 +248,6 @@ def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path)
         await asyncio.sleep(1)
         assert wants_by_engine(one.decode) == []
         assert not sessions(one.decode)  # nobody was connected for nothing
-
-    play(scenario, tmp_path)
-
-
-@pytest.mark.parametrize("order", ["once", "twice", "closed", "closed and claimed", "again and again"])
-def test_claims_that_come_and_go_in_one_turn_leave_one_renewal(tmp_path, caplog, order):
-    """However often that happens, also while the rank is away: one task connects it, and it is logged once."""
-
-    async def scenario(one):
-        await one.pair()
-        one.wire.cut()
-        claim = lambda name: one.decode.claim(one.ticket(name))  # noqa: E731
-        kept, reaching = [], []
-        for _ in range(100 if order == "again and again" else 1):
-            if order in ("closed and claimed", "again and again"):
-                claim("x").close()
-            kept.append(claim("r"))
-            if order in ("twice", "again and again"):
-                kept.append(claim("r"))
-            if order == "closed":
-                kept.pop().close()
-                kept.append(claim("s"))
-            await asyncio.sleep(0.03)
-            reaching.append(sum("claim at" in task.get_name() for task in asyncio.all_tasks()))
-        assert max(reaching) <= 1
-        await one.wire_to(one.prefill)
-        await one.until(lambda: frames(one.prefill, "Claim"), seconds=4)
-        before = frames(one.prefill, "Claim")
-        await asyncio.sleep(20)
-        assert frames(one.prefill, "Claim") - before in (9, 10)
-        assert len(wants_by_engine(one.decode)) == 1
-        assert sum(record.getMessage().startswith("claim_not_sent") for record in caplog.records) == 1
-        for each in kept:
-            each.close()
-        await asyncio.sleep(3)
-        assert not wants_by_engine(one.decode)
-
-    play(scenario, tmp_path)
-
-
-def test_claims_are_renewed_after_what_nobody_foresaw(tmp_path):
-    async def scenario(one):
-        await one.pair()
-        raised = [OSError("no more descriptors")]
-
-        async def fails_once(_):
-            if raised:
-                raise raised.pop()
-
-        before_connecting(one.decode, fails_once)
-        one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"), seconds=4)
 
     play(scenario, tmp_path)
 
@@ -475,16 +390,6 @@ def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
         await one.until(lambda: frames(one.prefill, "Claim") > before, seconds=4.1)
         await asyncio.sleep(100)
         assert not offer.wait_end().done()
-
-    play(scenario, tmp_path)
-
-
-def test_a_fetch_whose_offer_never_comes_is_told_so(tmp_path):
-    async def scenario(one):
-        await one.pair(prefill=FAST)
-        with refused(Code.NEVER_OFFERED):
-            await one.start("r", [1], range(4))
-        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
 
     play(scenario, tmp_path)
 
@@ -682,32 +587,6 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
-async def test_streaming_by_layers(stage, route):
-    source, target = Cache(layers=range(4)), Cache(layers=range(4), layout="HND")
-    prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(1, 8), timeout=5)
-    for layer in range(4):
-        source.memory[layer] += 1  # the layer is computed now
-        copied = Copied(target)
-        copied.expected = {
-            one: Copied(target).bring(source, [1, 2], [3, 4], range(1, 8)).expected[one]
-            if one <= layer
-            else target.memory[one].clone()
-            for one in range(4)
-        }
-        offer.ready(layers=[layer])
-        await transfer.layers(0, layer + 1)
-        copied.check()
-        assert not transfer.done
-    offer.finish(b"the first token")
-    assert (await transfer).payload == b"the first token"
-    await transfer.layers(0, 4)
-    assert isinstance(await offer.released(), Released)
-    await quiet(prefill, decode)
-
-
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_streaming_step_by_step_and_by_tokens(stage, route):
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route)
@@ -810,14 +689,6 @@ async def test_state_is_never_that_of_another_token(stage):
         await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
 
 
-async def test_a_fetch_that_ends_before_the_state_is_refused(stage):
-    caches = [[Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)] for _ in range(2)]
-    prefill, decode = await stage.pair(*caches)
-    prefill.offer("r", {"full": [1, 2], "state": [0]}, tokens=8)
-    with refused(Code.TOKENS):
-        await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
-
-
 @pytest.mark.parametrize("ending", [Released, Expired, Withdrawn])
 def test_streaming_goes_on_after_an_offer_has_ended_by_itself(tmp_path, ending):
     """A model's hooks cannot know that the decode engine needs no more, or gave up."""
@@ -842,15 +713,3 @@ def test_streaming_goes_on_after_an_offer_has_ended_by_itself(tmp_path, ending):
         await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
 
     play(scenario, tmp_path)
-
-
-async def test_cancelling_released_changes_nothing(pair):
-    prefill, decode = pair
-    offer = prefill.offer("r", [1], tokens=4)
-    waiting = asyncio.create_task(offer.released())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    assert isinstance(await offer.released(), Released)

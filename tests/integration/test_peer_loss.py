@@ -11,7 +11,6 @@ from inside import (
     being_stopped,
     consider_rebuilding,
     cut,
-    fall_silent,
     hear_of_no_loss,
     holds,
     keep_agent,
@@ -25,7 +24,6 @@ from inside import (
     turn_deaf,
 )
 from stage import SOON, Cache, Copied, awake, eventually, is_quiet, quarantined, quiet
-from wire import play
 
 from kvxfer import (
     BlocksError,
@@ -39,7 +37,6 @@ from kvxfer import (
     RefusedError,
     Released,
     TransferFailedError,
-    TransferTimeoutError,
     UnreachableError,
     Withdrawn,
 )
@@ -295,19 +292,6 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
     assert offer.request == "r"
 
 
-def test_a_silent_peer_is_given_up(tmp_path):
-    async def scenario(one):
-        await one.pair(peer_timeout=0.3)
-        transfer = one.start("r")
-        await one.until(lambda: one.prefill.describe()["sending"])
-        fall_silent(one.prefill)
-        with pytest.raises(PeerLostError, match=r"silent for 0\.3 s"):
-            await transfer
-        await one.until(lambda: is_quiet(one.decode))
-
-    play(scenario, tmp_path)
-
-
 # --- the fabric fails
 
 
@@ -397,23 +381,6 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
         assert isinstance(await offer.released(), Released)
 
 
-async def test_a_wedged_post_is_given_up(stage, source, target, route):
-    prefill, decode = await stage.pair(source, target, route=route, no_progress_timeout=0.2)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.wedge("*")
-    with pytest.raises(KvxferError, match="no progress") as caught:
-        async with asyncio.timeout(30):
-            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    assert not isinstance(caught.value, MemoryInDoubt), "nothing is left of it when the agents are made anew"
-    stage.network.mend("*")
-    other = prefill.offer("other", [5, 6], tokens=8)
-    copied = Copied(target).bring(source, [5, 6], [7, 8], TOKENS)
-    await decode.fetch(prefill.engine.ticket("other"), [7, 8], tokens=TOKENS, timeout=5)
-    copied.check()
-    assert isinstance(await other.released(), Released)
-    assert offer.state.value == "live"
-
-
 async def test_a_late_result_is_dropped_and_counted(stage, source, target):
     from kvxfer.protocol.messages import Arrived, KvAgentResult, Status
 
@@ -425,16 +392,6 @@ async def test_a_late_result_is_dropped_and_counted(stage, source, target):
     await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 4)
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
-
-
-async def test_the_fetch_times_out_while_the_link_is_wedged(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="staged", **SOON)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.wedge("decode")
-    with pytest.raises(TransferTimeoutError):
-        async with asyncio.timeout(30):
-            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.1)
-    assert quarantined(decode, "receive") > 0
 
 
 # --- over TCP the target moves the data: it has to help, also with what it waits for no more

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from stage import KEY, Cache, Copied, eventually, quiet
 
-from kvxfer import Interleave, MismatchError, Released, TicketError, TransferFailedError, UnreachableError
+from kvxfer import Interleave, MismatchError, Released, TicketError, UnreachableError
 from kvxfer.tickets import Issuer
 
 HEADS = 8
@@ -49,25 +49,6 @@ async def test_heads_are_divided_and_every_offer_is_released(stage, theirs, ours
     assert sum(stats.bytes for ending in endings for stats in ending.stats) == 13 * HEADS * 2 * 2 * 32
     await quiet(*prefill, *decode)
     assert card.world == theirs
-
-
-async def test_replicated_latents_come_from_one_owner_each(stage):
-    sources = [Cache(layout="MLA", heads=range(1), dim=16) for _ in range(2)]
-    for layer, memory in sources[1].memory.items():
-        memory.copy_(sources[0].memory[layer])
-    targets = [Cache(layout="MLA", heads=range(1), dim=16) for _ in range(2)]
-    prefill, _ = await stage.engine("prefill", sources)
-    decode, _ = await stage.engine("decode", targets)
-    offers = [rank.offer("r", [1, 2], tokens=8) for rank in prefill]
-    copied = [Copied(target).bring(sources[0], [1, 2], [3, 4], range(8)) for target in targets]
-    ticket = prefill[0].engine.ticket("r")
-    results = await asyncio.gather(*(rank.fetch(ticket, [3, 4], tokens=range(8), timeout=10) for rank in decode))
-    for one in copied:
-        one.check()
-    assert all(len(result.stats.peers) == 1 for result in results)
-    assert results[0].stats.peers[0].split("@")[0] != results[1].stats.peers[0].split("@")[0]  # the load is spread
-    assert {type(await offer.released()) for offer in offers} == {Released}
-    await quiet(*prefill, *decode)
 
 
 async def test_a_rank_from_which_nothing_is_needed_may_be_away(stage):
@@ -122,22 +103,6 @@ async def test_a_rank_that_is_needed_and_away_fails_the_fetch_by_its_name(stage)
     untouched.check()
     await offer.withdraw()
     await quiet(prefill[1], decode)
-
-
-async def test_one_failing_rank_stops_the_others(stage):
-    prefill, (decode,), sources, (target,), _ = await engines(stage, split(2), split(1), route="staged")
-    offers = [rank.offer("r", [0, 1], tokens=8) for rank in prefill]
-    stage.network.refuse_next("decode0")
-    with pytest.raises(TransferFailedError, match="refuse") as caught:
-        await decode.fetch(prefill[0].engine.ticket("r"), [2], tokens=range(8), timeout=5)
-    assert caught.value.blocks == {"default": (2,)}
-    await quiet(*prefill, decode)
-    copied = Copied(target)  # the same ticket again
-    for source in sources:
-        copied.bring(source, [0, 1], [2], range(8))
-    await decode.fetch(prefill[0].engine.ticket("r"), [2], tokens=range(8), timeout=5)
-    copied.check()
-    assert {type(await offer.released()) for offer in offers} == {Released}
 
 
 async def test_nothing_goes_before_join(stage):

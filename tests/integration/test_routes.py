@@ -54,29 +54,6 @@ async def test_every_byte_of_a_request(stage, route, tokens, ids, into):
     await move(prefill, decode, source, target, ids, into, tokens, offered=len(ids) * 4)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"block_tokens": 4}, {"block_tokens": 8}),
-        ({"block_tokens": 8}, {"block_tokens": 4, "blocks": 20}),
-        ({"block_tokens": 6, "layout": "HND"}, {"block_tokens": 4}),
-        ({"layout": "NHD"}, {"layout": "HND"}),
-        ({"layout": "HND", "dtype": torch.float64}, {"layout": "HND", "dtype": torch.float64}),
-        ({"layout": "MLA", "heads": range(1), "dim": 33}, {"layout": "MLA", "heads": range(1), "dim": 33}),
-        ({"layers": range(6)}, {"layers": [1, 4]}),
-        ({"heads": range(8)}, {"heads": range(2, 5)}),
-    ],
-    ids=str,
-)
-async def test_any_layout_to_any_layout(stage, route, theirs, ours):
-    source, target = Cache(**theirs), Cache(**ours)
-    prefill, decode = await stage.pair(source, target, route=route)
-    tokens = range(3, 29)
-    ids = list(range(1, 2 - (-32 // source.block_tokens)))
-    into = list(range(-(-32 // target.block_tokens), 0, -1))
-    await move(prefill, decode, source, target, ids, into, tokens, offered=29)
-
-
 async def test_a_request_larger_than_the_arena_goes_through_it(stage):
     source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
     config = {"route": "staged", "arena_bytes": "8KiB", "chunk_bytes": "1KiB", "window": 3}

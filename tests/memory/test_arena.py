@@ -68,42 +68,6 @@ class TestStates:
             with pytest.raises(InvariantError, match=f"{source.name} to {target.name}"):
                 check_transition(source, target)
 
-    def test_the_life_of_an_extent(self):
-        share = make()
-        extent = take(share, "a", 4)
-        assert (extent.state, extent.address, extent.offset, extent.length) == (RESERVED, BASE, 0, 4 * UNIT)
-        share.write(extent)
-        assert extent.state is WRITING
-        share.release(extent)
-        assert extent.state is FREE
-        assert share.snapshot().free_bytes == share.capacity
-
-    @pytest.mark.parametrize("steps", [[], ["write"]])
-    def test_release_and_quarantine_are_possible_from_each_middle_state(self, steps):
-        share = make()
-        for end in ("release", "quarantine"):
-            extent = take(share, "a", 4)
-            for step in steps:
-                getattr(share, step)(extent)
-            if end == "release":
-                share.release(extent)
-            else:
-                share.quarantine(extent, "silent")
-                assert extent.state is QUARANTINED
-                share.settle(extent)
-            assert share.snapshot().free_bytes == share.capacity
-
-    def test_a_second_release_is_an_error_and_frees_nothing(self):
-        share = make()
-        extent = take(share, "a", 4)
-        share.release(extent)
-        again = take(share, "b", 4)
-        assert again.offset == extent.offset
-        with pytest.raises(InvariantError, match="released already"):
-            share.release(extent)
-        assert again.state is RESERVED
-        assert share.held_bytes("b") == 4 * UNIT
-
     def test_a_handle_of_an_earlier_generation_cannot_move_its_successor(self):
         share = make()
         old = take(share, "a", 4)
@@ -142,34 +106,8 @@ class TestStates:
             share.settle(extent)
         assert share.snapshot().free_bytes == share.capacity
 
-    def test_a_second_write_is_refused_and_changes_no_count(self):
-        share = make()
-        extent = take(share, "a", 4)
-        share.write(extent)
-        before = share.snapshot()
-        with pytest.raises(InvariantError, match="WRITING to WRITING"):
-            share.write(extent)
-        assert share.snapshot() == before
-
 
 class TestGaps:
-    def test_a_hole_freed_out_of_order_is_usable(self):
-        share = make(12)
-        extents = [take(share, peer, 4) for peer in "abc"]
-        share.release(extents[1])
-        assert take(share, "d", 4).offset == extents[1].offset
-
-    def test_neighbours_are_joined_on_both_sides(self):
-        gaps = Gaps(300)
-        offsets = [gaps.take(100) for _ in range(3)]
-        assert offsets == [0, 100, 200]
-        gaps.give(0, 100)
-        gaps.give(200, 100)
-        assert gaps.runs() == [(0, 100), (200, 100)]
-        gaps.give(100, 100)
-        assert gaps.runs() == [(0, 300)]
-        assert gaps.largest == gaps.free == 300
-
     def test_the_smallest_gap_that_fits_is_taken(self):
         gaps = Gaps(1000)
         for _ in range(10):
@@ -278,11 +216,6 @@ class TestRefusals:
 
 
 class TestWaiting:
-    def test_request_grants_nothing_by_itself(self):
-        share = make()
-        ask(share, "a", 1)
-        assert share.snapshot().free_bytes == share.capacity
-
     def test_expiry_is_at_the_deadline_and_the_next_one_is_told(self):
         share = make(4)
         holder = take(share, "h", 4)
@@ -298,11 +231,6 @@ class TestWaiting:
         assert decisions.granted == []
         assert share.next_deadline() is None
         assert "4.000 s" in str(share.expiry_error(ask(share, "c", 1, now=1.0, deadline=5.0)))
-
-    def test_endless_requests_have_no_deadline(self):
-        share = make(4)
-        ask(share, "a", 1)
-        assert share.next_deadline() is None
 
     def test_withdraw_is_idempotent_and_says_what_was_granted(self):
         share = make(4)

@@ -20,72 +20,11 @@ def held(custody, holder):
     return {group: tuple(ids.tolist()) for group, ids in entry.blocks.items()} if entry is not None else {}
 
 
-def test_a_block_belongs_to_one_fetch_at_a_time():
-    custody = Custody()
-    custody.hold("fetch-1", {"attention": [4, 5, 6]})
-    with pytest.raises(BlocksError, match=r"block 6 of group 'attention' \(position 1\).*fetch-1 is fetching"):
-        custody.hold("fetch-2", {"attention": [7, 6]})
-    custody.hold("fetch-2", {"attention": [7], "state": [4]})  # nothing of the refused one was noted
-    custody.release("fetch-1")
-    custody.hold("fetch-3", {"attention": [4, 5, 6]})
-
-
-def test_a_refused_hold_notes_nothing_in_any_group():
-    custody = Custody()
-    custody.hold("fetch-1", {"b": [1]})
-    with pytest.raises(BlocksError, match="group 'b'"):
-        custody.hold("fetch-2", {"a": [1, 2], "b": [1]})
-    custody.check({"a": [1, 2]})
-    assert held(custody, "fetch-2") == {}
-
-
-def test_groups_are_different_address_spaces():
-    custody = Custody()
-    custody.hold("fetch-1", {"attention": [1]})
-    custody.check({"state": [1]})
-    assert "fetch-1" in refused(custody, {"state": [1], "attention": [0, 1]})
-
-
 def test_a_block_named_twice_is_refused_with_both_positions():
     custody = Custody()
     with pytest.raises(BlocksError, match="block 3 of group 'g' is named twice, at positions 0 and 2"):
         custody.hold("fetch-1", {"other": [3], "g": [3, 4, 3]})
     custody.check({"other": [3], "g": [3, 4]})
-
-
-def test_offers_share_blocks_and_only_check():
-    custody = Custody()
-    custody.check({"g": [1, 2]})
-    custody.check({"g": [1, 2]})
-    custody.hold("fetch-1", {"g": [2]})
-    assert "block 2" in refused(custody, {"g": [1, 2]})
-
-
-def test_blocks_in_doubt_are_refused_until_they_are_settled():
-    custody = Custody()
-    custody.hold("fetch-1", {"g": [1, 2]})
-    custody.doubt("fetch-1")
-    message = refused(custody, {"g": [2]})
-    assert "fetch-1" in message
-    assert "may still write" in message
-    with pytest.raises(BlocksError):
-        custody.hold("fetch-2", {"g": [1]})
-    with pytest.raises(InvariantError, match="only settle"):
-        custody.release("fetch-1")
-    assert "block 2" in refused(custody, {"g": [2]})
-    custody.settle("fetch-1")
-    custody.check({"g": [1, 2]})
-
-
-def test_only_part_of_a_fetch_may_be_in_doubt():
-    custody = Custody()
-    custody.hold("fetch-1", {"g": [1, 2, 3], "state": [9]})
-    custody.doubt("fetch-1", {"g": [2]})
-    custody.check({"g": [1, 3], "state": [9]})
-    assert held(custody, "fetch-1") == {"g": (2,)}
-    assert "block 2" in refused(custody, {"g": [2]})
-    custody.settle("fetch-1")
-    custody.check({"g": [1, 2, 3]})
 
 
 @pytest.mark.parametrize("blocks", [{"g": [4]}, {"h": [1]}])
@@ -96,20 +35,6 @@ def test_only_blocks_of_the_fetch_itself_can_be_in_doubt(blocks):
         custody.doubt("fetch-1", blocks)
     assert held(custody, "fetch-1") == {"g": (1, 2)}
     custody.release("fetch-1")
-
-
-def test_reads_in_doubt_may_overlap_and_end_with_the_last_one():
-    custody = Custody()
-    custody.doubt_reads("offer-1", {"g": [1, 2]})
-    custody.doubt_reads("offer-2", {"g": [2, 3]})
-    assert "offer-1 may still read" in refused(custody, {"g": [2]})
-    with pytest.raises(BlocksError):
-        custody.hold("fetch-1", {"g": [3]})
-    custody.settle("offer-1")
-    custody.check({"g": [1]})
-    assert "offer-2 may still read" in refused(custody, {"g": [2]})
-    custody.settle("offer-2")
-    custody.check({"g": [1, 2, 3]})
 
 
 def test_each_end_comes_exactly_once():
@@ -132,26 +57,6 @@ def test_each_end_comes_exactly_once():
     custody.settle("fetch-1")
     with pytest.raises(InvariantError):
         custody.settle("fetch-1")
-
-
-def test_empty_lists_are_no_blocks():
-    custody = Custody()
-    custody.hold("fetch-1", {"g": [], "h": [1]})
-    custody.hold("fetch-2", {"g": []})
-    custody.release("fetch-1")
-    custody.release("fetch-2")
-    custody.doubt_reads("offer-1", {"g": []})
-    custody.settle("offer-1")
-    assert custody.snapshot() == Custody().snapshot()
-    custody.hold("fetch-3", {"g": [0], "h": [1]})
-
-
-def test_a_block_named_twice_leaves_nothing_in_the_books():
-    custody = Custody()
-    with pytest.raises(BlocksError, match="block 3 of group 'h' is named twice, at positions 0 and 2"):
-        custody.hold("fetch-1", {"g": [1, 2], "h": [3, 4, 3]})
-    assert custody.snapshot() == Custody().snapshot()
-    custody.hold("fetch-2", {"g": [1, 2], "h": [3, 4]})
 
 
 def test_ids_may_be_numpy_numbers():

@@ -646,11 +646,6 @@ def stream(mover: Any, direction: Any) -> Any:
     return None if mover._gpu is None else mover._gpu.streams[_lane(direction)]
 
 
-def waits_for_event(worker: Any, direction: Any) -> bool:
-    """Whether a copy waits for an event of the caller's."""
-    return any(copy.lane == _lane(direction) for copy in mover(worker)._unfired)
-
-
 def fabric(worker: Any) -> Any:
     """What posts and polls."""
     return worker._service.site.fabric

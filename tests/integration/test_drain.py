@@ -160,18 +160,6 @@ async def test_a_second_signal_cuts_it_short(stage):
     assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-async def test_who_stops_waiting_gives_the_signal_back(stage):
-    prefill = await stage.worker("prefill", Cache())
-    before = signal.getsignal(signal.SIGTERM)
-    waiting = asyncio.create_task(drain_on_signal(prefill))
-    await asyncio.sleep(0)
-    assert signal.getsignal(signal.SIGTERM) is not before
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert not prefill.describe()["draining"]
-
-
 async def test_what_gets_no_signal_says_so(stage):
     prefill = await stage.worker("prefill", Cache())
     with pytest.raises(UsageError, match=r"await worker\.drain\(\) instead"):

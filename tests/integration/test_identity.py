@@ -5,12 +5,11 @@
 import asyncio
 import contextlib
 from itertools import pairwise
-from pathlib import Path
 
 import inside
 import pytest
 from impostor import made_up, posing_as
-from inside import cut, forget_unreachable, refusals, service, session, sessions, unanswered, when_connected
+from inside import cut, forget_unreachable, refusals, session, sessions
 from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
@@ -22,14 +21,11 @@ from kvxfer import (
     RefusedError,
     Released,
     UnreachableError,
-    Withdrawn,
     Worker,
 )
 from kvxfer import worker as assembly
-from kvxfer.protocol.messages import Cancel
-from kvxfer.protocol.session import IdentityKey, Role
+from kvxfer.protocol.session import IdentityKey
 from kvxfer.testing import LoopbackTransport
-from kvxfer.tools.bench.relay import Relay
 
 TOKENS = range(8)
 ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
@@ -99,25 +95,6 @@ async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
         assert sessions(prefill) == {link}
     await moving.ends_well(prefill, decode)
     assert link.is_open
-
-
-async def test_nobody_says_for_a_reader_that_it_reads_nothing(stage):
-    """Before, an offer ended, and its blocks were given back, while they were read."""
-    prefill, decode, moving = await under_way(stage, route="pull")
-    twin = await claims_to_be(decode, stage)
-    (number,) = unanswered(decode)
-    when_connected(twin, lambda link: link.send(Cancel(number)))
-    with pytest.raises(IdentityError):
-        await connect(twin, prefill.card.endpoint)
-    ending = asyncio.create_task(moving.offer.withdraw())
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
-    assert not ending.done()
-    assert stage.network.held("*")
-    stage.network.release("*")
-    assert isinstance(await ending, Withdrawn)
-    with pytest.raises(KvxferError):
-        await moving.transfer
-    await quiet(prefill, decode)
 
 
 @ROUTES
@@ -239,26 +216,6 @@ async def test_two_workers_that_fetch_from_each_other_meet_again(stage):
             copied.check()
         cut(one, other)
         await eventually(lambda: not sessions(one, other))
-
-
-async def relayed(decode, prefill, between):
-    """The decode rank is led to somebody who passes on all that both say; what it sent there."""
-    relay, target = Relay(), Path(prefill.card.endpoint.removeprefix("unix:"))
-    async with relay.serving(between, target), asyncio.timeout(10):
-        link = await connect(decode, f"unix:{between}")
-    return link, relay.sent
-
-
-async def test_nobody_passes_on_what_two_workers_prove_to_each_other(stage, tmp_path):
-    """A peer whose ticket leads to itself would have the decode rank speak with its prefill rank through it."""
-    prefill, decode, moving = await under_way(stage, route="pull")
-    link = session(prefill)
-    hello = service(decode).session(Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
-    ours, sent = await relayed(decode, prefill, tmp_path / "between")
-    assert sessions(decode) == {ours}
-    assert sent == len(hello)  # and no proof
-    assert sessions(prefill) == {link}
-    await moving.ends_well(prefill, decode)
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told, waits_for_event
-from stage import Cache, Copied, Gate, eventually, quiet
+from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told
+from stage import Cache, Copied, eventually, quiet
 from standing import Standing
 from stored import Converted, Stored
 
@@ -206,36 +206,6 @@ async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target)
     prefill, decode = await stage.pair(source, target, prefill={"chunk_bytes": 512})
     ours, _ = await bring(prefill, decode, source, target)
     assert (ours.stats.route, ours.stats.chunks) == ("mapped", 6)
-
-
-async def test_a_cancelled_chunk_is_never_copied(stage, source, target):
-    prefill, decode = await stage.pair(source, target)
-    gate, before = Gate(), target.clone()
-    offer = prefill.offer("r", IDS, tokens=12, after=gate)
-    fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5))
-    await eventually(lambda: waits_for_event(prefill, Direction.GATHER))
-    fetch.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await fetch  # memory is safe from here on
-    gate.fired = True
-    await offer.withdraw()
-    await quiet(prefill, decode)
-    assert all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
-
-
-async def test_a_lease_that_ran_out_before_the_copy_is_not_used(stage, source, target):
-    prefill, decode = await stage.pair(source, target, decode={"grant_lease": 0.05})
-    gate, before = Gate(), target.clone()
-    offer = prefill.offer("r", IDS, tokens=12, after=gate)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
-    await eventually(lambda: waits_for_event(prefill, Direction.GATHER))
-    await asyncio.sleep(0.1)
-    gate.fired = True
-    with pytest.raises(TransferFailedError, match="lease ran out"):
-        await transfer
-    await offer.withdraw()
-    assert all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
-    await quiet(prefill, decode)
 
 
 async def test_a_copy_that_fails_fails_the_fetch(stage, source, target):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from inside import borrow_thread, mover, posted, rebuild
-from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, handshakes, quiet
+from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes
 from standing import Stuck
 
 from kvxfer import (
@@ -23,7 +23,6 @@ from kvxfer import (
     KvxferError,
     MemoryInDoubt,
     Released,
-    RequestError,
     Withdrawn,
     runtime,
 )
@@ -143,25 +142,6 @@ async def test_work_under_way_may_end(network):
         await asyncio.gather(*closing)
 
 
-async def test_a_drain_is_bounded(network):
-    source, target = Cache(), Cache()
-    async with make("p", source, network, drain_timeout=0.1) as prefill, make("d", target, network) as decode:
-        offer = prefill.offer("r", [1], tokens=4)
-        stream = prefill.offer("s", streaming=True)
-        transfer = decode.start_fetch(prefill.engine.ticket("s"), [3], tokens=range(4))
-        await eventually(lambda: prefill.describe()["sending"])
-        assert await prefill.drain() is False
-        began = time.monotonic()
-        await prefill.aclose()
-        assert time.monotonic() - began < 10
-        assert isinstance(await offer.released(), Withdrawn)
-        assert isinstance(await stream.released(), Withdrawn)
-        with pytest.raises(KvxferError, match="closing"):
-            await transfer
-        with pytest.raises(RequestError, match="ended"):
-            stream.extend([1], tokens=range(4))
-
-
 async def test_a_drain_tells_when_all_is_done(network):
     source, target = Cache(), Cache()
     async with make("p", source, network) as prefill, make("d", target, network) as decode:
@@ -250,25 +230,6 @@ async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog
         mover(worker).close = lambda timeout: transport.go.set() or close(timeout)
     assert transport.inside.is_set()
     assert "fabric_not_closed" not in caplog.text
-    assert left() == NOTHING
-
-
-async def test_events_that_never_fire_do_not_keep_anything(network):
-    source, target = Cache(), Cache()
-    async with make("p", source, network) as prefill, make("d", target, network) as decode:
-        offer = prefill.offer("r", [1, 2], tokens=8, after=Gate())
-        prefill.offer("s", [1, 2], tokens=8)
-        first = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-        second = decode.start_fetch(prefill.engine.ticket("s"), [5, 6], tokens=TOKENS, after=Gate())
-        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Accept") == 2)
-        first.cancel()
-        second.cancel()
-        async with asyncio.timeout(30):
-            await offer.withdraw()
-        await quiet(decode)
-        await eventually(lambda: prefill.describe()["sending"] == 0)
-        await prefill.aclose(drain=False)
-        await decode.aclose(drain=False)
     assert left() == NOTHING
 
 
@@ -373,19 +334,6 @@ async def test_a_failed_opening_leaves_nothing(network, tmp_path):
     assert left() == NOTHING
 
 
-async def test_an_opening_that_is_cancelled_leaves_nothing(network):
-    worker = make("p", Cache(), network)
-    task = asyncio.create_task(worker.__aenter__())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await worker.aclose()
-    await eventually(lambda: left() == NOTHING)
-    assert not network.agents
-
-
 async def test_a_socket_that_was_left_by_a_killed_worker_is_taken_over(network, tmp_path):
     import socket
 
@@ -394,15 +342,3 @@ async def test_a_socket_that_was_left_by_a_killed_worker_is_taken_over(network, 
     async with make("p", Cache(), network, listen=f"unix:{tmp_path}/w.sock") as worker:
         assert worker.card.endpoint == f"unix:{tmp_path}/w.sock"
     assert not (tmp_path / "w.sock").exists()
-
-
-async def test_tcp_and_what_is_advertised(network):
-    source, target = Cache(), Cache()
-    config = {"listen": "tcp:127.0.0.1:0", "advertise": "tcp:localhost:0", "secret": "a secret of 20 letters"}
-    async with make("p", source, network, **config) as prefill, make("d", target, network, **config) as decode:
-        host, _, port = prefill.card.endpoint.rpartition(":")
-        assert (host, int(port) > 0) == ("tcp:localhost", True)
-        prefill.offer("r", [1], tokens=4)
-        copied = Copied(target).bring(source, [1], [2], range(4))
-        await decode.fetch(prefill.engine.ticket("r"), [2], tokens=range(4), timeout=5)
-        copied.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import entry, waits_for_layers
+from inside import waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
 from kvxfer import BlockingWorker, Config, UsageError, drain_on_signal
@@ -181,13 +181,3 @@ def test_cards_are_a_list_of_cards(cards):
 def test_a_file_of_settings_is_a_path(file):
     with pytest.raises(ConfigError, match="give the path of a TOML or JSON file"):
         Config.load(file)
-
-
-async def test_the_first_claim_begins_the_lease(stage):
-    prefill, decode = await stage.pair(Cache(), Cache(), unclaimed_timeout=60, offer_lease=1.1)
-    offer = prefill.offer("r", [1], tokens=4)
-    claim = decode.claim(prefill.engine.ticket("r"))
-    await eventually(lambda: entry(offer).engine)
-    claim.close()
-    ending = await offer.released()
-    assert "its decode engine stopped renewing it" in ending.reason

@@ -139,29 +139,6 @@ def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, layout, 
     assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
 
 
-def test_the_pool_holds_what_the_dynamic_cache_holds(model, expected):
-    cache = pool(model, "HND", 32)
-    sequence = Sequence([])
-    first = prefill(model, cache, sequence, prompt(40))
-    decode(model, cache, sequence, first, STEPS)
-    own = expected[40].cache.layers
-    for layer in range(cache.layers):
-        keys, values = cache.gather(layer, cache.table(sequence.block_ids), sequence.tokens)
-        torch.testing.assert_close(keys.transpose(0, 1), own[layer].keys[0], rtol=0, atol=2e-4)
-        torch.testing.assert_close(values.transpose(0, 1), own[layer].values[0], rtol=0, atol=2e-4)
-
-
-def test_digests_are_equal_across_layouts_and_block_sizes(model):
-    results = []
-    for seed, (layout, block_tokens) in enumerate(SHAPES):
-        cache = pool(model, layout, block_tokens, seed=seed)
-        sequence = Sequence([])
-        prefill(model, cache, sequence, prompt(40))
-        results.append((digests(cache, sequence), token_digests(cache, sequence)))
-    assert all(result[0] == results[0][0] for result in results)
-    assert all(first_difference(result[1], results[0][1]) is None for result in results)
-
-
 # handing over
 
 

@@ -50,7 +50,7 @@ network: $(STAMP)
 loops: $(STAMP)
 	LOOPS=all $(SPREAD) tests/integration $(ARGS)
 
-# every pair of engines in two processes over NIXL; `make test` plays a third of them
+# every pair of engines in two processes over NIXL, and layer by layer; `make test` plays a third of them
 rows: $(STAMP)
 	ROWS=all $(SPREAD) tests/rows $(ARGS)
 

@@ -4,9 +4,10 @@ A case is a model, how a prefill engine holds it, how a decode engine does, and 
 byte counts all take their cases from here.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from layouts import (
@@ -455,3 +456,11 @@ CASES: Mapping[str, Case] = {
     for row in (TP, GQA, MLA, GROUPS, BLOCKS, LAYOUTS, STAGES, STATE, CONTEXT, PREFIX, KERNEL)
     for case in row
 }
+
+
+def a_third(first: int) -> list[str]:
+    """Names of cases for slow tests: all of them with ROWS=all, and else a third of each row, from this one on."""
+    if os.environ.get("ROWS") == "all":
+        return list(CASES)
+    rows = [list(names) for _, names in groupby(CASES, lambda name: CASES[name].row)]
+    return [name for names in rows for name in names[min(first, len(names) - 1) :: 3]]

@@ -6,14 +6,12 @@ In a quick run a third of the cases of each row: every one of them is moved with
 
 import asyncio
 import importlib.util
-import os
 from collections.abc import AsyncIterator, Iterator
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
-from catalogue import CASES
+from catalogue import CASES, a_third
 from far import Far
 from ranks import Request, World
 from sides import Sides, all_idle, issuer, route_in_turn
@@ -56,11 +54,7 @@ def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...]
     return tuple(map(tuple, found))
 
 
-ROWS = [list(names) for _, names in groupby(CASES, lambda name: CASES[name].row)]
-CHOSEN = list(CASES) if os.environ.get("ROWS") == "all" else [name for names in ROWS for name in names[::3]]
-
-
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", a_third(0))
 async def test_every_byte_between_two_processes(far: Far, near: Sides, name: str) -> None:
     world = World.of(CASES[name])
     needed = [len(world.needs(rank)) for rank in world.decode]

@@ -9,16 +9,11 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one whose torch has threads waits for the others'
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-INTEGRATION = str(Path(__file__).parent / "integration")  # `inside` and other helpers are there
-if INTEGRATION not in sys.path:
-    sys.path.append(INTEGRATION)
 
 
 def pytest_collection_finish() -> None:

@@ -1,16 +1,8 @@
-"""Puts this folder on the path, so that its tests can import their helpers, and those of copies and of processes."""
-
-import sys
-from pathlib import Path
+"""Rigs of a mover and a fabric over the loopback."""
 
 import pytest
 
 from kvxfer.fabric.loopback import LoopbackNetwork
-
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "integration", HERE.parent / "copy"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 @pytest.fixture

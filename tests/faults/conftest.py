@@ -1,19 +1,12 @@
-"""Puts this folder on the path, and that of the helpers `stage` and `far`."""
+"""Processes to whom faults happen, and their company."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "integration"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
 pytest.register_assert_rewrite("faults", "ranks", "stall", "soak")
 
-from company import Company  # noqa: E402 - found by the lines above
+from company import Company  # noqa: E402 - what it asserts is rewritten by then
 from faults import EVERYTHING  # noqa: E402
 
 collect_ignore_glob = [] if importlib.util.find_spec("nixl") else ["test_*.py"]  # all of them are about NIXL

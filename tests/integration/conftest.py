@@ -1,25 +1,18 @@
-"""Puts this folder on the path, so that its tests can import their helper `stage`, and opens the stage for them."""
+"""Opens the stage for tests of whole workers."""
 
 import asyncio
 import contextlib
 import importlib.util
 import os
-import sys
 import zlib
-from pathlib import Path
 
 import pytest
+from inside import share_no_locks
+from stage import Cache, Stage, Tap
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.append(HERE)
-
-from inside import share_no_locks  # noqa: E402 - found by the lines above
-from stage import Cache, Stage, Tap  # noqa: E402
-
-from kvxfer import Worker  # noqa: E402
-from kvxfer.blocking import OwnLoopWorker  # noqa: E402
-from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
+from kvxfer import Worker
+from kvxfer.blocking import OwnLoopWorker
+from kvxfer.fabric.loopback import LoopbackNetwork
 
 ON_BOTH_LOOPS = {
     "test_cancel",

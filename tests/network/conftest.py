@@ -1,18 +1,10 @@
-"""Puts this folder and the folder whose helpers these tests use on the path, and connects two hosts for them."""
+"""Two hosts, and the cable between them."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "integration"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-from cable import why_not  # noqa: E402 - found by the lines above
-from hosts import Hosts  # noqa: E402
+from cable import why_not
+from hosts import Hosts
 
 
 class Machines:

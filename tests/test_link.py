@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import PeerLostError, ProtocolError
+from kvxfer.errors import PeerLostError, ProtocolError, UnreachableError
 from kvxfer.peers.link import _SLICE_BYTES, Link
 from kvxfer.protocol.messages import Goodbye
 from kvxfer.protocol.session import Liveness, Opened, Received, Role, State
@@ -190,6 +190,16 @@ async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypat
     await turns()
     assert new.handler.got == ["found", 1, 2, 3, 4]
     assert new.stream.reading
+
+
+async def test_a_link_that_ends_while_its_peer_is_being_looked_at_was_never_open(new):
+    new.data_received(bytes([253, 1]))
+    new.close("enough")
+    new.handler.looking.set_result("found")
+    await turns()
+    assert (new.handler.got, new.handler.lost_with) == ([], [])
+    with pytest.raises(UnreachableError, match="enough"):
+        new.ready.result()
 
 
 async def test_what_came_before_the_end_of_the_stream_counts(link):

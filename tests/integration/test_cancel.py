@@ -26,6 +26,9 @@ class Step:
         self.prepare: Any = None
         self.offer: Any = None
         self.after = None
+        self.untouched: Any = None
+        self.canary: Any = None
+        self.answers = self.safe_at_once = True
         self.go = lambda: None
         self.reached = lambda: True
 
@@ -151,48 +154,21 @@ def answered(route, step):
     return SOON if (route, step.__name__) in UNANSWERED else {}
 
 
-@pytest.mark.parametrize(("route", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-async def test_cancel_at_every_step(stage, source, target, route, step, again):
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1].__name__}")
+async def at(request, stage, source, target):
+    """A fetch that can be brought to a step. When it was given up the `canary` stays so, and it is tried again."""
+    route, step = request.param
     prefill, decode = await stage.pair(source, target, route=route, window=2, **answered(route, step))
     at = Step(stage, prefill, decode, source, target)
     step(at)
+    at.answers = (route, step.__name__) not in UNANSWERED
+    at.safe_at_once = (route, step.__name__) not in NOT_SAFE_AT_ONCE
     if at.prepare is not None:
         await at.prepare()
-    untouched = Copied(target)
-    task = asyncio.create_task(at.fetch(keep=True))
-    await eventually(at.reached)
-    untouched.check()
-    task.cancel()
-    if again:
-        await asyncio.sleep(0)
-        task.cancel()
-    if (route, step.__name__) in NOT_SAFE_AT_ONCE:
-        await eventually(lambda: decode.describe()["receiving"])
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not task.done()
-        at.go()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        canary = target.clone()
-    else:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        if (route, step.__name__) not in UNANSWERED:  # what is not held does not have to be waited for
-            assert loop.time() - began < decode.config.revoke_timeout
-        untouched.check()
-        canary = target.clone()
-        for memory in target.memory.values():
-            memory.add_(1)  # the caller uses its blocks again
-        at.go()
-        canary = target.clone()
-    assert task.cancelled()
+    at.untouched = Copied(target)
+    yield at
     await quiet(prefill, decode)
-    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
-    # the same ticket, the same blocks
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in at.canary.items())
     if at.offer is None:
         at.offered()
     at.after = None
@@ -203,45 +179,60 @@ async def test_cancel_at_every_step(stage, source, target, route, step, again):
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize(("route", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
-async def test_a_time_out_at_every_step(stage, source, target, route, step):
+async def not_yet(task):
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+async def test_cancel_at_every_step(at, target, again):
+    task = asyncio.create_task(at.fetch(keep=True))
+    await eventually(at.reached)
+    at.untouched.check()
+    task.cancel()
+    if again:
+        await asyncio.sleep(0)
+        task.cancel()
+    if not at.safe_at_once:
+        await eventually(lambda: at.decode.describe()["receiving"])
+        await not_yet(task)
+        at.go()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    if at.answers:  # what is not held does not have to be waited for
+        assert loop.time() - began < at.decode.config.revoke_timeout
+    if at.safe_at_once:
+        at.untouched.check()
+        for memory in target.memory.values():
+            memory.add_(1)  # the caller uses its blocks again
+        at.go()
+    at.canary = target.clone()
+
+
+async def test_a_time_out_at_every_step(at, target):
     """As a cancellation: it is told when memory is safe, a second one changes nothing, and the ticket works again."""
-    prefill, decode = await stage.pair(source, target, route=route, window=2, **answered(route, step))
-    at = Step(stage, prefill, decode, source, target)
-    step(at)
-    if at.prepare is not None:
-        await at.prepare()
-    untouched = Copied(target)
     task = asyncio.create_task(at.fetch(timeout=60, keep=True))
     await eventually(at.reached)
-    outcome = time_out(decode, times=2)
+    outcome = time_out(at.decode, times=2)
     task.cancel()  # and a caller who gives up in that moment
-    if (route, step.__name__) in NOT_SAFE_AT_ONCE:
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not task.done()
+    if not at.safe_at_once:
+        await not_yet(task)
         at.go()
     await asyncio.wait([task, outcome])
     error = outcome.exception()
     assert isinstance(error, TransferTimeoutError)
     assert error.memory_safe
     assert error.report.memory_safe
-    if (route, step.__name__) not in NOT_SAFE_AT_ONCE:
-        untouched.check()
+    if at.safe_at_once:
+        at.untouched.check()
         at.go()
-    canary = target.clone()
+    at.canary = target.clone()
     with contextlib.suppress(asyncio.CancelledError, TransferTimeoutError):
         await task
-    await quiet(prefill, decode)
-    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
-    if at.offer is None:
-        at.offered()
-    at.after = None
-    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
-    await asyncio.wait_for(at.fetch(), 5)
-    copied.check()
-    assert isinstance(await at.offer.released(), Released)
-    await quiet(prefill, decode)
 
 
 async def test_cancel_between_chunks(stage, target):

@@ -842,7 +842,7 @@ class Receiver:
             self._fetch.landed(grid.layers_of(begin, stop))
 
     def _land_soon(self) -> None:
-        """Something is in place, or is there to be copied: where that is the end, and nothing is compared, say so now."""
+        """Something has come, or was copied: where that is the end, and nothing is compared, say so right now."""
         machine, there = self.machine, self._copied
         if not self.grants.staged or self.route is Route.PULL:
             there = self._flushed if _by_nic(self, staged=False) else machine.arrived

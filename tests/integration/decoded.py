@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+from opened import opened
 
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Tables
+from kvxfer.copy.template import Batch
 from kvxfer.geometry.spec import Elements
 
 _SIZE, _ITEMS, _ROWS, _REGIONS, _LINES, _AXES, _AXIS_COUNT = 2, 5, 6, 9, 10, 11, 12
@@ -37,13 +39,14 @@ class Accesses:
         return self.width * self.elements.dst_bytes
 
 
-def accesses(tables: Tables) -> Iterator[Accesses]:
-    """All accesses of a copy."""
-    for launch in tables.launches:
-        elements, width = launch.variant.elements, launch.variant.width
-        for number in range(launch.headers):
-            at = launch.first + number * HEADER_WORDS
-            yield from _of_header(tables.words[at:], width, elements)
+def accesses(tables: Tables | Batch) -> Iterator[Accesses]:
+    """All accesses of a copy, or of those of a batch."""
+    for one in [tables] if isinstance(tables, Tables) else opened(tables):
+        for launch in one.launches:
+            elements, width = launch.variant.elements, launch.variant.width
+            for number in range(launch.headers):
+                at = launch.first + number * HEADER_WORDS
+                yield from _of_header(one.words[at:], width, elements)
 
 
 def _of_header(words, width, elements):
@@ -65,7 +68,7 @@ def _of_header(words, width, elements):
         yield Accesses(src, dst, width, elements)
 
 
-def pieces(tables: Tables) -> Iterator[tuple[int, int, int, int]]:
+def pieces(tables: Tables | Batch) -> Iterator[tuple[int, int, int, int]]:
     """Contiguous runs of a copy: source, bytes there, destination, bytes there."""
     for one in accesses(tables):
         order = np.lexsort((one.src, one.dst))

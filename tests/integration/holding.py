@@ -15,7 +15,6 @@ from far import Ranks
 from standing import Standing
 
 from kvxfer.copy.port import Direction
-from kvxfer.copy.tables import Tables
 from kvxfer.errors import KvxferError
 from kvxfer.memory import ExtentState
 
@@ -28,7 +27,7 @@ _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _SIDES = {Direction.GATHER: "send", Direction.SCATTER: "receive"}
 
 
-def _places(tables: Tables, side: int) -> list[int]:
+def _places(tables: Any, side: int) -> list[int]:
     """Where regions of a copy begin, on one side."""
     return [piece[2 * side] for piece in pieces(tables)]
 

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any
 
 from apart import Apart, knows_apart
+from decoded import accesses
+from opened import singly
 
 from kvxfer import site
 from kvxfer import worker as assembly
@@ -629,15 +631,17 @@ def _lane(direction: Any) -> int:
 def launched(mover: Any, direction: Any) -> list[Any]:
     """What was launched in a direction, and has not ended."""
     lane = _lane(direction)
-    copies = [(slot, one) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
+    copies = [(slot, one.lane, one.job) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
     for flow in [one for one in mover._copies.values() if isinstance(one, Flow)]:
+        known = [job for one in flow.pointed for job in singly([one.job])]
+        first = flow.pointed[-1].stop - len(known) if flow.pointed else 0
         for slot in mover._machine.steps_of(flow.slot):
-            step = int(mover._machine.jobs[slot, records.STEP])
-            copies += [(slot, one) for one in flow.pointed if 0 <= one.stop - 1 - step < one.batch.count]
+            step = int(mover._machine.jobs[slot, records.STEP]) - first
+            copies += [(slot, flow.lane, known[step])] if 0 <= step < len(known) else []
     return [
-        one.job
-        for slot, one in copies
-        if one.lane == lane and mover._machine.runs_since(slot, math.inf) and any(one.batch.words)
+        job
+        for slot, at, job in copies
+        if at == lane and mover._machine.runs_since(slot, math.inf) and any(accesses(job.tables))
     ]
 
 

@@ -15,7 +15,7 @@ from kvxfer.geometry.copyplan import Blank
 
 
 def opened(batch: Any) -> list[Tables]:
-    """The tables of each copy of a batch; nothing may have been laid of it by a GPU."""
+    """The tables of each copy of a batch."""
     return [_tables(batch, row.tolist()) for row in batch.said]
 
 
@@ -23,6 +23,10 @@ def _tables(batch: Batch, said: list[int]) -> Tables:
     launches, blanks = list[Launch](), list[Blank]()
     for at in range(binding.TOLD, binding.TOLD + binding.LAUNCH_WORDS * said[binding.T_LAUNCHES], binding.LAUNCH_WORDS):
         elements, width, _, first, headers, tiles, _ = said[at : at + binding.LAUNCH_WORDS]
+        if elements >= len(batch.variants.elements):  # it is a function of a GPU by now
+            functions: Any = batch.variants._functions
+            elements, power = divmod(functions.tolist().index(elements) // binding.VARIANT_WORDS, binding.WIDTHS_OF_ONE)
+            width = 1 << power
         launches.append(Launch(Variant(width, batch.variants.elements[elements]), first, headers, tiles))
     first = len(said) - binding.BLANK_WORDS * MOST_BLANKS
     for at in range(first, first + binding.BLANK_WORDS * said[binding.T_BLANKS], binding.BLANK_WORDS):

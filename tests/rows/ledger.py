@@ -197,7 +197,7 @@ class Noted:
         steps = singly(steps)
         self._steps += steps
         for job in steps:
-            if job.post is not None and job.tables.launches:
+            if job.post is not None and any(accesses(job.tables)):
                 self._ledger.due(self, job, job.post.local.pieces)
         self._allowed = max(self._allowed, allowed)
         while self._begun < min(self._allowed, len(self._steps)):

@@ -449,7 +449,7 @@ class _Begun(Coroutine[Any, Any, Any]):
     """
 
     def __init__(self, work: Coroutine[Any, Any, Any], waits: Any) -> None:
-        self.__name__, self.__qualname__ = work.__name__, work.__qualname__  # by which debuggers show a task
+        self.__qualname__ = getattr(work, "__qualname__", "")  # by which debuggers show a task
         self._work: Final = work
         self._waits: Final = [waits]  # which the task has not seen yet
 

@@ -121,11 +121,11 @@ class Batch:
             row[: binding.TOLD] = *size, one.nbytes, begin, stop, len(one.launches), len(one.blanks)
             for number, launch in enumerate(one.launches):
                 of = variants.elements.index(launch.variant.elements), launch.variant.width
-                words = *of, 0, launch.first, launch.headers, launch.tiles, 0
-                launches[binding.LAUNCH_WORDS * number :][: binding.LAUNCH_WORDS] = words
+                said_of = *of, 0, launch.first, launch.headers, launch.tiles, 0
+                launches[binding.LAUNCH_WORDS * number :][: binding.LAUNCH_WORDS] = said_of
             for number, blank in enumerate(one.blanks):
-                words = blank.address, blank.width, blank.lines, blank.pitch
-                blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = words
+                place = blank.address, blank.width, blank.lines, blank.pitch
+                blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = place
         out = np.concatenate([said.ravel(), *[one.words for one in tables]])
         return cls(variants, len(tables), out, from_nic=from_nic or any(one.from_nic for one in tables))
 
@@ -165,8 +165,8 @@ class Batch:
         if gpu is None:
             parts = np.empty(self.out.size // HEADER_WORDS * PART_WORDS, np.int64)
             kept += [self, parts]
-            how = (*common, where, 0, parts.__array_interface__["data"][0], PART_BYTES, *(0,) * 5)
-            how = np.array(how, np.int64)
+            listed = parts.__array_interface__["data"][0]
+            how = np.array((*common, where, 0, listed, PART_BYTES, *(0,) * 5), np.int64)
             self.helpers = binding.lay(self.out, told, how, self.variants.kinds, parts, made.ravel())
             return made
         if self.from_nic and gpu.arrival is None:

@@ -729,7 +729,8 @@ class Bound:
                 made.append(pack(chunk.copy() if reached is None else chunk.copy().elsewhere(reached)))
             else:
                 made.append(pack(chunk.gather(address) if kind is Kind.GATHER else chunk.scatter(address)))
-        return import_module("kvxfer.copy.template").Batch.of(made, sizes, from_nic=from_nic)
+        batch: Batch = import_module("kvxfer.copy.template").Batch.of(made, sizes, from_nic=from_nic)
+        return batch
 
     def chunk(self, number: int) -> ChunkPlan:
         """The planner's part of it, for what needs more than tables."""

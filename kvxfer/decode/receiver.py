@@ -846,7 +846,7 @@ class Receiver:
         machine, there = self.machine, self._copied
         if not self.grants.staged or self.route is Route.PULL:
             there = self._flushed if _by_nic(self, staged=False) else machine.arrived
-        planned = self._bound is not None or not self._plans
+        planned = not self._plans or (self._bound is not None and not self._stale)
         if machine.chunks_done < there == machine.chunks and planned and self.checking is None and self.moving:
             try:
                 self._landed(there)

@@ -513,10 +513,10 @@ class Tasks:
         return task
 
     def begin(self, work: Coroutine[Any, Any, Any], name: str) -> None:
-        """As `spawn`; but what comes before its first wait is done right now, and it must not let out an exception."""
+        """As `spawn`; but what comes before its first wait is done right now, and must not let out an exception."""
         try:
             waits = work.send(None)
-        except StopIteration:
+        except (StopIteration, asyncio.CancelledError):
             return
         self.spawn(_Begun(work, waits), name)
 

@@ -746,7 +746,7 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
             if words > how[RING]:
                 made[record + records.OWN_HOST] = how[ROOM] + 8 * room
                 made[record + records.OWN_DEVICE] = how[ROOM_THERE] + 8 * room
-                room += words + SPARE_WORDS
+                room += (words + SPARE_WORDS + 1) // 2 * 2  # each begins at a multiple of 16 bytes
         else:
             made[record + records.PARTS], count = how[LIST] + 8 * listed, 0
             for launch in range(first, first + LAUNCH_WORDS * launches, LAUNCH_WORDS):

@@ -131,7 +131,7 @@ class Gpu:
             self.arrival = arrival(self.device.index)
             if self.arrival is Arrival.UNKNOWN:
                 _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
-        words = sum([size + more + SPARE_WORDS for size in batch.words if size + more > self.limits[0]])
+        words = sum([size + more + SPARE_WORDS + 1 for size in batch.words if size + more > self.limits[0]])
         return self._room(words, lane) if words else None
 
     def add_sums(self, record: I64, batch: "Batch", sums: SumTables, kept: list[Any]) -> I64:

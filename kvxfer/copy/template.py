@@ -88,7 +88,7 @@ class Batch:
     Attributes:
         said: The first of these, int64 (copies, numbers).
         nbytes: int64 (copies,): bytes that each carries.
-        staged_bytes: int64 (copies,): room that each takes in staging.
+        staged_bytes: int64 (copies,): room that each takes in staging, if it goes there or comes from there.
         helpers: On a CPU how many threads any of them wakes, if there are so many.
     """
 

@@ -402,7 +402,7 @@ class Fetch:
             role.succeeded(self)
         self._tell()
         if self._error is None:  # when whoever awaits the fetch has gone on, perhaps with another one
-            role.unreleased[self.demand.ticket.key] = self
+            role.unreleased.setdefault(self.demand.ticket.key, []).append(self)
             site.loop.call_soon(self.release)
         if self._unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
@@ -481,10 +481,10 @@ class Fetch:
         )
 
     def release(self) -> None:
-        """Tell every prefill rank that nothing more of the request is needed. Once."""
-        if self._role.unreleased.pop(self.demand.ticket.key, None) is self:
-            for link in self.links:
-                link.send(wire.Release(self.ref))
+        """Tell every prefill rank that nothing more of the request is needed: once, for all that have fetched it."""
+        for fetch in self._role.unreleased.pop(self.demand.ticket.key, ()):
+            for link in fetch.links:
+                link.send(wire.Release(fetch.ref))
 
     # --- what its receivers say
 

@@ -467,7 +467,7 @@ class Receiver:
                     self._let_go()
                     await self._until_news()
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
-                    self._stale = False
+                    self._stale, self._bound = False, None  # nor does any land by them
                     grown = partial(bound.grown, self._source, covered=0)
                     self._bound = bound = await self.site.plan(grown, rows=bound.rows)
                 else:
@@ -705,7 +705,7 @@ class Receiver:
 
     async def _read_one(self, chunk: int, bound: Bound) -> None:
         site, peer = self.site, self.peer
-        pieces = await site.plan(lambda: bound.chunk(chunk).listed(), rows=bound.chunk_pieces)
+        pieces = await site.plan(partial(bound.listed, chunk), rows=bound.chunk_pieces)
         await self._until_writable()
         if self._leave is no_hold:
             self._leave = site.lanes.hold(peer)
@@ -762,9 +762,9 @@ class Receiver:
         """How the mover copies chunks out of staging memory."""
         staging = [extent.address for extent in places]
         made = bound.scatters(chunks, staging, from_nic=_by_nic(self, staged=True))
-        room, need = min([extent.nbytes for extent in places]), max(made.staged_bytes.tolist())
-        if room < need:
-            raise ProtocolError(f"a chunk of {need} bytes was said to fit into {room}")
+        for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
+            if extent.nbytes < need:
+                raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
         return [CopyJob(made, after=self._demand.after)]
 
     def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:

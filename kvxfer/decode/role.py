@@ -348,7 +348,7 @@ class Decode:
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Receiver] = {}
-        self.unreleased: Final[dict[tuple[str, str, int], Fetch]] = {}  # those that have succeeded in this turn
+        self.unreleased: Final[dict[tuple[str, str, int], list[Fetch]]] = {}  # that have succeeded in this turn
         self._recoveries: Final = Recoveries(site, peers)
         self._claims: Final = Claims(site, peers)
 
@@ -394,7 +394,7 @@ class Decode:
         site.custody.hold(ident, written)
         fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
         self._claims.note_fetch(ticket.key, given_up=False)
-        if (before := self.unreleased.get(ticket.key)) is not None:  # it has succeeded in this turn
+        for before in self.unreleased.get(ticket.key, ())[:1]:  # it has succeeded in this turn
             before.release()
         for older in self._of_ticket.get(ticket.key, ()):
             older.supersede()

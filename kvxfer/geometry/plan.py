@@ -159,10 +159,10 @@ class PairPlan:
 
     def chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that a chunk of a grid takes at most; it may be a little more than any does."""
-        align = self.row_tokens
-        rows = -(-grid.tokens_per_chunk // align)
-        if grid.windows == 1:
-            rows = -(-grid.stop // align) - grid.start // align
+        align, step = self.row_tokens, grid.tokens_per_chunk
+        rows = -(-grid.stop // align) - grid.start // align
+        if grid.windows > 1:
+            rows = min(rows, -(-step // align) + (step % align > 0))  # a window that cuts rows may cut one more
         most, total = self._staged_bytes(rows * align)
         return min(total, grid.layers_per_chunk * most)
 

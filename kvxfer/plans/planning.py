@@ -32,6 +32,7 @@ from kvxfer.geometry import (
     CopyPlan,
     Interleave,
     PairPlan,
+    Pieces,
     Selection,
     Span,
     SumPlan,
@@ -652,8 +653,9 @@ class Bound:
         plan, grid = self.plan, self.grid
         if grid.chunks == 1:
             return plan.staged_bytes
-        smallest = grid.tokens_per_chunk <= plan.pair.row_tokens  # which may exceed what was aimed at
-        return plan.largest_chunk_bytes(grid) if smallest else plan.pair.chunk_bytes(grid)
+        # the smallest window may exceed what was aimed at, and state is counted with what fills it up
+        exact = plan.pair.has_state or grid.tokens_per_chunk <= plan.pair.row_tokens
+        return plan.largest_chunk_bytes(grid) if exact else plan.pair.chunk_bytes(grid)
 
     @property
     def chunk_pieces(self) -> int:
@@ -725,12 +727,19 @@ class Bound:
         for number, address in zip(chunks, addresses, strict=True):
             chunk = self.chunk(number)
             sizes.append((chunk.bytes, chunk.staged_bytes))
+            self._carried[number] = chunk.bytes
             if kind is Kind.COPY:
                 made.append(pack(chunk.copy() if reached is None else chunk.copy().elsewhere(reached)))
             else:
                 made.append(pack(chunk.gather(address) if kind is Kind.GATHER else chunk.scatter(address)))
         batch: Batch = import_module("kvxfer.copy.template").Batch.of(made, sizes, from_nic=from_nic)
         return batch
+
+    def listed(self, number: int) -> Pieces:
+        """Pieces of a chunk, as of `ChunkPlan`."""
+        chunk = self.chunk(number)
+        self._carried[number] = chunk.bytes
+        return chunk.listed()
 
     def chunk(self, number: int) -> ChunkPlan:
         """The planner's part of it, for what needs more than tables."""
@@ -767,7 +776,7 @@ def fit_grid(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    if plan.pair.chunk_bytes(grid) <= limit_bytes:
+    if not plan.pair.has_state and plan.pair.chunk_bytes(grid) <= limit_bytes:
         return grid
     need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:

@@ -250,10 +250,8 @@ class Prefill:
         """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
         while self._waiting and self._beginning < _AT_ONCE:
             self._beginning += 1
-            if self._waiting.popleft().begin():
-                self._site.loop.call_soon(self._has_begun)
-            else:
-                self._beginning -= 1
+            self._site.loop.call_soon(self._has_begun)
+            self._waiting.popleft().begin()
 
     def _has_begun(self) -> None:
         self._beginning -= 1

@@ -387,12 +387,10 @@ class Sender:
 
     # --- a transfer, in order
 
-    def begin(self) -> bool:
-        """Go, up to where it waits for something; False if it has ended already."""
-        if self.machine.state is not SendState.PARKED:
-            return False
-        self.site.tasks.begin(self._see_through(), f"kvxfer send {self.machine.transfer}")
-        return True
+    def begin(self) -> None:
+        """Go, up to where it waits for something, unless it has ended already."""
+        if self.machine.state is SendState.PARKED:
+            self.site.tasks.begin(self._see_through(), f"kvxfer send {self.machine.transfer}")
 
     async def run(self) -> None:
         """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
@@ -724,13 +722,15 @@ class Sender:
         if not extents:  # windows in which no group has a row
             return CopyJob(bound.copies(chunks), after=event)
         places, first = self.machine.places(chunks), run.first
-        staging = [extents[(chunk - first) % len(extents)].address for chunk in chunks]
+        ours = [extents[(chunk - first) % len(extents)] for chunk in chunks]
+        staging = [extent.address for extent in ours]
         made = bound.gathers(chunks, staging)
-        if not (need := max(made.staged_bytes.tolist())):
+        sizes: list[int] = made.staged_bytes.tolist()
+        if not any(sizes):
             return CopyJob(made, after=event)
-        room = min([place.length for place in places])
-        if not peer.body.staging or room < need:
-            raise ProtocolError(f"{room} bytes were granted for a chunk of {need}")
+        for place, extent, need in zip(places, ours, sizes, strict=True):
+            if not peer.body.staging or min(place.length, extent.nbytes) < need:
+                raise ProtocolError(f"{place.length} bytes were granted for a chunk of {need}")
         there = [place.address for place in places]
         local = staging_pieces(self.site.arena, staging, made.staged_bytes)
         remote = staging_pieces(peer.body.staging[0], there, made.staged_bytes)
@@ -739,7 +739,7 @@ class Sender:
 
     def _listed(self, _: _Run, bound: Bound, chunks: range, post: Post | None, __: list[Extent]) -> CopyJob:
         """A chunk whose pieces are listed for the transport."""
-        pieces, event = bound.chunk(chunks.start).listed(), self._events(chunks.start)
+        pieces, event = bound.listed(chunks.start), self._events(chunks.start)
         if post is None or not len(pieces):
             return CopyJob(NOTHING, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)

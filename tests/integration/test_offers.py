@@ -713,3 +713,15 @@ def test_streaming_goes_on_after_an_offer_has_ended_by_itself(tmp_path, ending):
         await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
 
     play(scenario, tmp_path)
+
+
+async def test_a_ticket_that_is_fetched_twice_at_once_is_released_though_both_end_in_one_turn(pair):
+    prefill, decode = pair
+    for number in range(5):
+        offer = prefill.offer(f"r{number}", [3, 2, 1, 0], tokens=16)
+        ticket = prefill.engine.ticket(f"r{number}")
+        both = [
+            decode.start_fetch(ticket, into, tokens=range(16), timeout=5) for into in ([4, 5, 6, 7], [8, 9, 10, 11])
+        ]
+        await asyncio.gather(*both, return_exceptions=True)
+        await asyncio.wait_for(offer.released(), 5)

@@ -388,9 +388,9 @@ class Sender:
     # --- a transfer, in order
 
     def begin(self) -> None:
-        """Go, up to where it waits for something, unless it has ended already."""
+        """Go, in the loop's next turn, unless it has ended already."""
         if self.machine.state is SendState.PARKED:
-            self.site.tasks.begin(self._see_through(), f"kvxfer send {self.machine.transfer}")
+            self.site.tasks.spawn(self._see_through(), f"kvxfer send {self.machine.transfer}")
 
     async def run(self) -> None:
         """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
@@ -495,8 +495,6 @@ class Sender:
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         self._say(machine.accept(message))
-        if not message.ahead or choice.route not in IN_PLACE:  # else to move it is more urgent
-            self.link.flush()
         if message.ahead:
             self._take(machine.granted, self._ahead_until, fetch.generation, fresh=True)
 

@@ -494,7 +494,8 @@ class Sender:
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
-        self._say(machine.accept(message))
+        # in place nothing waits for that: to move it is more urgent
+        self._say(machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
             self._take(machine.granted, self._ahead_until, fetch.generation, fresh=True)
 
@@ -706,11 +707,11 @@ class Sender:
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
-        listed = self.machine.route is Route.DIRECT
-        if self._prompt and not listed:
+        if self.machine.route is Route.DIRECT:
+            return [self._listed(bound, chunk, post) for chunk in chunks]
+        if self._prompt:
             return [self._job(run, bound, chunks, post, extents)]
-        make = self._listed if listed else self._job
-        return [make(run, bound, range(chunk, chunk + 1), post, extents) for chunk in chunks]
+        return [self._job(run, bound, range(chunk, chunk + 1), post, extents) for chunk in chunks]
 
     def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
         """Chunks that are gathered and written, or copied in place."""
@@ -735,15 +736,15 @@ class Sender:
         self.tally.descriptors += len(chunks)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
-    def _listed(self, _: _Run, bound: Bound, chunks: range, post: Post | None, __: list[Extent]) -> CopyJob:
+    def _listed(self, bound: Bound, chunk: int, post: Post | None) -> CopyJob:
         """A chunk whose pieces are listed for the transport."""
-        pieces, event = bound.listed(chunks.start), self._events(chunks.start)
+        pieces, event = bound.listed(chunk), self._events(chunk)
         if post is None or not len(pieces):
             return CopyJob(NOTHING, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
         remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
         self.tally.descriptors += len(pieces)
-        nbytes = bound.carried(chunks.start, chunks.stop)
+        nbytes = bound.carried(chunk, chunk + 1)
         return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 
     def _let_go_on(self, run: _Run, terms: _Terms) -> None:
@@ -1143,9 +1144,9 @@ class Sender:
             _log.error("task_failed", task=f"kvxfer send {self.machine.transfer}", error=repr(error), exc_info=error)
             self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
-    def _say(self, messages: list[wire.Message]) -> None:
+    def _say(self, messages: list[wire.Message], *, soon: bool = False) -> None:
         if messages:
-            self.link.send(*messages)
+            self.link.send(*messages, soon=soon)
         if self.machine.state is SendState.ENDED and self.stats is None:
             self._finish()
 

@@ -29,6 +29,7 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
+from kvxfer.mapped.locks import FIRST_GENERATION, Permit
 from kvxfer.memory import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
@@ -1057,6 +1058,15 @@ def doubt_all(monkeypatch: Any) -> None:
 def break_steps(monkeypatch: Any) -> None:
     """A step of every transfer at a prefill rank fails as nobody foresaw."""
     monkeypatch.setattr(Sender, "_is_ready", lambda *_: 1 / 0)
+
+
+def is_shut(passage: Any) -> bool:
+    """Whether nobody gets in by this permit any more: its gate has another generation. The mover will see that, too."""
+    if not isinstance(passage, Permit):
+        return False
+    *_, granted, words_at, _ = passage.lend()
+    passage.give_back()
+    return not words_at or granted != ctypes.c_uint32.from_address(words_at).value + FIRST_GENERATION
 
 
 def bound_in_place(nbytes: int, monkeypatch: Any) -> None:

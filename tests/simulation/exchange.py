@@ -252,13 +252,14 @@ class Request:
                 ending.cancel()
                 ending = asyncio.ensure_future(offer.withdraw())
         bounds = world.config.bounds()
+        on_its_way = max(bounds["stuck_link"], bounds["handshake"])  # for so long what a decode rank says may take
         while not ending.done():
             await asyncio.wait([ending], timeout=0.05)
             if not rank.books.alive:
                 ending.cancel()
                 return False
             since = min(asked, self.quiet_since or float("inf"))
-            if world.now > since + bounds["released_by_lease"] + bounds["stuck_link"] + SLACK and not ending.done():
+            if world.now > since + bounds["released_by_lease"] + on_its_way + SLACK and not ending.done():
                 world.say(f"the offer of {plan.name} at {rank.name} has not ended {world.now - since:.2f} s after")
                 ending.cancel()
                 return False

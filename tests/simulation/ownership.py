@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from decoded import pieces
-from inside import arena_shares
+from inside import arena_shares, is_shut
 from msgspec.structs import replace
 from opened import singly
 
@@ -475,8 +475,8 @@ class _Steps:
         self._passed = self._heard = 0
 
     def may_begin(self, flow: Flow):
-        """Those that are allowed may, if they are known and the flow is not over."""
-        if flow.cancelled or flow.over:
+        """Those that are allowed may, if they are known and the flow is not over, and its gate is not shut for good."""
+        if flow.cancelled or flow.over or is_shut(flow.job.passage):
             return
         for job in self.jobs[len(self._claims) : self._most(flow)]:
             self._claims.append(_claims(self.ledger, job.tables))

@@ -193,12 +193,8 @@ class Link(asyncio.Protocol):
         stream = self._transport
         return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
-    def send(self, *messages: wire.Message, soon: bool = False) -> bool:
+    def send(self, *messages: wire.Message) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.
-
-        Args:
-            *messages: Which.
-            soon: They may wait for the end of this turn of the loop, or for what is sent before that.
 
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
@@ -209,10 +205,8 @@ class Link(asyncio.Protocol):
         for message in messages:
             session.send(message, self._runtime.now())
             self._handler.frames_sent[type(message).__name__] += 1
-        if soon:
-            self._loop.call_soon(self._flush)
-        elif not self._handling:
-            self._flush()
+        if not self._handling:
+            self.flush()
         return True
 
     def close(self, reason: str = "") -> None:
@@ -247,7 +241,7 @@ class Link(asyncio.Protocol):
             stream.write(encode(wire.Goodbye(error.code, str(error))))
             self._fail(error)
             return
-        self._flush()
+        self.flush()
         self._arm()
 
     def data_received(self, data: bytes) -> None:
@@ -293,7 +287,7 @@ class Link(asyncio.Protocol):
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         finally:
             self._handling = False
-        self._flush()
+        self.flush()
         if self._rest is not None and self._transport is not None and self._meeting is None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
@@ -356,7 +350,7 @@ class Link(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has."""
         self._writable = True
-        self._flush()
+        self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
@@ -378,8 +372,8 @@ class Link(asyncio.Protocol):
                 reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
             )
 
-    def _flush(self) -> None:
-        """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
+    def flush(self) -> None:
+        """Write a slice of what is left to send, now; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
         if session is None or not (session.unsent_bytes or self._failure):
             return
@@ -399,7 +393,7 @@ class Link(asyncio.Protocol):
 
     def _write_on(self) -> None:
         self._slicing = False
-        self._flush()
+        self.flush()
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -421,7 +415,7 @@ class Link(asyncio.Protocol):
         except KvxferError as error:
             self._fail(error, cut=True)  # who is silent does not read what is left to send either
             return
-        self._flush()
+        self.flush()
         self._arm()
 
     def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
@@ -437,7 +431,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
         elif self._transport is not None and self._session is None:
             self._transport.close()
-        self._flush()
+        self.flush()
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect

@@ -1,8 +1,9 @@
 """`kvxfer bench matrix` as its two processes see it: the decode process leads, the prefill process follows.
 
-A repetition is: new block ids on both sides, new content at the prefill side, poison at the decode side; the fetch,
-timed at its caller; the whole decode cache compared; then the reference, at the prefill side. So transfers and
-references alternate, and what else the machine does meets both.
+A repetition is: new block ids on both sides, new content at the prefill side, poison at the decode side; a fetch of one
+block, which finds two processes that were idle and leaves them as awake as servers are; the fetch, timed at its caller;
+the whole decode cache compared; then the reference, at the prefill side. So transfers and references alternate, and
+what else the machine does meets both.
 """
 
 import asyncio
@@ -131,6 +132,7 @@ class _Open:
 class _Serve:
     request: str
     seed: int
+    first: bool  # nothing goes before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +203,15 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
         side.send("open")
         while True:
             match await side.hear():
-                case _Serve(name, seed):
+                case _Serve(name, seed, first):
                     request = draw(seed, pool, blocks, source=True)
                     await asyncio.to_thread(cache.write, request)
                     synchronize(side.device)
                     tokens = blocks * layout.block_tokens
                     offer = worker.offer(name, np.array(request.ids), tokens=tokens, after=kvxfer.READY)
-                    side.send(worker.engine.ticket(name))
+                    block = [] if first else [(f"{name}-0", request.ids[:1], layout.block_tokens)]
+                    before = [worker.offer(who, ids, tokens=n, after=kvxfer.READY).ticket for who, ids, n in block]
+                    side.send((before, offer.ticket))
                     ending = await offer.released()
                     stats = ending.stats if isinstance(ending, kvxfer.Released) else ()
                     side.send(stats[0] if stats else None)
@@ -301,7 +305,7 @@ class _Run:
         for number in range(grid.warmups + grid.repetitions):
             request = draw_unwritten(random.SystemRandom().getrandbits(62), pool, blocks, unwritten)
             unwritten -= set(request.ids)
-            seconds, received, sent, differs = await self._transfer(worker, request)
+            seconds, received, sent, differs = await self._transfer(worker, request, first=number == 0)
             if number == 0:
                 first_predicted = received.predicted
             difference = difference or differs
@@ -328,23 +332,27 @@ class _Run:
         )
 
     async def _transfer(
-        self, worker: kvxfer.Worker, request: Request
+        self, worker: kvxfer.Worker, request: Request, *, first: bool
     ) -> tuple[float, TransferStats, TransferStats | None, str]:
         """One fetch and its check: seconds, stats of both sides, and how the cache differs from what it should be."""
         side, cell = self.side, self.cell
-        side.send(_Serve(f"{request.seed:x}", request.seed))
+        side.send(_Serve(f"{request.seed:x}", request.seed, first))
         await asyncio.to_thread(self.cache.scrub)
         synchronize(side.device)
-        ticket, ids = await side.hear(), np.array(request.ids)
-        tokens = range(len(ids) * cell.layout.block_tokens)
+        (before, ticket), ids = await side.hear(), np.array(request.ids)
+        tokens, expected = range(len(ids) * cell.layout.block_tokens), [request]
+        for one in before:
+            spare = [min(set(range(cell.pool[1])) - set(request.ids))]
+            await worker.fetch(one, spare, tokens=range(cell.layout.block_tokens), after=kvxfer.READY)
+            expected.append(Request(request.seed, tuple(spare)))
         began = time.perf_counter()
         result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         seconds = time.perf_counter() - began
         sent = await side.hear()
         if self.grid.sabotage:
-            inside, outside = request.ids[0], min(set(range(cell.pool[1])) - set(request.ids))
-            self.cache.corrupt(inside if self.grid.sabotage == "byte" else outside)
-        difference = await asyncio.to_thread(self.cache.difference, request)
+            outside = max(set(range(cell.pool[1])) - set(request.ids))
+            self.cache.corrupt(request.ids[0] if self.grid.sabotage == "byte" else outside)
+        difference = await asyncio.to_thread(self.cache.difference, *expected)
         if not difference and result.stats.bytes != _nbytes(cell):
             difference = f"the stats say {result.stats.bytes} bytes, but {_nbytes(cell)} were asked for"
         return seconds, result.stats, sent, difference

@@ -208,7 +208,7 @@ def _table(
         within, between = spread["reference_spread_within_cells"], spread["reference_spread_between_cells"]
         also = "" if between is None else f", those of different cells up to {between:.0%}"
         notes.insert(0, f"noise: references of one cell lie {within:.0%} apart (median of cells){also}")
-    title = "whole `await fetch` at its caller, median; ratio: to one contiguous copy of the same bytes in the same run"
+    title = "whole `await fetch` after one of a block, at its caller, median; ratio: to one contiguous copy of as much"
     return Table(title, headings, rows, notes)
 
 

@@ -231,13 +231,12 @@ class PairPlan:
         Addresses and strides are not part of it; they differ between the sides by design. Nor are the source's blocks,
         which may not be there yet. The bytes that are hashed are part of the protocol (section 6.5).
         """
-        digest = hashlib.sha256(self.digested)
+        hashed = [self.digested]
         for group, name in self._named:
-            ids = np.asarray(dst_spans[group].ids, "<u4")
-            digest.update(name + _TWO.pack(dst_spans[group].first_token, len(ids)))
-            digest.update(ids.tobytes())
-        digest.update(_TWO.pack(tokens.start, tokens.stop))
-        return digest.digest()
+            span = dst_spans[group]
+            hashed += name, _TWO.pack(span.first_token, len(span.ids)), span.packed
+        hashed.append(_TWO.pack(tokens.start, tokens.stop))
+        return hashlib.sha256(b"".join(hashed)).digest()
 
     def most_bytes(self, dst_spans: BlockLists, tokens: range) -> int:
         """Bytes that a transfer of these tokens carries at the most: as many as if both sides held all of them."""

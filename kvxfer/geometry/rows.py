@@ -46,7 +46,7 @@ Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Span:
     """A block list that does not start at token 0 (a sliding window), or the normal form of any block list.
 
@@ -59,6 +59,22 @@ class Span:
 
     ids: Ids
     first_token: int = 0
+
+    @lazy
+    def packed(self) -> bytes:
+        """The ids as they travel and are hashed: 4 bytes each, little-endian."""
+        return np.asarray(self.ids).astype("<u4").tobytes()
+
+    @classmethod
+    def unpacked(cls, packed: bytes, first_token: int) -> "Span":
+        """Of ids that have travelled.
+
+        Raises:
+            ValueError: If they are cut.
+        """
+        span = cls(np.frombuffer(packed, "<u4").astype(np.int64), first_token)
+        vars(span)["packed"] = packed
+        return span
 
 
 Blocks: TypeAlias = Ids | Span | Mapping[str, Ids | Span]

@@ -159,6 +159,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
 # --- to and from the wire
 
 _MAX_IDS: Final = 1 << 24
+_ID_BYTES: Final = 4
 
 
 def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[wire.TensorFrame]:
@@ -253,10 +254,10 @@ def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists |
     """Block lists of these groups as they travel; of those in `said` only what follows them, if anything does."""
     found: list[wire.Span] = []
     for group in groups:
-        first = len(said[group].ids) if said is not None else 0
-        ids = np.asarray(spans[group].ids)[first:]
-        if said is None or len(ids):
-            found.append(wire.Span(group, spans[group].first_token, ids.astype("<u4").tobytes()))
+        span = spans[group]
+        packed = span.packed if said is None else span.packed[_ID_BYTES * len(said[group].ids) :]
+        if said is None or packed:
+            found.append(wire.Span(group, span.first_token, packed))
     return found
 
 
@@ -286,9 +287,9 @@ def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
     """
     decoded: dict[str, Span] = {}
     for span in spans:
-        if len(span.ids) % 4:
+        if len(span.ids) % _ID_BYTES:
             raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
-        decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
+        decoded[span.group] = Span.unpacked(span.ids, span.first_token)
     if len(decoded) != len(spans):
         raise ProtocolError("a group has two block lists in one frame")
     return decoded

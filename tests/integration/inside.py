@@ -784,6 +784,7 @@ def die(worker: Any) -> None:
     worker._service.listener.close()
     worker._service.site.draining = True
     worker._service.decode._recoveries.cancel()
+    worker._service.decode._claims.close()
     worker._service.rebuilding.close()
     worker._service.site.tasks.cancel()
     worker._service.site.lookouts.cancel()

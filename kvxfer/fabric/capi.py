@@ -58,8 +58,8 @@ _STATUS: Final = {
     -5: "NO_TELEMETRY",
     _NOT_FOUND: "NOT_FOUND",
 }
-_NOT_POSTED, _GONE = -1, -10
-"""Of what C++ says: the request was not posted; its peer is gone."""
+_NOT_POSTED: Final = -1
+"""What C++ says of a request that was not posted."""
 _STRICT: Final = 1
 """NIXL takes a lock of the agent's in each call, so that another thread may call beside the fabric's."""
 _WHEELS: Final = ("nixl-cu13", "nixl-cu12")
@@ -387,10 +387,6 @@ class Capi:
         given = options.handle if options else None
         self.create_xfer_req(agent, operation, here.handle, there.handle, peer.encode(), byref(out), given)
         return out.value or 0
-
-    def is_gone(self, agent: int, request: int) -> bool:
-        """Whether a request failed because its peer is gone."""
-        return self._cause(agent, request) == _GONE
 
     def _cause(self, agent: int, request: int) -> int:
         return int(self._status(*(c_void_p.from_address(handle) for handle in (agent, request))))

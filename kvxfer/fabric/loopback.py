@@ -20,18 +20,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation
+from kvxfer.fabric.port import Descriptors, Memory, Native, Operation
 
 __all__ = [
     "EVERY_PEER",
     "Fault",
     "Faults",
+    "Handle",
     "LogEntry",
     "LoopbackNetwork",
     "LoopbackTransport",
@@ -537,28 +538,18 @@ _OPERATIONS: Final = (Operation.READ, Operation.WRITE)
 _MOST_ERRORS: Final = 1000
 _UNDER_WAY: Final = 1
 
+Handle: TypeAlias = object
+"""What a transport returns for a posted part."""
+
 
 class _Posting(Protocol):
     """What is called of a transport. What fails is a `FabricError`."""
 
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
-        """Begin to move pieces. May block while it copies."""
-        ...
-
-    def poll(self, handle: Handle) -> bool:
-        """True when the part is done."""
-        ...
-
-    def release(self, handle: Handle) -> None:
-        """Give back a handle, once, after it ended or was given up."""
-        ...
-
-    def progress(self) -> None:
-        """Let the library work; a target needs this too."""
-        ...
-
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle: ...
+    def poll(self, handle: Handle) -> bool: ...
+    def release(self, handle: Handle) -> None: ...
+    def progress(self) -> None: ...
     def notify(self, agent: str, message: bytes) -> None: ...
-
     def heard(self) -> list[tuple[str, bytes]]: ...
 
 

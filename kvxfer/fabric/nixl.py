@@ -3,8 +3,8 @@
 What NIXL does and does not promise shapes this file:
 
 - It has no progress thread (that would spin a core); everything happens inside calls from the fabric's thread.
-- Its errors become `FabricError`; `in_doubt` once bytes may have moved.
-- `release` and `disconnect` recall nothing that was posted.
+- Its errors become `FabricError`. What is posted is the mover's, which calls the agent by the C functions themselves.
+- `disconnect` recalls nothing that was posted.
 - A peer gets the metadata of the registrations that it needs and no other (partial metadata). That keeps a correct peer
   in its place; against a hostile one only RDMA keys do.
 - Its UCX backend ignores parameters that it does not know, so they are checked here.
@@ -22,7 +22,7 @@ from typing import Final
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import capi
 from kvxfer.fabric.capi import CallError, Capi, Owned
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation
+from kvxfer.fabric.port import Memory, Native
 from kvxfer.telemetry import logger
 
 __all__ = [
@@ -205,33 +205,14 @@ than two minutes, so about ten seconds.
 _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
-_OPERATIONS: Final = {Operation.READ: capi.READ, Operation.WRITE: capi.WRITE}
-
-
-@dataclass(slots=True, eq=False)
-class _Handle:
-    """A posted part. `request` is NIXL's, 0 once it was given back."""
-
-    peer: str
-    request: int
-    done: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Agent:
-    """One of NIXL's agents.
-
-    Attributes:
-        handle: NIXL's.
-        backends: What names its backends.
-        posted: Handles that were not given back.
-        stuck: Requests that NIXL did not take back.
-    """
+    """One of NIXL's agents: its handle, and what names its backends."""
 
     handle: int
     backends: dict[str, Owned] = field(default_factory=dict[str, Owned])
-    posted: set[_Handle] = field(default_factory=set[_Handle])
-    stuck: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True, eq=False)
@@ -291,7 +272,6 @@ class NixlTransport:
         self._c: Capi
         self._heard: Owned
         self._known: dict[str, bytes] = {}
-        self._lost: set[str] = set()
         self._closed = False
 
     @property
@@ -456,7 +436,6 @@ class NixlTransport:
         """Forget a peer. Not a fence: what was posted may still land."""
         agent = self._open()
         self._known.pop(peer, None)
-        self._lost.discard(peer)
         if peer == self._name:
             return
         try:
@@ -464,73 +443,12 @@ class NixlTransport:
         except CallError as error:
             raise _translated(error, f"disconnect {peer}") from error
 
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
-        """Begin to move pieces. On a CPU lane the whole copy happens in here.
-
-        Raises:
-            FabricError: With `in_doubt`, if the failure came after the first bytes may have left.
-        """
-        agent = self._open()
-        if peer in self._lost:
-            raise FabricError(f"{peer} is disconnected", disconnected=True)
-        try:
-            here, there = self._listed(local), self._listed(remote)
-            request = self._c.request(agent.handle, _OPERATIONS[operation], here, there, peer)
-        except CallError as error:
-            raise _translated(error, f"prepare a {operation.value} to {peer}") from error
-        handle = _Handle(peer, request)
-        agent.posted.add(handle)
-        try:
-            handle.done = self._c.post_xfer_req(agent.handle, request, None) != capi.IN_PROGRESS
-        except CallError as error:
-            gone = self._is_gone(agent, handle)
-            self._drop(handle)
-            raise _translated(error, f"post a {operation.value} to {peer}", gone=gone, in_doubt=True) from error
-        return handle
-
-    def poll(self, handle: Handle) -> bool:
-        """True when the part is done; makes progress."""
-        agent = self._open()
-        part = _handle(handle)
-        if not part.done:
-            try:
-                part.done = self._c.get_xfer_status(agent.handle, part.request) != capi.IN_PROGRESS
-            except CallError as error:
-                gone = self._is_gone(agent, part)
-                doing = f"write to or read from {part.peer}"
-                raise _translated(error, doing, gone=gone, in_doubt=True) from error
-        return part.done
-
-    def release(self, handle: Handle) -> None:
-        """Give back a handle, once. If it is still in flight NIXL tries to cancel it, which recalls nothing."""
-        agent = self._open()
-        part = _handle(handle)
-        request, part.request = part.request, 0
-        agent.posted.discard(part)
-        try:
-            self._c.give_back(agent.handle, request)
-        except CallError as error:
-            agent.stuck.append(request)
-            raise _translated(error, "release a transfer") from error
-
-    def progress(self) -> None:
-        """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not kept here."""
-        agent = self._open()
-        try:
-            self._c.get_notifs(agent.handle, self._heard.handle, None)
-        except CallError as error:
-            raise _translated(error, "make progress") from error
-        finally:
-            self._c.notif_map_clear(self._heard.handle)
-
     def renew(self) -> bool:
         """Create another agent, whose name nobody has met, and destroy the old one; False if either cannot be.
 
         In this order, since there may be no network just now. Over TCP nothing lands after it, over CMA a peer goes on.
         """
         old, name = self._open(), f"{self._first_name}.{self._renewals + 1}"
-        if old.posted:
-            return False
         try:
             new = self._created(name)
         except FabricError as error:
@@ -540,7 +458,7 @@ class NixlTransport:
             self._destroy(new)
             return False
         self._agent, self._name, self._renewals = new, name, self._renewals + 1
-        self._known, self._lost, self._incarnation = {}, set(), secrets.token_bytes(16)
+        self._known, self._incarnation = {}, secrets.token_bytes(16)
         return True
 
     def close(self) -> None:
@@ -548,16 +466,10 @@ class NixlTransport:
         self._closed = True
         agent, self._agent = self._agent, None
         if agent is not None:
-            for part in agent.posted:
-                agent.stuck.append(part.request)
-                part.request = 0
             self._destroy(agent)
 
     def _destroy(self, agent: _Agent) -> bool:
-        """Destroy NIXL's agent; False if that fails. A request that it still does not take back is left as it is."""
-        for request in agent.stuck:
-            with contextlib.suppress(CallError):
-                self._c.give_back(agent.handle, request)
+        """Destroy NIXL's agent; False if that fails."""
         agent.backends.clear()
         try:
             self._c.destroy_agent(agent.handle)
@@ -571,30 +483,11 @@ class NixlTransport:
             raise FabricError(f"agent {self._name!r} is {'closed' if self._closed else 'not set up'}")
         return self._agent
 
-    def _listed(self, descriptors: Descriptors) -> Owned:
-        """NIXL's list of the pieces of one side: addresses, bytes, device. It knows of no agent."""
-        if descriptors.kind not in capi.KINDS:
-            raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
-        return self._c.pieces(descriptors.kind, descriptors.pieces.tolist(), descriptors.device)
-
     def _forget(self, agent: _Agent, named: set[str]) -> None:
         """Unload what a failed `connect` had loaded, but nobody who was known before."""
         for peer in named - set(self._known):
             with contextlib.suppress(CallError):
                 self._c.forget(agent.handle, peer)
-
-    def _is_gone(self, agent: _Agent, handle: _Handle) -> bool:
-        """Whether a post failed since its peer is gone; then no further one is made."""
-        gone = self._c.is_gone(agent.handle, handle.request)
-        if gone:
-            self._lost.add(handle.peer)
-        return gone
-
-    def _drop(self, handle: _Handle) -> None:
-        try:
-            self.release(handle)
-        except FabricError as error:
-            _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
 
 def _translated(error: CallError, doing: str, *, gone: bool = False, in_doubt: bool = False) -> FabricError:
@@ -624,9 +517,3 @@ def _memory_rows(memories: Sequence[Memory], kind: str) -> list[tuple[int, int, 
     if any(memory.address <= 0 or memory.nbytes <= 0 or memory.device < 0 for memory in memories):
         raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
     return [(memory.address, memory.nbytes, memory.device) for memory in memories]
-
-
-def _handle(handle: Handle) -> _Handle:
-    if not isinstance(handle, _Handle) or not handle.request:
-        raise FabricError(f"{handle!r} is no posted part, or was released")
-    return handle

@@ -7,11 +7,11 @@ which calls C functions (`Native`). The in-process loopback is another `Transpor
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from kvxfer.copy.port import Descriptors, Native, Operation
 
-__all__ = ["Descriptors", "Handle", "Memory", "Native", "Operation", "Transport"]
+__all__ = ["Descriptors", "Memory", "Native", "Operation", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,6 @@ class Memory:
     device: int
     address: int
     nbytes: int
-
-
-Handle: TypeAlias = object
-"""What a transport returns for a posted part."""
 
 
 class Transport(Protocol):

@@ -13,6 +13,7 @@ import preloaded
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Post
 from kvxfer.copy.tables import NOTHING
+from kvxfer.fabric import capi
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation
@@ -29,8 +30,17 @@ class Agent:
     def __init__(self, name: str, buffers: int = 1, **settings: Any) -> None:
         self.transport = NixlTransport(name, **settings)
         self.transport.setup()
+        self.library, self.native = capi.opened(capi.find()), self.transport.native()
         self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
         self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
+
+    def post(self, peer: str, operation: Operation, here: Descriptors, there: Descriptors) -> int:
+        """Begin to move pieces, as the mover does but for its turns; `finish` it."""
+        near, far = (self.library.pieces(side.kind, side.pieces.tolist(), side.device) for side in (here, there))
+        way = capi.WRITE if operation is Operation.WRITE else capi.READ
+        request = self.library.request(self.native.agent, way, near, far, peer)
+        self.library.post_xfer_req(self.native.agent, request, None)
+        return request
 
     def close(self) -> None:
         for token in self.tokens:
@@ -47,13 +57,13 @@ def descriptors(buffer: np.ndarray, *spans: tuple[int, int]) -> Descriptors:
     return Descriptors("DRAM", 0, np.array(rows, dtype=np.int64))
 
 
-def finish(handle: object, *agents: Agent) -> None:
-    """Poll at both ends, as two fabrics would, until the part has ended; give the handle back."""
+def finish(request: int, *agents: Agent) -> None:
+    """Poll at both ends, as two movers would, until it has ended; give it back."""
     first, *others = agents
-    while not first.transport.poll(handle):
+    while first.library.get_xfer_status(first.native.agent, request) == capi.IN_PROGRESS:
         for other in others:
-            other.transport.progress()
-    first.transport.release(handle)
+            other.library.get_notifs(other.native.agent, other.native.notices, None)
+    first.library.give_back(first.native.agent, request)
 
 
 class Side:

@@ -16,11 +16,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-import numpy as np
-
 from kvxfer.errors import FabricError
+from kvxfer.fabric.capi import IN_PROGRESS, WRITE, CallError, Capi, find, opened
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Descriptors, Memory, Operation
+from kvxfer.fabric.port import Memory
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
 from kvxfer.tools.bench.samples import measured
 
@@ -66,6 +65,7 @@ class _Agent:
         self.transport: Final = NixlTransport(name, device=index_of(device))
         self._thread: Final = ThreadPoolExecutor(1, f"kvxfer-bench-{name}", make_current, (device,))
         self.token: object = None
+        self.library: Capi
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the agent's thread."""
@@ -76,6 +76,7 @@ class _Agent:
 
         def register() -> None:
             self.transport.setup()
+            self.library = opened(find())
             buffer = self.buffer
             self.token = self.transport.register([Memory(buffer.kind, buffer.index, buffer.address, buffer.nbytes)])
 
@@ -113,8 +114,9 @@ class Target(_Agent):
         stop = threading.Event()
 
         def poll() -> None:
+            native = self.transport.native()
             while not stop.is_set():
-                self.transport.progress()
+                self.library.get_notifs(native.agent, native.notices, None)
 
         polling = asyncio.ensure_future(self.run(poll))
         try:
@@ -183,13 +185,19 @@ class Source(_Agent):
         return await self.run(lambda: measured(lambda: copy(nbytes)))
 
     def _write(self, nbytes: int) -> None:
-        transport, buffer, card = self.transport, self.buffer, self._card
-        local = Descriptors(buffer.kind, buffer.index, np.array([(buffer.address, nbytes)], np.int64))
-        remote = Descriptors(buffer.kind, card.index, np.array([(card.address, nbytes)], np.int64))
-        handle = transport.post(self._peer, Operation.WRITE, local, remote)
-        while not transport.poll(handle):
-            pass
-        transport.release(handle)
+        library, agent, buffer, card = self.library, self.transport.native().agent, self.buffer, self._card
+        try:
+            local = library.pieces(buffer.kind, [[buffer.address, nbytes]], buffer.index)
+            remote = library.pieces(buffer.kind, [[card.address, nbytes]], card.index)
+            request = library.request(agent, WRITE, local, remote, self._peer)
+            try:
+                library.post_xfer_req(agent, request, None)
+                while library.get_xfer_status(agent, request) == IN_PROGRESS:
+                    pass
+            finally:
+                library.give_back(agent, request)
+        except CallError as error:
+            raise FabricError(f"NIXL could not write to {self._peer}: {error}") from error
 
     def _open_peer(self) -> Callable[[int], None]:
         from kvxfer.tools.bench.peercopy import PeerCopy

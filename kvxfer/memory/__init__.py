@@ -5,7 +5,7 @@ the caller to carry out. Only `device` touches real memory.
 """
 
 from kvxfer.memory.arena import (
-    MIN_ALIGNMENT,
+    ALIGNMENT,
     TRANSITIONS,
     Arena,
     Decisions,
@@ -17,13 +17,12 @@ from kvxfer.memory.arena import (
     Request,
     Share,
     ShareSnapshot,
-    check_transition,
 )
 from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
 from kvxfer.memory.device import Backing, Kind, allocate, peek
 
 __all__ = [
-    "MIN_ALIGNMENT",
+    "ALIGNMENT",
     "TRANSITIONS",
     "Arena",
     "Backing",
@@ -41,6 +40,5 @@ __all__ = [
     "Share",
     "ShareSnapshot",
     "allocate",
-    "check_transition",
     "peek",
 ]

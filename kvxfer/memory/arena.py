@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from kvxfer.errors import ArenaError, ConfigError
 
 __all__ = [
-    "MIN_ALIGNMENT",
+    "ALIGNMENT",
     "TRANSITIONS",
     "Arena",
     "Decisions",
@@ -31,8 +31,6 @@ __all__ = [
     "Share",
     "ShareSnapshot",
     "WaitingQueue",
-    "check_alignment",
-    "check_transition",
 ]
 
 # --- extents
@@ -77,17 +75,6 @@ TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyT
     }
 )
 """Every legal move: from each state, where it may go."""
-
-
-def check_transition(source: ExtentState, target: ExtentState) -> None:
-    """Refuse a move that the table does not have.
-
-    Raises:
-        InvariantError: `TRANSITIONS` has no move from `source` to `target`.
-    """
-    if target not in TRANSITIONS[source]:
-        legal = ", ".join(sorted(state.name for state in TRANSITIONS[source]))
-        raise InvariantError(f"an extent cannot go from {source.name} to {target.name}; from there only to {legal}")
 
 
 @dataclass(slots=True, eq=False)
@@ -408,20 +395,15 @@ class ShareSnapshot:
 # beyond the cap: else a request larger than a fair share would never be served. So every request that fits the share
 # is granted sooner or later, unless it expires, as long as extents are released and quarantines end.
 
-MIN_ALIGNMENT: Final = 512
-"""Bytes: the least alignment of an extent, as much as cudaMalloc gives and any access width needs."""
+ALIGNMENT: Final = 512
+"""Bytes: every extent begins at a multiple of it and occupies a multiple; any access width needs no more."""
 
 _HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
 
 
-def check_alignment(alignment: int) -> None:
-    """Refuse an alignment that extents cannot have.
-
-    Raises:
-        ConfigError: it is no power of two, or less than 512 bytes.
-    """
-    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
-        raise ConfigError(f"alignment={alignment} must be a power of two of at least {MIN_ALIGNMENT} bytes")
+def _aligned(nbytes: int) -> int:
+    """The bytes that so many occupy."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,47 +435,34 @@ class Share:
 
     Attributes:
         name: What messages and metrics call it, such as "send" or "receive".
-        base: Address of its first byte; a multiple of `alignment`.
-        capacity: Usable bytes; a multiple of `alignment`. 0 means that every request is refused.
-        alignment: Bytes, a power of two, at least 512. Every extent begins at a multiple of it and occupies a multiple.
+        base: Address of its first byte; a multiple of `ALIGNMENT`.
+        capacity: Usable bytes; likewise. 0 means that every request is refused.
         max_overtakes: How many requests may be granted before one that could be but for want of a gap.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        base: int,
-        capacity: int,
-        alignment: int = MIN_ALIGNMENT,
-        max_overtakes: int = 16,
-        sole: bool = False,
-    ) -> None:
+    def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16, sole: bool = False) -> None:
         """Make the books of an empty share.
 
         Args:
             name: What messages and metrics call it.
             base: Address of the first byte.
-            capacity: Bytes from there on; what exceeds a multiple of `alignment` is left unused.
-            alignment: Bytes; a power of two, at least 512.
+            capacity: Bytes from there on; what exceeds a multiple of `ALIGNMENT` is left unused.
             max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
             sole: One peer has it to itself, so nothing is left for others while they do not wait.
 
         Raises:
-            ConfigError: an argument is negative, the alignment is no power of two or too small, the base is not
-                aligned, or the share does not fit into 64-bit addresses.
+            ConfigError: an argument is negative, the base is not aligned, or the share does not fit into 64-bit
+                addresses.
         """
-        check_alignment(alignment)
-        if base < 0 or base % alignment:
-            raise ConfigError(f"the {name} share begins at address {base}, which is no multiple of {alignment}")
+        if base < 0 or base % ALIGNMENT:
+            raise ConfigError(f"the {name} share begins at address {base}, which is no multiple of {ALIGNMENT}")
         if capacity < 0 or base + capacity > 1 << 64:
             raise ConfigError(f"the {name} share of {capacity} bytes at address {base} is no range of 64-bit addresses")
         if max_overtakes < 0:
             raise ConfigError(f"max_overtakes={max_overtakes} must not be negative")
         self.name: Final = name
         self.base: Final = operator.index(base)
-        self.alignment: Final = operator.index(alignment)
-        self.capacity: Final = operator.index(capacity) // self.alignment * self.alignment
+        self.capacity: Final = operator.index(capacity) // ALIGNMENT * ALIGNMENT
         self.max_overtakes: Final = max_overtakes
         self._alone = self.capacity if sole else self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
@@ -530,7 +499,7 @@ class Share:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
             )
-        length = -(-nbytes // self.alignment) * self.alignment
+        length = _aligned(nbytes)
         if not self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
@@ -554,7 +523,7 @@ class Share:
 
         It is what a request would be granted by the next `advance`, without one.
         """
-        length = -(-nbytes // self.alignment) * self.alignment
+        length = _aligned(nbytes)
         if nbytes < 1 or len(self._queue):
             return None
         contenders = len(self._accounts) + (peer not in self._accounts)
@@ -564,7 +533,7 @@ class Share:
 
     def most(self, nbytes: int) -> int:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
-        return max(1, self._alone // (-(-max(1, nbytes) // self.alignment) * self.alignment))
+        return max(1, self._alone // _aligned(max(1, nbytes)))
 
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
@@ -670,9 +639,9 @@ class Share:
             return self._total(ExtentState.QUARANTINED)
         return self._accounts.get(peer, {}).get(ExtentState.QUARANTINED, 0)
 
-    def extents(self, peer: str | None = None) -> list[Extent]:
-        """Extents that are held, those of `peer` or all, in the order in which they were granted."""
-        return [extent for extent in self._live.values() if peer is None or extent.peer == peer]
+    def extents(self) -> list[Extent]:
+        """Extents that are held, in the order in which they were granted."""
+        return list(self._live.values())
 
     def snapshot(self) -> ShareSnapshot:
         """What is where now, as plain numbers. It costs time in proportion to the extents and the waiting requests."""
@@ -754,7 +723,8 @@ class Share:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
         if target not in TRANSITIONS[source]:
-            check_transition(source, target)  # says why
+            legal = ", ".join(sorted(state.name for state in TRANSITIONS[source]))
+            raise InvariantError(f"an extent cannot go from {source.name} to {target.name}; from there only to {legal}")
         account = self._accounts[extent.peer]
         account[source] -= extent.length
         if target is not ExtentState.FREE:
@@ -823,27 +793,24 @@ class Arena:
     receiving: Share
 
     @classmethod
-    def split(cls, base: int, capacity: int, alignment: int = MIN_ALIGNMENT) -> "Arena":
+    def split(cls, base: int, capacity: int) -> "Arena":
         """Halve an allocation: the share for sending first, the share for receiving behind it.
 
         Args:
             base: Address of the first byte. If it is not aligned, the bytes up to the next aligned one stay unused.
             capacity: Bytes of the allocation. 0 switches the staged route off: every request is refused.
-            alignment: Bytes; a power of two, at least 512.
 
         Raises:
-            ConfigError: The alignment is no power of two or below 512, or the capacity is negative, or positive and too
-                small for a single aligned extent.
+            ConfigError: The capacity is negative, or positive and too small for a single aligned extent.
         """
-        check_alignment(alignment)
-        first = base + -base % alignment
-        usable = (capacity - (first - base)) // alignment * alignment if capacity else 0
+        first = _aligned(base)
+        usable = (capacity - (first - base)) // ALIGNMENT * ALIGNMENT if capacity else 0
         if capacity and usable <= 0:
             raise ConfigError(
-                f"arena_bytes={capacity} holds no extent of {alignment} bytes; 0 switches the staged route off"
+                f"arena_bytes={capacity} holds no extent of {ALIGNMENT} bytes; 0 switches the staged route off"
             )
-        sending = usable // 2 // alignment * alignment
+        sending = usable // 2 // ALIGNMENT * ALIGNMENT
         return cls(
-            sending=Share("send", base=first, capacity=sending, alignment=alignment),
-            receiving=Share("receive", base=first + sending, capacity=usable - sending, alignment=alignment),
+            sending=Share("send", base=first, capacity=sending),
+            receiving=Share("receive", base=first + sending, capacity=usable - sending),
         )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import ArenaError, ConfigError
 from kvxfer.memory import (
+    ALIGNMENT,
     TRANSITIONS,
     Arena,
     Decisions,
@@ -18,7 +19,6 @@ from kvxfer.memory import (
     InvariantError,
     Request,
     Share,
-    check_transition,
 )
 from kvxfer.memory.arena import Gaps
 
@@ -58,15 +58,6 @@ class TestStates:
             (WRITING, QUARANTINED),
             (QUARANTINED, FREE),
         }
-
-    @pytest.mark.parametrize("source", ExtentState)
-    @pytest.mark.parametrize("target", ExtentState)
-    def test_any_other_move_is_an_error_that_names_both_states(self, source, target):
-        if target in TRANSITIONS[source]:
-            check_transition(source, target)
-        else:
-            with pytest.raises(InvariantError, match=f"{source.name} to {target.name}"):
-                check_transition(source, target)
 
     def test_a_handle_of_an_earlier_generation_cannot_move_its_successor(self):
         share = make()
@@ -470,7 +461,6 @@ class TestQuarantine:
         assert [shot.peers[peer].held_bytes for peer in "abc"] == [3 * UNIT, 7 * UNIT, 0]
         assert (shot.peers["b"].quarantined_bytes, shot.peers["c"].waiting_requests) == (4 * UNIT, 1)
         assert (share.quarantined_bytes(), share.quarantined_bytes("a"), share.held_bytes("b")) == (2048, 0, 7 * UNIT)
-        assert share.extents("b") == extents[2:]
         assert share.extents() == extents
 
 
@@ -481,19 +471,15 @@ class TestArena:
         assert (arena.receiving.base, arena.receiving.capacity) == (BASE + (1 << 19), 1 << 19)
         assert arena.sending.capacity + arena.receiving.capacity == 1 << 20
 
-    @given(
-        base=st.integers(0, 1 << 47),
-        capacity=st.integers(1 << 17, 1 << 40),
-        alignment=st.sampled_from([512, 4096, 65536]),
-    )
-    def test_any_split_stays_inside_and_is_aligned(self, base, capacity, alignment):
-        arena = Arena.split(base, capacity, alignment)
+    @given(base=st.integers(0, 1 << 47), capacity=st.integers(1 << 10, 1 << 40))
+    def test_any_split_stays_inside_and_is_aligned(self, base, capacity):
+        arena = Arena.split(base, capacity)
         for share in (arena.sending, arena.receiving):
-            assert share.base % alignment == share.capacity % alignment == 0
+            assert share.base % ALIGNMENT == share.capacity % ALIGNMENT == 0
         assert base <= arena.sending.base
         assert arena.sending.base + arena.sending.capacity == arena.receiving.base
         assert arena.receiving.base + arena.receiving.capacity <= base + capacity
-        assert arena.sending.capacity + arena.receiving.capacity > capacity - 2 * alignment
+        assert arena.sending.capacity + arena.receiving.capacity > capacity - 2 * ALIGNMENT
 
     def test_without_bytes_it_is_off_and_says_so(self):
         arena = Arena.split(0, 0)
@@ -508,9 +494,6 @@ class TestArena:
             {"base": 0, "capacity": 100},
             {"base": 0, "capacity": -1},
             {"base": 511, "capacity": 512},
-            {"base": 0, "capacity": 4096, "alignment": 256},
-            {"base": 0, "capacity": 4096, "alignment": 768},
-            {"base": 0, "capacity": 4096, "alignment": 0},
         ],
     )
     def test_what_cannot_be_split_is_refused(self, arguments):
@@ -524,7 +507,6 @@ class TestArena:
             {"base": -512, "capacity": 512},
             {"base": 0, "capacity": -512},
             {"base": (1 << 64) - 512, "capacity": 1024},
-            {"base": 0, "capacity": 512, "alignment": 128},
             {"base": 0, "capacity": 512, "max_overtakes": -1},
         ],
     )

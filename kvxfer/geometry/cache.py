@@ -524,14 +524,8 @@ class CacheGeometry:
         seen: dict[str, str] = {}
         for spec in unlike(self.tensors):
             for kv in spec.kv:
-                label = spec.label(kv)
-                for name, value in (
-                    (f"{label}.dtype", spec.dtype),
-                    (f"{label}.dim", str(spec.count("dim"))),
-                    (f"{label}.has_tokens", str(not spec.is_state)),
-                    (f"{label}.tokens_per_row", str(spec.tokens_per_row)),
-                    *(((f"{label}.kernel_blocks_per_id", str(spec.block_ratio)),) if spec.is_state else ()),
-                ):
+                for what, fact in (("dtype", spec.dtype), *spec.facts()):
+                    name, value = f"{spec.label(kv)}.{what}", str(fact)
                     if seen.setdefault(name, value) != value:
                         raise GeometryError(f"{spec.name}: {name} is {value}, but another tensor has {seen[name]}")
         yield from sorted(seen.items())

@@ -72,8 +72,7 @@ class _Holding:
     tokens: Interleave
 
 
-_Class = tuple[str, str, str, int]  # group, part, kv, layer
-_Held = dict[_Class, tuple[_Holding, ...]]
+_Held = dict[Place, tuple[_Holding, ...]]
 
 
 def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0) -> list[tuple[Selection, ...]]:
@@ -116,21 +115,24 @@ def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0
 
 def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[Selection, ...]:
     """Everything that both hold: what a transfer between the two can be about."""
-    held = _index([src])
+    sources = src.places
     found: dict[tuple[str, str, str, int, int], list[int]] = {}
-    for spec in dst.tensors:
-        for layer in spec.layers:
-            for kv in spec.kv:
-                for holding in held.get((spec.group, spec.part, kv, layer), ()):
-                    start, stop = max(holding.start, spec.heads.start), min(holding.stop, spec.heads.stop)
-                    if start < stop and holding.tokens.meets(spec.tokens):
-                        found.setdefault((spec.group, spec.part, kv, start, stop), []).append(layer)
+    for (group, part, kv, layer), targets in dst.places.items():
+        for source, target in product(sources.get((group, part, kv, layer), ()), targets):
+            heads = _overlap(source.heads, target.heads)
+            if heads and source.tokens.meets(target.tokens):
+                found.setdefault((group, part, kv, heads.start, heads.stop), []).append(layer)
     return tuple(
         sorted(
             Selection(group, part, kv, tuple(sorted(layers)), start, stop)
             for (group, part, kv, start, stop), layers in found.items()
         )
     )
+
+
+def _overlap(*heads: range) -> range:
+    """Heads that are in all of these; none if it is empty."""
+    return range(max(some.start for some in heads), min(some.stop for some in heads))
 
 
 def _missing(need: CacheGeometry, spec: TensorSpec, kv: str, layer: int, held: _Held) -> dict[str, tuple[str, str]]:
@@ -165,7 +167,7 @@ def _runs(numbers: Iterable[int]) -> str:
 
 
 def _index(have: Sequence[CacheGeometry]) -> _Held:
-    held: dict[_Class, list[_Holding]] = {}
+    held: dict[Place, list[_Holding]] = {}
     for rank, geometry in enumerate(have):
         for spec in geometry.tensors:
             holding = _Holding(rank, spec.heads.start, spec.heads.stop, spec.tokens)
@@ -237,14 +239,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class _HeadRun:
-    """Heads of a pair of tensors that are copied alike.
-
-    Attributes:
-        heads: Global numbers.
-        elements: What is done to each element.
-        multiply: The scale of the source.
-        divide: The scale of the destination.
-    """
+    """Heads (global numbers) of a pair of tensors that are copied alike, by the scales of source and destination."""
 
     heads: range
     elements: Elements
@@ -272,12 +267,7 @@ def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool)
         heads: Global numbers of heads that both hold.
         convert: Whether the decode rank asked for conversion.
     """
-    for what, theirs, ours in (
-        ("dim", src.count("dim"), dst.count("dim")),
-        ("has_tokens", not src.is_state, not dst.is_state),
-        ("tokens_per_row", src.tokens_per_row, dst.tokens_per_row),
-        *((("kernel_blocks_per_id", src.block_ratio, dst.block_ratio),) if src.is_state else ()),
-    ):
+    for (what, theirs), (_, ours) in zip(src.facts(), dst.facts(), strict=False):  # unequal where `has_tokens` is
         if ours != theirs:
             return Difference(what, str(theirs), str(ours))
     able = convertible(src.dtype, dst.dtype)
@@ -341,10 +331,7 @@ def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSp
     for place, targets in dst.places.items():
         for source, target in product(sources.get(place, ()), targets):
             key = (id(source), id(target))
-            heads = range(
-                max(source.heads.start, target.heads.start),
-                min(source.heads.stop, target.heads.stop),
-            )
+            heads = _overlap(source.heads, target.heads)
             if heads and key not in seen:
                 seen.add(key)
                 yield source, target, heads
@@ -454,10 +441,7 @@ def intersect(
         for place in _places(selection):
             covered = 0  # neither side holds a coordinate twice, so counting is enough
             for source, target in product(sources.get(place, ()), targets.get(place, ())):
-                common = range(
-                    max(source.heads.start, target.heads.start, heads.start),
-                    min(source.heads.stop, target.heads.stop, heads.stop),
-                )
+                common = _overlap(source.heads, target.heads, heads)
                 if not common:
                     continue
                 covered += len(common)
@@ -554,9 +538,6 @@ def _axis_patches(
     src: tuple[Factor, ...], dst: tuple[Factor, ...], src_start: int, dst_start: int, count: int
 ) -> tuple[tuple[int, Patch], ...]:
     """Patches of one axis, each with the coordinate at which it begins. Cached: layers are alike."""
-    found = patches(
-        axis_offsets(src, src_start, src_start + count),
-        axis_offsets(dst, dst_start, dst_start + count),
-    )
+    found = patches(axis_offsets(src, src_start, src_start + count), axis_offsets(dst, dst_start, dst_start + count))
     starts = accumulate((patch.count for patch in found), initial=0)
     return tuple(zip(starts, found, strict=False))  # the last start is the end of the axis

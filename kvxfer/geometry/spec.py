@@ -4,7 +4,7 @@ Nothing here assumes K and V, heads, or a single group.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, inf, prod
 from types import MappingProxyType
@@ -452,6 +452,14 @@ class TensorSpec:
     def label(self, kv: str) -> str:
         """How facts and mismatches name a half of its class."""
         return "/".join(filter(None, (self.group, self.part, kv)))
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """(name, value) of what two tensors must agree on, whether or not their elements are converted."""
+        yield "dim", self.count("dim")
+        yield "has_tokens", not self.is_state
+        yield "tokens_per_row", self.tokens_per_row
+        if self.is_state:
+            yield "kernel_blocks_per_id", self.block_ratio
 
     def stride(self, axis: str) -> int:
         """Bytes between neighbours on an unsplit axis; 0 if the tensor does not have it."""

@@ -126,14 +126,7 @@ class ServedWorker(Worker):
 
 
 class LoopThread:
-    """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive.
-
-    Args:
-        name: Name of the thread.
-
-    Attributes:
-        home: The process in which the thread runs.
-    """
+    """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive."""
 
     def __init__(self, name: str) -> None:
         self.home: Final = Home()
@@ -213,9 +206,7 @@ class LoopThread:
     def finish(self, work: Coroutine[Any, Any, None], hurry: Callable[[], None]) -> KeyboardInterrupt | None:
         """Run a coroutine that has a bound of its own and block until it has ended, though Ctrl-C be pressed meanwhile.
 
-        Args:
-            work: What must end.
-            hurry: Run on the loop when Ctrl-C is pressed, so that the work takes the shortest way to its end.
+        Then `hurry` is run on the loop, so that the work takes the shortest way to its end.
 
         Returns:
             The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
@@ -502,13 +493,7 @@ class OwnLoopWorker(Worker):
 
 
 class OwnLoopOffer(Offer):
-    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop.
-
-    Args:
-        inner: The offer on the worker's loop, where this is called.
-        thread: That loop.
-        geometry: What the worker holds.
-    """
+    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop."""
 
     def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
         super().__init__(inner._entry)  # noqa: SLF001 - of its own class
@@ -555,11 +540,6 @@ class OwnLoopTransfer(Transfer):
 
     It ends there as the one on the worker's loop has ended. So leaving its block, or cancelling whoever awaits it,
     cancels the one there and waits until its memory is safe.
-
-    Args:
-        inner: The one on the worker's loop, where this is called.
-        thread: That loop.
-        loop: The caller's loop.
     """
 
     def __init__(self, inner: Progress, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:

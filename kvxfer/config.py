@@ -353,11 +353,7 @@ def translate(
 ) -> ConfigError:
     """Say every problem of a pydantic error as field, value, origin and what to do.
 
-    Args:
-        error: What pydantic raised.
-        origins: Where each setting was given, by dotted name.
-        hidden: Settings whose values never appear in a message.
-        prefix: Put before each name, for a nested model that was made by itself.
+    Values of `hidden` settings never appear. `prefix` stands before each name, for a nested model made by itself.
     """
     sentences = [
         _sentence(details, origins or {}, hidden, prefix)
@@ -540,12 +536,7 @@ class TlsConfig(SettingsGroup):
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """What handshakes are made with.
-
-    Attributes:
-        client: For streams that this side opens.
-        server: For streams that it accepts; None without a certificate.
-    """
+    """What handshakes are made with, as a client and as a server, which takes a certificate."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext | None

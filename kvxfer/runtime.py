@@ -271,12 +271,7 @@ class _ThreadMachine:
 
 
 def settle(cpus: frozenset[int], *, niceness: int = _NICENESS) -> None:
-    """Make the calling thread one that works for the loop: it stays on these CPUs, if any.
-
-    Args:
-        cpus: Where it runs.
-        niceness: How far it gives way to the loop.
-    """
+    """Make this thread one that works for the loop: it stays on these CPUs, if any, and gives way to it so far."""
     if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
         with contextlib.suppress(OSError):
             if niceness:
@@ -293,11 +288,7 @@ def _bind_if(cpus: frozenset[int]) -> None:
 
 
 class ThreadRuntime:
-    """Production: the monotonic clock, the system's randomness, one thread a runner.
-
-    Args:
-        cpus: Where the threads run; anywhere if left out.
-    """
+    """Production: the monotonic clock, the system's randomness, one thread a runner, on these CPUs or anywhere."""
 
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
@@ -354,12 +345,7 @@ _SYSFS: Final = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What was chosen.
-
-    Attributes:
-        cpus: Where threads are kept; empty if they may run anywhere.
-        why: Where that comes from.
-    """
+    """What was chosen: where threads are kept, empty if they may run anywhere, and where that comes from."""
 
     cpus: frozenset[int] = frozenset()
     why: str = "not chosen yet"
@@ -405,13 +391,7 @@ def place(
     bus_id: Callable[[int], str],
     sysfs: Path = _SYSFS,
 ) -> Placement:
-    """Choose CPUs, among those that this process may use.
-
-    Args:
-        affinity: The setting.
-        device: Index of the GPU that holds the cache; None for a CPU.
-        bus_id: Says where a GPU sits, as sysfs writes it.
-        sysfs: Root of the kernel's view of the hardware.
+    """Choose CPUs for an `affinity`, among those that this process may use; `bus_id` says where a GPU is, by sysfs.
 
     Raises:
         ConfigError: If the setting names CPUs that the process may not use, or the system does not let it choose.

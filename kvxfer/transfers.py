@@ -42,9 +42,7 @@ _T = TypeVar("_T")
 async def see_through(task: "asyncio.Task[_T]", hurry: Callable[[], object] = lambda: None) -> _T:
     """Wait until a task has ended, however often the waiting is cancelled; then let the cancellation through.
 
-    Args:
-        task: What must end; it has a bound of its own.
-        hurry: Called once the waiting was cancelled, so that the task takes the shortest way to its end.
+    The task has a bound of its own. `hurry` is called once the waiting was cancelled: it takes the shortest way then.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -99,9 +97,7 @@ def given_seconds(seconds: Any, default: _T) -> float | _T:
 def soon(loop: asyncio.AbstractEventLoop, work: Callable[[], _T]) -> "Future[_T]":
     """Run a function on a loop, from any thread, without waiting; at once if this is that loop.
 
-    Args:
-        loop: Where it runs; nothing does any more once it is closed.
-        work: What it returns, or raises, is in the future. It is not run if the future was cancelled before.
+    What it returns, or raises, is in the future. It is not run if that was cancelled before, nor if the loop is closed.
     """
     answer: Future[_T] = Future()
 
@@ -194,19 +190,9 @@ class Claim:
 
 
 class Progress:
-    """What becomes of a fetch: noted by the worker, looked at by whoever holds the fetch for its caller.
+    """What becomes of a fetch: noted by the worker, looked at by whoever holds it for its caller (see `Transfer`).
 
-    Args:
-        ident: As in the logs of both sides.
-        request: The request's id.
-        loop: On which all of this happens.
-        cancel: Gives up.
-        blocks: Names the destination blocks, for people.
-
-    Attributes:
-        id, request, state, done, memory_safe, failed_blocks, report: See `Transfer`.
-        blocks: As given.
-        loop: As given.
+    All of it happens on one loop. `blocks` names the destination blocks, for people.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class World:
         self.asked.append(kind)
         if kind in self.refused:
             raise self.refused[kind]
-        backing = Backing(kind, address=1 << 30, length=nbytes, device=device, owner=None, free=self._free)
+        backing = Backing(kind, address=1 << 30, length=nbytes, device=device, free=self._free)
         self.held.append(backing)
         return backing
 

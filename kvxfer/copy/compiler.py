@@ -67,9 +67,7 @@ _config: Final[Any] = numba.config  # pyright: ignore[reportPrivateImportUsage]
 def compiled(signature: str, *, nogil: bool = True) -> Callable[[_F], _F]:
     """Compile a function for these types as it is defined, or load what was compiled before.
 
-    Args:
-        signature: Of numbers and arrays of them.
-        nogil: Whether others may use the interpreter meanwhile. Who calls it then waits for them when it returns.
+    With `nogil` others may use the interpreter meanwhile, and who calls it waits for them when it returns.
 
     Raises:
         MissingExtraError: If numba is told to compile nothing.

@@ -61,10 +61,6 @@ FUNCTIONS: Final = {
 class Gpu:
     """One GPU, made in a thread that may allocate pinned memory there.
 
-    Args:
-        device: The GPU that copies.
-        ring_bytes: Size of each direction's ring, on the host and on the device.
-
     Raises:
         MissingExtraError: If triton or cuda-bindings cannot be imported, or the driver lacks a function.
 
@@ -112,12 +108,7 @@ class Gpu:
             self.kernel.compile_sums(variant)
 
     def prepare(self, batch: "Batch", sums: SumTables | None, lane: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See to all that launching copies needs and that takes a while: call it from a worker thread.
-
-        Args:
-            batch: Their tables.
-            sums: What is added up behind the only one.
-            lane: Their direction.
+        """See to all that launching copies, and sums behind the only one, needs and takes a while: in a worker thread.
 
         Returns:
             Memory for their tables, pinned and on the device, if they are larger than a ring.
@@ -135,13 +126,9 @@ class Gpu:
         return self._room(words, lane) if words else None
 
     def add_sums(self, record: I64, batch: "Batch", sums: SumTables, kept: list[Any]) -> I64:
-        """Have what a record copies added up behind it; returns where the results will be.
+        """Have what a record copies, the only one of a batch, added up behind it; returns where the results will be.
 
-        Args:
-            record: Of the only copy of a batch.
-            batch: Its tables.
-            sums: What is added up.
-            kept: Gets what the record points to.
+        `kept` gets what the record points to.
         """
         words, launches = batch.of_first()
         behind = len(words)

@@ -71,14 +71,7 @@ class SumVariant:
 
 @dataclass(frozen=True, slots=True)
 class SumLaunch:
-    """One launch of the kernel.
-
-    Attributes:
-        variant: Which one.
-        first: Where its first header is among the words.
-        headers: Number of headers.
-        blocks: Blocks of items.
-    """
+    """One launch of the kernel: its headers, from the first of the words on, and blocks of items."""
 
     variant: SumVariant
     first: int
@@ -189,11 +182,7 @@ _AT_ONCE_WORDS: Final = 1 << 17
 
 
 def total(plan: SumPlan) -> bytes:
-    """Read all that a plan names, now, in the calling thread, and give its sums as they travel.
-
-    Args:
-        plan: Its addresses must be valid CPU memory of this process.
-    """
+    """Read all that a plan names in CPU memory, now, in the calling thread; gives its sums as they travel."""
     found = ItemSums(plan)
     for part in plan.parts:
         _add(part, found)

@@ -258,24 +258,14 @@ def _fetch(region: Any, row: Any) -> None:
 
 @compiled("void(int64, int64, int64)")
 def copy_parts(parts: int, first: int, last: int) -> None:
-    """Copy parts, in the calling thread.
-
-    Args:
-        parts: Where the list of headers is.
-        first: The first of them.
-        last: Behind the last one.
-    """
+    """Copy parts of a list of headers, in the calling thread."""
     for number in range(first, last):
         copy_part(parts, number)
 
 
 @compiled("void(int64)")
 def help_out(team: int) -> None:
-    """Copy parts whenever somebody wakes this thread, until there will be no more.
-
-    Args:
-        team: What all of them share, TEAM_WORDS.
-    """
+    """Copy parts of a team (TEAM_WORDS) whenever somebody wakes this thread, until there will be no more."""
     while True:
         while call(load(team + 40), load(team + 32)) != 0:  # a signal came in between
             pass

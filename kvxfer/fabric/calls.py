@@ -49,11 +49,7 @@ class _Peer:
 
 
 class Holdings:
-    """Registrations and peers of one transport. Belongs to the fabric's thread.
-
-    Args:
-        transport: What is told.
-    """
+    """Registrations and peers of one transport. Belongs to the fabric's thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport: Final = transport
@@ -161,12 +157,7 @@ _SLOW_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call.
-
-    Attributes:
-        run: Makes it.
-        future: Gets what it returns or raises.
-    """
+    """One call, and the future that gets what it returns or raises."""
 
     run: Callable[[], Any]
     future: Future[Any]
@@ -194,12 +185,8 @@ class _Call:
 class Fabric:
     """A transport, and the calls of it that may take long. None of the methods blocks.
 
-    Those that return a future may be called from any thread; the others belong to the mover's loop.
-
-    Args:
-        transport: Owned from now on: nobody else may call it, and `close` closes it.
-        runtime: Clock and runners.
-        mover: Posts by it.
+    Those that return a future may be called from any thread; the others belong to the mover's loop. It owns the
+    transport: nobody else may call that but the mover, which posts by it, and `close` closes it.
     """
 
     def __init__(self, transport: Transport, runtime: Runtime, mover: Mover) -> None:

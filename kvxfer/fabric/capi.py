@@ -168,11 +168,7 @@ TABLE: Final = (
 
 
 class CallError(Exception):
-    """A call was refused, or failed.
-
-    Attributes:
-        status: What the function returned.
-    """
+    """A call was refused, or failed, with this status."""
 
     def __init__(self, function: str, status: int) -> None:
         super().__init__(f"{function}: NIXL_CAPI_ERROR_{_STATUS.get(status, status)}")
@@ -204,13 +200,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """An installed wheel of NIXL's.
-
-    Attributes:
-        name: Of the package.
-        version: Of the package.
-        library: The C library in it.
-    """
+    """An installed wheel of NIXL's: the package, its version, and the C library in it."""
 
     name: str
     version: str
@@ -267,9 +257,6 @@ def _cuda_major() -> str:
 
 class Capi:
     """The functions of an opened library, under their names without `nixl_capi_`. They raise `CallError`.
-
-    Args:
-        wheel: Where it is.
 
     Attributes:
         table: int64: addresses of the functions in `TABLE`, for compiled code.

@@ -138,18 +138,9 @@ class PostedPart:
 
 @dataclass(slots=True)
 class Faults:
-    """The faults that one peer is under.
+    """The faults that one peer is under until it is mended: those of single posts that are coming, and of all.
 
-    Attributes:
-        coming: Those of single posts.
-        polls: Polls that are answered with "not yet".
-        held: Posts wait for `LoopbackNetwork.release`.
-        wedged: Posts never end.
-        needs_target: Their bytes land when the far end makes progress.
-        mute: Notifications are lost.
-        echo: They come twice.
-        bytes_per_second: Speed of the link; 0 for none.
-        busy_until: When the link is through with what was posted so far.
+    `bytes_per_second` is 0 for a link without a speed; `busy_until` is when it is through with what was posted so far.
     """
 
     coming: list[Fault] = field(default_factory=list[Fault])

@@ -53,17 +53,9 @@ def checked_params(
     devices: Sequence[str],
     named: str | None,
 ) -> dict[str, dict[str, str]]:
-    """Check the settings of NIXL's backends and write them as it takes them.
+    """Settings of NIXL's backends, checked, as it takes them: parameters by backend.
 
-    Args:
-        backends: Plugins to load.
-        given: Parameters by backend.
-        num_workers: UCX workers; None leaves NIXL's default.
-        devices: Network devices that UCX may use, by its names; empty: all.
-        named: Those that the environment names (`UCX_NET_DEVICES`), which win.
-
-    Returns:
-        Parameters by backend.
+    Network devices that the environment names (`named`, from `UCX_NET_DEVICES`) win.
 
     Raises:
         ConfigError: A setting is malformed, or contradicts another.
@@ -196,6 +188,7 @@ def unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
 _log: Final = logger("kvxfer.fabric")
 
 _QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+"""UCX's and NIXL's own messages, unless the environment says otherwise, from the first agent of a process on."""
 _CALLS: Final = ("UCX_TCP_SYN_CNT", "2")
 """How often a host that does not answer over TCP is called again, unless the environment says otherwise.
 
@@ -237,8 +230,6 @@ class NixlTransport:
             (`"eth0"`). Empty: all.
         scatter_lists: Hand the pieces of a post to UCX as one list, unless `NIXL_UCX_SGL_ENABLE` says otherwise. Set
             once a process, before its first agent.
-        quiet: Silence UCX's and NIXL's own messages, unless `UCX_LOG_LEVEL` or `NIXL_LOG_LEVEL` is set. Set once a
-            process, before its first agent.
 
     Raises:
         ConfigError: A setting is malformed, or contradicts another.
@@ -255,7 +246,6 @@ class NixlTransport:
         device: int | None = None,
         devices: Sequence[str] = (),
         scatter_lists: bool = False,
-        quiet: bool = True,
     ) -> None:
         if not 0 < len(name.encode()) <= 255:
             raise ConfigError(f"a NIXL agent needs a name of 1 to 255 bytes, got {name!r}")
@@ -266,7 +256,7 @@ class NixlTransport:
             backends, backend_params or {}, num_workers, devices, os.environ.get("UCX_NET_DEVICES")
         )
         self._device = device
-        self._scatter_lists, self._quiet = scatter_lists, quiet
+        self._scatter_lists = scatter_lists
         self._incarnation = secrets.token_bytes(16)
         self._agent: _Agent | None = None
         self._c: Capi
@@ -302,9 +292,8 @@ class NixlTransport:
         os.environ.setdefault(*_CALLS)
         if self._scatter_lists:
             os.environ.setdefault(_SCATTER_LISTS, "y")
-        if self._quiet:
-            for variable, level in _QUIET.items():
-                os.environ.setdefault(variable, level)
+        for variable, level in _QUIET.items():
+            os.environ.setdefault(variable, level)
         self._c = capi.opened(self._wheel)
         self._heard = self._c.made("notif_map")
         agent = self._created(self._name)

@@ -324,11 +324,7 @@ I64: TypeAlias = NDArray[np.int64]
 class RowSide:
     """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
 
-    `block_tokens` counts token rows, and is 0 for state.
-
-    Attributes:
-        is_state: True without a token axis.
-        id_tokens: Tokens that one block id covers on this rank; 0 for state.
+    `block_tokens` counts token rows, and is 0 for state; so is `id_tokens`, the tokens of a block id on this rank.
     """
 
     block_tokens: int

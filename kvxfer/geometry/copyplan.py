@@ -340,14 +340,7 @@ def _run_ends(src: I64, dst: I64, nbytes: I64) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """A rectangle of bytes at a destination that is zeroed before anything is copied.
-
-    Attributes:
-        address: Its first byte.
-        width: Bytes in a line.
-        lines: Number of lines.
-        pitch: Bytes from one line to the next; at least `width`.
-    """
+    """Lines of bytes at a destination, `pitch` bytes from one to the next, that are zeroed before all copies."""
 
     address: int
     width: int
@@ -380,11 +373,7 @@ class CopyPlan:
         return sum(segment.pieces for segment in self.segments)
 
     def elsewhere(self, reached: Callable[[I64], I64]) -> "CopyPlan":
-        """The same copy, where this process addresses the destination differently.
-
-        Args:
-            reached: Makes its regions, int64 (R, 2), of those in the plan.
-        """
+        """The same copy, where this process `reached` the destinations of regions, int64 (R, 2), at other addresses."""
         return CopyPlan(tuple(replace(segment, regions=reached(segment.regions)) for segment in self.segments))
 
     def enumerate(self) -> Pieces:

@@ -219,14 +219,7 @@ def _owners(holders: list[_Holding], tokens: Interleave, turn: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something in which two tensors differ so that one cannot be copied to the other.
-
-    Attributes:
-        what: Its name, such as `dtype`.
-        src: Its value at the source.
-        dst: Its value at the destination.
-        advice: What would help, or an empty string.
-    """
+    """Something in which two tensors differ so that one cannot be copied to the other, and what would help."""
 
     what: str
     src: str
@@ -259,14 +252,7 @@ def _head_runs(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[_Head
 
 
 def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool) -> Difference | None:
-    """Why the heads that two tensors have in common cannot be copied from one to the other; None if they can.
-
-    Args:
-        src: Tensor of the prefill rank.
-        dst: Tensor of the decode rank.
-        heads: Global numbers of heads that both hold.
-        convert: Whether the decode rank asked for conversion.
-    """
+    """Why the heads that two tensors have in common cannot be copied from one to the other; None if they can."""
     for (what, theirs), (_, ours) in zip(src.facts(), dst.facts(), strict=False):  # unequal where `has_tokens` is
         if ours != theirs:
             return Difference(what, str(theirs), str(ours))

@@ -257,14 +257,7 @@ def check_scale(name: str, scale: Sequence[float], heads: int) -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Elements:
-    """Elements of a copy on both sides.
-
-    Attributes:
-        src_bytes: Size of one at the source.
-        dst_bytes: Size of one at the destination.
-        src: Dtype at the source; empty where bytes are copied as they are.
-        dst: Dtype at the destination; likewise.
-    """
+    """Elements of a copy on both sides: their sizes, and their dtypes, empty where bytes are copied as they are."""
 
     src_bytes: int
     dst_bytes: int
@@ -351,10 +344,7 @@ EVERY_TOKEN: Final = Interleave()
 class Form:
     """What follows from all of a cache tensor but its layers, its base and its scale.
 
-    Attributes:
-        factors: Axes that it has, each with its parts in memory, outermost first.
-        counts: Coordinates on each of them.
-        extent_bytes: Bytes from the first element to the end of the last.
+    `factors` has each axis with its parts in memory, outermost first, and `counts` the coordinates on it.
     """
 
     factors: Mapping[str, tuple[Factor, ...]]

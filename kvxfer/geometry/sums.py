@@ -185,13 +185,7 @@ class ItemSums:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where what arrived differs from what was sent.
-
-    Attributes:
-        layers: Layers that differ.
-        tensors: Names of the tensors in them, as group, part and half, joined by `/`.
-        blocks: Destination blocks that differ, by group.
-    """
+    """Where what arrived differs: layers, tensors (group, part and half joined by `/`), target blocks by group."""
 
     layers: tuple[int, ...]
     tensors: tuple[str, ...]

@@ -94,12 +94,9 @@ def check_process(handle: bytes, process: int) -> None:
 
 
 def open_handle(handle: bytes, name: str, least: int) -> int:
-    """A descriptor of another process's file, for reading and writing, which the caller owns.
+    """A descriptor of another process's file of at least so many bytes, to read and write, which the caller owns.
 
-    Args:
-        handle: As its owner said.
-        name: That it was created under: whatever else a process has open is nothing to write to.
-        least: Bytes that it must have.
+    `name` is what it was created under: whatever else a process has open is nothing to write to.
 
     Raises:
         FabricError: If it is not there, or is not what was named.
@@ -226,10 +223,6 @@ def _find(given: Export) -> Window:
 
 def open_shared(given: Export, *, own: bool) -> Window:
     """Map a shared file of another process, or find one of this process.
-
-    Args:
-        given: As its owner said.
-        own: Whether that is this process.
 
     Raises:
         FabricError: If it is not there, or is not what was named.

@@ -54,10 +54,6 @@ _opened: Final[dict[tuple[int, bytes], _Opened]] = {}
 def allocation_handle(runtime: Any, base: int) -> bytes:
     """What another process needs to map an allocation.
 
-    Args:
-        runtime: CUDA's runtime.
-        base: Where the allocation begins.
-
     Raises:
         FabricError: If it is not of cudaMalloc.
     """
@@ -83,11 +79,6 @@ def _read_allocation(handle: bytes) -> tuple[int, bytes]:
 
 def open_allocation(runtime: Any, given: Export, device: int) -> Window:
     """Map an allocation of another process. The GPU that will address it is current in this thread.
-
-    Args:
-        runtime: CUDA's runtime.
-        given: As its owner said.
-        device: Index of the GPU.
 
     Raises:
         FabricError: If CUDA does not open the handle.
@@ -163,12 +154,6 @@ class _Piece:
 def pieces_handle(driver: Any, base: int, length: int, files: OpenFiles) -> bytes:
     """What another process needs to map one piece of memory.
 
-    Args:
-        driver: CUDA's driver.
-        base: Where the piece begins in this process.
-        length: Its bytes.
-        files: Keeps the open file, if that is what it takes.
-
     Raises:
         FabricError: If it has no handle for other processes, or there are too many open files.
     """
@@ -235,12 +220,6 @@ def _pieces(handle: bytes) -> Iterator[tuple[int, _Piece]]:
 
 def open_pieces(driver: Any, runtime: Any, given: Export, device: int) -> Window:
     """Map pieces of another process side by side. The GPU that will address them is current in this thread.
-
-    Args:
-        driver: CUDA's driver.
-        runtime: CUDA's runtime.
-        given: As its owner said.
-        device: Index of the GPU.
 
     Raises:
         FabricError: If a piece cannot be taken or mapped, with the reason.
@@ -327,11 +306,6 @@ def _identity(runtime: Any, device: int) -> str:
 
 def open_cuda(given: Export, device: int, *, own: bool) -> Window:
     """Map memory of another process for kernels of this GPU, or find it in this process.
-
-    Args:
-        given: As its owner said.
-        device: The GPU that will address it.
-        own: Whether its owner is this process.
 
     Raises:
         FabricError: If the two GPUs cannot reach each other, or CUDA does not map it.

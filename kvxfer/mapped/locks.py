@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from kvxfer.errors import FabricError
-from kvxfer.mapped.cpu import create, handle_of, open_handle, process_of
+from kvxfer.mapped.cpu import create, handle_of, open_handle
 
 __all__ = ["FIRST_GENERATION", "SHUT", "Key", "Lineage", "LockFile", "Permit", "Revoked"]
 
@@ -89,13 +89,7 @@ class _Forks:
 
 
 class LockFile:
-    """The owner's side. All calls come from one thread.
-
-    Args:
-        gates: How many.
-
-    Attributes:
-        handle: What a peer on this host needs to open it.
+    """The owner's side, whose `handle` a peer on this host needs to open it. All calls come from one thread.
 
     Raises:
         FabricError: If the system has no such files or locks.
@@ -156,9 +150,6 @@ _forks: Final = _Forks()
 class Lineage:
     """Whether a peer's process has forked, which can be asked until it is closed: also when the process has ended.
 
-    Args:
-        handle: As the peer said of its gates.
-
     Raises:
         FabricError: If they are not there, or are not what was named.
     """
@@ -187,18 +178,11 @@ class Key:
 
     The mover passes them (`kvxfer.copy.machine`), one that was lent to it. While it may be inside, it is a borrower.
 
-    Args:
-        handle: As the peer said.
-
-    Attributes:
-        process: The peer's process.
-
     Raises:
         FabricError: If it is not there, or is not what was named.
     """
 
     def __init__(self, handle: bytes) -> None:
-        self.process: Final = process_of(handle)
         self._descriptor: Final = open_handle(handle, _NAME, 2 * _GATE_BYTES)
         try:
             self._pages: Final = mmap.mmap(self._descriptor, 0)
@@ -264,13 +248,7 @@ class Key:
 
 
 class Permit:
-    """One writer's way through a gate, under the generation that it was granted.
-
-    Args:
-        key: The peer's gates.
-        number: Which gate.
-        generation: As granted.
-    """
+    """One writer's way through a gate, under the generation that it was granted."""
 
     __slots__ = ("_generation", "_key", "_number")
 

@@ -86,9 +86,6 @@ class OpenFiles:
 def files_of(process: int) -> Generator[Callable[[int], int], None, None]:
     """Reach open files of another process.
 
-    Args:
-        process: Its number.
-
     Yields:
         What duplicates the file that has a number there. The caller owns the duplicate, which no child inherits.
 
@@ -184,9 +181,6 @@ class Window:
 class Windows:
     """All windows onto one peer. Whoever opened them owns them, and closes them once.
 
-    Args:
-        windows: Each onto another allocation of the peer.
-
     Raises:
         FabricError: If one reaches beyond the addresses that a process has.
     """
@@ -279,12 +273,7 @@ def export(kind: str, device: int, spans: Sequence[range], files: OpenFiles) -> 
 
 
 def joined(exports: Iterable[Export], most: int | None = None) -> list[Export]:
-    """Exports in the order of their addresses, those of pieces that lie side by side as one.
-
-    Args:
-        exports: As they were made, or as a peer named them.
-        most: Bytes that a handle may get, if that is bounded.
-    """
+    """Exports by address, pieces that lie side by side as one, as long as a handle has `most` bytes at most."""
     runs: list[list[Export]] = []
     size = 0  # of the handles of the last run
     for one in sorted(exports, key=lambda export: export.address):

@@ -344,19 +344,7 @@ class PeerSnapshot:
 class ShareSnapshot:
     """One share at one moment. The bytes by state add up to the capacity.
 
-    Attributes:
-        name: Name of the share.
-        capacity_bytes: Usable bytes.
-        free_bytes: Bytes that nobody holds.
-        reserved_bytes: Bytes that were granted and whose address nobody was told yet.
-        writing_bytes: Bytes that are in use: somebody may write them, or they have arrived and are being copied on.
-        quarantined_bytes: Bytes in doubt.
-        largest_gap_bytes: The largest extent that could be granted now.
-        waiting_requests: Requests that wait.
-        waiting_bytes: Bytes that they would occupy.
-        peers: By name, each peer that holds bytes or waits.
-        extents: Every held extent, by offset.
-        reasons: By offset, why an extent is in quarantine.
+    Extents come by offset; `reasons` says by offset why one is in quarantine.
     """
 
     name: str
@@ -431,14 +419,7 @@ class _Turn(Enum):
 
 
 class Share:
-    """The books of one direction's share of the arena.
-
-    Attributes:
-        name: What messages and metrics call it, such as "send" or "receive".
-        base: Address of its first byte; a multiple of `ALIGNMENT`.
-        capacity: Usable bytes; likewise. 0 means that every request is refused.
-        max_overtakes: How many requests may be granted before one that could be but for want of a gap.
-    """
+    """The books of one direction's share of the arena."""
 
     def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16, sole: bool = False) -> None:
         """Make the books of an empty share.

@@ -45,11 +45,7 @@ _BUS_ID_BYTES: Final = 32
 
 
 def load(module: str, purpose: str) -> Any:
-    """An untyped module of cuda-bindings.
-
-    Args:
-        module: `runtime` or `driver`.
-        purpose: What needs it, to begin a sentence with.
+    """A module of cuda-bindings, which are untyped, for a `purpose` that a sentence can begin with.
 
     Raises:
         MissingExtraError: cuda-bindings is not installed.
@@ -111,12 +107,6 @@ def upload(device: int, address: int, data: bytes) -> None:
 def download(device: int, target: int, source: int, nbytes: int) -> None:
     """Copy from a GPU to host memory, and wait for it, but for nothing else that runs there.
 
-    Args:
-        device: Index of the GPU.
-        target: Address of the first byte to write.
-        source: Address of the first byte to read.
-        nbytes: Length.
-
     Raises:
         FabricError: CUDA failed.
     """
@@ -148,9 +138,6 @@ def in_thread(work: Callable[[], T]) -> T:
 def pci_bus_id(device: int) -> str:
     """Where a GPU sits, as sysfs writes it: `0000:1b:00.0`. Makes no context.
 
-    Args:
-        device: Its index, among those that this process sees.
-
     Raises:
         MissingExtraError: cuda-bindings is not installed.
         FabricError: CUDA does not know it.
@@ -161,11 +148,7 @@ def pci_bus_id(device: int) -> str:
 
 
 def allocate_shareable(nbytes: int, device: int) -> tuple[int, Callable[[], None]]:
-    """Allocate memory of the GPU that is current in this thread.
-
-    Args:
-        nbytes: Bytes; rounded up to the granularity of such memory.
-        device: Index of that GPU.
+    """Allocate so many bytes, rounded up, of the GPU that is current in this thread.
 
     Returns:
         The address, and what gives the memory back; that is called once, in a thread in which the GPU is current.
@@ -209,13 +192,9 @@ def _properties(cuda: Any, device: int) -> Any:
 
 
 def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[int, Callable[[], None]]:
-    """Map memory side by side, where one GPU may read and write it. That GPU is current in this thread.
+    """Map pieces of memory side by side, where one GPU may read and write them. That GPU is current in this thread.
 
-    Args:
-        cuda: CUDA's driver.
-        pieces: Handles of memory and their bytes, in the order in which they are to lie. The handles stay the caller's;
-            a mapping keeps the memory without them.
-        device: Index of that GPU.
+    Their handles stay the caller's; a mapping keeps the memory without them.
 
     Returns:
         The first address, and what unmaps all of it; that is called once, in a thread in which the GPU is current.
@@ -255,12 +234,6 @@ def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[
 def admit(cuda: Any, address: int, size: int, device: int) -> None:
     """Let a GPU read and write memory that is mapped in this process.
 
-    Args:
-        cuda: CUDA's driver.
-        address: Where the first mapping begins.
-        size: Bytes, to the end of the last one.
-        device: Index of that GPU.
-
     Raises:
         FabricError: CUDA failed.
     """
@@ -292,9 +265,6 @@ class Arrival(StrEnum):
 
 def arrival(device: int) -> Arrival:
     """What a GPU needs, by its attributes.
-
-    Args:
-        device: Its index, among those that this process sees.
 
     Raises:
         MissingExtraError: cuda-bindings is not installed.
@@ -330,8 +300,8 @@ page and shares no block with anybody: a handle exports the whole block."""
 _HOST_ALLOC_PORTABLE: Final = 1
 """`cudaHostAllocPortable`: pinned for every CUDA context, not only for the one that is current."""
 
-_leaked: Final[list[object]] = []
-"""What keeps leaked memory alive until the process ends."""
+_leaked: Final[list[Callable[[], None]]] = []
+"""What would give leaked memory back, and keeps it alive until the process ends."""
 
 
 class Backing:
@@ -345,26 +315,14 @@ class Backing:
             pinned; None for "cpu".
     """
 
-    __slots__ = ("_free", "_owner", "address", "device", "kind", "length")
+    __slots__ = ("_free", "address", "device", "kind", "length")
 
-    def __init__(
-        self, kind: Kind, *, address: int, length: int, device: int | None, owner: object, free: Callable[[], None]
-    ) -> None:
-        """Wrap an allocation; use `allocate`.
-
-        Args:
-            kind: Where it lies.
-            address: First byte.
-            length: Usable bytes.
-            device: Index of the GPU, or None.
-            owner: What keeps the memory alive as long as it lives; the mmap of a "cpu" backing.
-            free: Gives the memory back; called at most once.
-        """
+    def __init__(self, kind: Kind, *, address: int, length: int, device: int | None, free: Callable[[], None]) -> None:
+        """Wrap an allocation; use `allocate`. `free` keeps it alive, and is called at most once."""
         self.kind: Final[Kind] = kind
         self.address: Final = address
         self.length: Final = length
         self.device: Final = device
-        self._owner: object | None = owner
         self._free: Callable[[], None] | None = free
 
     @property
@@ -372,39 +330,14 @@ class Backing:
         """True after `close` or `leak`."""
         return self._free is None
 
-    def view(self) -> memoryview:
-        """The bytes as a writable buffer, for host memory.
-
-        A view of a "cpu" backing keeps the pages mapped even beyond `close`; one of a "pinned" backing must not be used
-        after it.
-
-        Raises:
-            ArenaError: it is GPU memory, which has no host buffer.
-            InvariantError: it was closed.
-        """
-        if self._free is None:
-            raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) is closed")
-        if isinstance(self._owner, mmap.mmap):
-            return memoryview(self._owner)[: self.length]
-        if self.kind in {"cuda", "fabric"}:
-            raise ArenaError(f"memory of GPU {self.device} has no host buffer; use its address")
-        return memoryview((ctypes.c_ubyte * self.length).from_address(self.address)).cast("B")
-
     def close(self) -> None:
         """Give the memory back, exactly once. Nobody may use its address afterwards, and no peer may still write it.
-
-        The pages of a "cpu" backing of which a view lives are unmapped when the last view dies.
 
         Raises:
             InvariantError: it was closed or leaked before.
             FabricError: CUDA refused to free it; it counts as closed, and is lost.
         """
-        free, owner = self._free, self._owner
-        if free is None:
-            raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) was closed before")
-        self._free = self._owner = None
-        free()
-        del owner
+        self._ended()()
 
     def leak(self) -> None:
         """Keep the memory for the rest of the process instead of closing it: somebody may still touch it.
@@ -412,10 +345,13 @@ class Backing:
         Raises:
             InvariantError: it was closed or leaked before.
         """
-        if self._free is None:
+        _leaked.append(self._ended())
+
+    def _ended(self) -> Callable[[], None]:
+        free, self._free = self._free, None
+        if free is None:
             raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) was closed before")
-        _leaked.append(self._owner)
-        self._free = self._owner = None
+        return free
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -423,13 +359,7 @@ class Backing:
 
 
 def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
-    """What lies in registered memory now, off the loop: that of a GPU is fetched, past whatever runs there.
-
-    Args:
-        kind: `"DRAM"` or `"VRAM"`, as a transport names it.
-        device: Index of the GPU.
-        address: First byte.
-        nbytes: Length.
+    """What lies in registered memory (`"DRAM"` or `"VRAM"`) now, off the loop: a GPU's is fetched past what runs there.
 
     Raises:
         FabricError: CUDA failed.
@@ -483,14 +413,7 @@ def _allocate_pages(nbytes: int) -> Backing:
         raise ArenaError(f"the system gives no {nbytes} bytes for the arena: {error}; lower arena_bytes") from error
     # what from_buffer returns keeps the pages from being unmapped, so it must not outlive this line
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
-
-    def free() -> None:
-        try:
-            pages.close()
-        except BufferError:
-            return  # a view lives: the pages go with the last reference to the mmap, which is the view's
-
-    return _checked(Backing("cpu", address=address, length=nbytes, device=None, owner=pages, free=free))
+    return _checked(Backing("cpu", address=address, length=nbytes, device=None, free=pages.close))
 
 
 def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, device: int) -> Backing:
@@ -515,8 +438,7 @@ def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, devic
         call(cuda, "cudaSetDevice", device)
         free()
 
-    backing = Backing(kind, address=address, length=nbytes, device=device, owner=None, free=lambda: in_thread(release))
-    return _checked(backing)
+    return _checked(Backing(kind, address=address, length=nbytes, device=device, free=lambda: in_thread(release)))
 
 
 def _checked(backing: Backing) -> Backing:

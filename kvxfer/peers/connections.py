@@ -36,15 +36,10 @@ _DRAWN_BYTES: Final = 4
 
 
 class Backoff:
-    """Waits that double, each drawn at random from the upper half of what it may be.
+    """Waits that double from `least` to `most` seconds, each drawn at random from the upper half of what it may be.
 
     The draw is what keeps many that failed at the same moment, as all do when a peer dies, from coming back at the same
     moment too.
-
-    Args:
-        token: Draws random bytes, as `Runtime.token` does.
-        least: Seconds that the first wait takes at most.
-        most: Seconds that any wait takes at most.
     """
 
     def __init__(self, token: Callable[[int], bytes], *, least: float, most: float) -> None:
@@ -76,16 +71,9 @@ MakeLink: TypeAlias = Callable[[Role, str], Link]
 
 
 class Listener:
-    """A listening endpoint.
+    """A listening endpoint, where peers can connect: `unix:/path` or `tcp:host:port`.
 
-    Args:
-        endpoint: Where peers can connect: `unix:/path` or `tcp:host:port`.
-        stop: Stops listening.
-        folder: Made for the socket, and removed with it.
-        lock: Says to others that the folder is in use, until it is closed.
-
-    Attributes:
-        endpoint: As given.
+    The folder was made for the socket, and is removed with it; the lock says to others that it is in use.
     """
 
     def __init__(
@@ -119,14 +107,7 @@ class Listener:
 
 
 class Streams:
-    """Opens streams for the links of one worker.
-
-    Args:
-        config: Where to listen, what TLS needs, and time-outs.
-        runtime: Its threads read certificates.
-        tasks: The worker's; they accept TLS streams.
-        link: Makes a link of a role for a new stream to or from an endpoint.
-    """
+    """Opens streams for the links of one worker."""
 
     def __init__(self, config: Config, runtime: Runtime, tasks: Tasks, link: MakeLink) -> None:
         self._config: Final = config
@@ -495,10 +476,6 @@ class Peers:
 
     An endpoint that could not be reached, or whose handshake failed, is left in peace for a while (0.1 s, doubling to 2
     s): who wants to go there meanwhile gets the same error at once, and with it the time after which to try again.
-
-    Args:
-        site: The worker.
-        connect: Opens a link to an endpoint and completes its handshake.
     """
 
     def __init__(self, site: Site, connect: Callable[[str], Awaitable[Link]]) -> None:

@@ -41,11 +41,7 @@ class _Lane:
 
 
 class Lanes:
-    """Connects the fabric to peers, once per incarnation, however many links lead there.
-
-    Args:
-        fabric: The transport.
-    """
+    """Connects the fabric to peers, once per incarnation, however many links lead there."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric: Final = fabric
@@ -73,12 +69,8 @@ class Lanes:
     def connect(self, peer: PeerInfo, renewals: int) -> "asyncio.Future[str]":
         """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.
 
-        The future fails with `FabricError` if the transport refuses the peer's metadata.
-
-        Args:
-            peer: Which.
-            renewals: How often it had made its agent anew by its own word, on the stream on which it granted what is to
-                be moved.
+        The future fails with `FabricError` if the transport refuses the peer's metadata. `renewals` is how often the
+        peer had made its agent anew by its own word, on the stream on which it granted what is to be moved.
 
         Raises:
             FabricError: If it has done so since, by what it said elsewhere: it counts on the old agent's end. Or if its

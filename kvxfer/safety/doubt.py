@@ -115,21 +115,15 @@ _ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 
 
 class Exposure:
-    """Memory that one transfer lets a peer write or read.
+    """Memory that one transfer lets a peer write or read, as granted on one control stream.
+
+    `safe` is called once if there is evidence, other than the peer's word, that nobody touches it any more.
 
     Attributes:
-        peer: Who.
         gate: What every grant leads through; there is one from the first grant on.
         fenced: Whether the peer passes it, or touches nothing.
         routes: Those on which the peer may touch it.
         ended: Nobody touches it any more.
-
-    Args:
-        site: The worker.
-        link: The control stream on which it is granted.
-        name: What it is, for logs.
-        safe: Called once if there is evidence that nobody touches it any more, other than the peer's word.
-        routes: As the attribute.
     """
 
     def __init__(self, site: Site, link: Link, name: str, safe: Callable[[], None], routes: Iterable[Route]) -> None:
@@ -170,11 +164,7 @@ class Exposure:
         return not self.routes <= {Route.STAGED}
 
     def grant(self, *, mapped: bool) -> int:
-        """What a grant says of the gate that it leads through: 0 where the peer passes none.
-
-        Args:
-            mapped: Whether the peer's own copies write there.
-        """
+        """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""
         if self.gate == SHARED_GATE:
             self.gate = self._site.gates.allot()
         generation = self._site.granted(self.peer, self.gate, mapped=mapped)
@@ -275,20 +265,10 @@ class Rebuilding:
     share is in quarantine, and without that time if the peer has made its own agent anew and knows no more; for less,
     `peer_timeout` after it was noticed, so that it is done for many together. Twice within `peer_timeout` never: who
     can bring it about must not be able to stop everybody else.
-
-    Args:
-        site: The worker.
-        roles: What it does for peers.
-        links: Control streams that are open.
-        renewed: Called with each of them when it was done.
     """
 
     def __init__(
-        self,
-        site: Site,
-        roles: Sequence[Grantor],
-        links: Callable[[], Iterable[Link]],
-        renewed: Callable[[Link], None],
+        self, site: Site, roles: Sequence[Grantor], links: Callable[[], Iterable[Link]], renewed: Callable[[Link], None]
     ) -> None:
         self._site: Final = site
         self._roles: Final = roles

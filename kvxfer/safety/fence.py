@@ -38,10 +38,8 @@ def first_words() -> bytes:
 class Gates:
     """Which gate is whose.
 
-    Args:
-        words: Address of the words in GPU memory; 0 without any.
-        locks: The locks; None where the system has none.
-        look: How many writers are inside of the word at an address, whose generation is raised before if so told.
+    `words` is the address of the words in GPU memory, 0 without any. `look` tells how many writers are inside of the
+    word at an address, whose generation is raised before if so told.
     """
 
     def __init__(self, words: int, locks: LockFile | None, look: Callable[[int, bool], Awaitable[int]]) -> None:
@@ -167,11 +165,7 @@ class Keys:
         return self._keys.get(peer.identity.incarnation) is not None
 
     def passage(self, peer: PeerInfo, granted: int) -> Passage | None:
-        """What a write or a read under a grant has to pass.
-
-        Args:
-            peer: Who granted it.
-            granted: Number of the gate (the high 32 bits) and its generation; 0 if the grant names none.
+        """What a write or a read under a grant has to pass, which names a gate (the high 32 bits) and its generation.
 
         Returns:
             None if there is nothing to pass. What nobody gets through, if there is no such gate, or no key to it.

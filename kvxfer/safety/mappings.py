@@ -49,13 +49,9 @@ class Exports:
         return self._gates.address if self._gates is not None else 0
 
     async def open(self, config: Config, geometry: CacheGeometry, runtime: Runtime, *, in_place: bool) -> None:
-        """Export the cache. Memory that cannot be mapped is no error: other routes are taken, and the log says why.
+        """Export the gates and, if peers may write `in_place`, the cache.
 
-        Args:
-            config: Settings.
-            geometry: Of the cache.
-            runtime: CUDA is called in a thread.
-            in_place: Whether peers may write the cache.
+        Memory that cannot be mapped is no error: other routes are taken, and the log says why.
         """
         if config.trust != "none":
             try:
@@ -135,14 +131,7 @@ class _Mapping:
 
 
 class Mappings:
-    """What of its peers' memory this rank can address.
-
-    Args:
-        geometry: What this rank holds: what its copies run on.
-        runtime: Opening takes milliseconds, in a thread.
-        retire: Unmaps windows that nobody uses any more, off the loop.
-        incarnation: Of this worker.
-    """
+    """What of its peers' memory this rank can address."""
 
     def __init__(
         self, geometry: CacheGeometry, runtime: Runtime, retire: Callable[[Windows], None], incarnation: bytes
@@ -163,12 +152,7 @@ class Mappings:
         return bool(peer.identity.capabilities & _MAPPED) and bool(peer.body.mapped)
 
     async def open(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
-        """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once.
-
-        Args:
-            peer: The decode rank.
-            theirs: What it holds.
-        """
+        """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once."""
         key = peer.identity.incarnation
         known = self._mappings.get(key)
         if known is not None:
@@ -257,9 +241,7 @@ class Mappings:
     def way(self, peer: PeerInfo, granted: int) -> tuple[Windows, Gate | None]:
         """How this rank's copies reach a peer's memory, and the gate that a grant lets them through on a GPU.
 
-        Args:
-            peer: The decode rank. Call it under `hold`.
-            granted: Number of the gate (the high 32 bits) and its generation, as granted.
+        Call it under `hold`. A grant names a gate (the high 32 bits) and its generation.
 
         Raises:
             FabricError: If nothing is mapped, or there is no such gate.

@@ -44,12 +44,7 @@ class _Process:
 
 
 class Processes:
-    """Watches the processes of peers.
-
-    Args:
-        loop: The worker's event loop.
-        gpu: Whether this worker's cache is on a GPU.
-    """
+    """Watches the processes of peers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, gpu: bool) -> None:
         self._loop: Final = loop
@@ -59,9 +54,7 @@ class Processes:
     def met(self, peer: PeerInfo, stream: Callable[[], int]) -> None:
         """A session with a peer begins: it is alive, and says which process it is.
 
-        Args:
-            peer: Who.
-            stream: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+        `stream` opens a descriptor of the process at the other end of the stream; -1 if there is none.
         """
         key = peer.identity.incarnation
         if key in self._processes:

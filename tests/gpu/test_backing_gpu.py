@@ -1,5 +1,6 @@
 """The arena's memory on a real GPU."""
 
+import ctypes
 import importlib.util
 import os
 import subprocess
@@ -81,7 +82,7 @@ def test_pinned_memory_is_pinned_and_both_sides_see_it(nbytes):
     torch.cuda.init()  # before that torch calls no memory pinned, whoever has pinned it
     memory = allocate("pinned", nbytes, 0)
     assert memory.address % 4096 == 0
-    host = torch.frombuffer(memory.view(), dtype=torch.uint8)
+    host = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(memory.address), dtype=torch.uint8)
     assert host.data_ptr() == memory.address
     assert host.is_pinned()
     host.fill_(3)

@@ -126,7 +126,10 @@ class ServedWorker(Worker):
 
 
 class LoopThread:
-    """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive."""
+    """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive.
+
+    What is handed in when it is closed, or has not ended as it closes, raises `ClosedError` for whoever waits for it.
+    """
 
     def __init__(self, name: str) -> None:
         self.home: Final = Home()
@@ -161,11 +164,7 @@ class LoopThread:
             return not self._closed
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
-        """Run a coroutine on the loop. Returns at once; the future is cancelled if the loop closes before it has ended.
-
-        Raises:
-            ClosedError: If the loop is closed.
-        """
+        """Run a coroutine on the loop. Returns at once; the future is cancelled if the loop closes before its end."""
         try:
             self.home.own(self)
         except ForkedError:
@@ -181,11 +180,7 @@ class LoopThread:
         return future
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """Run a function on the loop and wait for what it returns. Not from the loop's own thread.
-
-        Raises:
-            ClosedError: If the loop is closed.
-        """
+        """Run a function on the loop and wait for what it returns. Not from the loop's own thread."""
 
         async def step() -> _T:
             return work()
@@ -193,11 +188,7 @@ class LoopThread:
         return self.wait(step())
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and block until it has ended. Not from the loop's own thread.
-
-        Raises:
-            ClosedError: If the loop is closed, or closes meanwhile.
-        """
+        """Run a coroutine on the loop and block until it has ended. Not from the loop's own thread."""
         try:
             return self.submit(work).result()
         except FutureCancelledError:
@@ -210,9 +201,6 @@ class LoopThread:
 
         Returns:
             The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
-
-        Raises:
-            ClosedError: If the loop is closed, or closes meanwhile.
         """
         future = self.submit(work)
         try:
@@ -230,9 +218,6 @@ class LoopThread:
         """Await a coroutine that runs on the loop, from another loop.
 
         Cancelling the wait cancels the coroutine and does not wait for its end.
-
-        Raises:
-            ClosedError: If the loop is closed, or closes meanwhile.
         """
         outcome = asyncio.wrap_future(self.submit(work))
         try:
@@ -353,11 +338,6 @@ class OwnLoopWorker(Worker):
             await self.aclose(drain=False)
             raise
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose(drain=error is None)
 
     def __del__(self) -> None:
         if self._thread is not None and self._closing is None:

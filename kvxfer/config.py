@@ -80,8 +80,6 @@ __all__ = [
 # remembers the origin of every value, so that `kvxfer config` and error messages can name the variable or the file.
 # Names are checked here, in all three: pydantic-settings ignores a mistyped environment variable, and this library
 # must not.
-#
-# This module knows no setting by name; `kvxfer.config` declares them.
 
 PREFIX: Final = "KVXFER_"
 """Every environment variable that begins with this (in any case) must be a setting, or name the file of them."""

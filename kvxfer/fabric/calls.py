@@ -88,17 +88,16 @@ class Holdings:
             peer.metadata.append(metadata)
         return name
 
-    def leave(self, name: str) -> bool:
-        """Undo one `connect`. True if it was the last that is not undone: then `disconnect`."""
-        peer = self._peers.get(name)
-        if peer is not None:
-            peer.users -= 1
-        return peer is not None and not peer.users
-
     def disconnect(self, name: str) -> None:
-        """Forget a peer that is known."""
-        if self._peers.pop(name).told:
-            self._transport.disconnect(name)
+        """Undo one `connect`, and with the last forget the peer; harmless if it is not known."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        peer.users -= 1
+        if not peer.users:
+            del self._peers[name]
+            if peer.told:
+                self._transport.disconnect(name)
 
     def told(self, name: str) -> bool:
         """Whether the present agent knows a peer, or nobody does. From any thread."""
@@ -250,13 +249,8 @@ class Fabric:
         if self._mover.watches(peer):
             self._mover.when_unwatched(peer, lambda: self.disconnect(peer))
             return
-
-        def run() -> None:
-            if self._holdings.leave(peer):
-                self._holdings.disconnect(peer)
-
         self._mover.disconnected(peer)
-        self._submit(run)
+        self._submit(lambda: self._holdings.disconnect(peer))
 
     async def rebuild(self, timeout: float) -> bool:
         """Destroy the agent and make another in its place, which peers reach by new metadata only.

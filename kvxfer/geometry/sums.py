@@ -65,10 +65,8 @@ def selected(transfer: int, chunk: int, every: int) -> bool:
     """Whether a chunk is summed where one in `every` is; the same on both sides. None is where `every` is 0."""
     if every <= 1:
         return every == 1
-    word = (transfer << _CHUNK_BITS | chunk) & _MASK
-    word = (word ^ word >> 30) * _FIRST & _MASK
-    word = (word ^ word >> 27) * _SECOND & _MASK
-    return (word ^ word >> 31) % every == 0
+    word = np.array([(transfer << _CHUNK_BITS | chunk) & _MASK], np.uint64)
+    return int(mix(word)[0]) % every == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

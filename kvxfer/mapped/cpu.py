@@ -1,7 +1,4 @@
-"""CPU memory that other processes of this host can map: anonymous files, which go with their last user.
-
-See `memfd` for how a peer opens one.
-"""
+"""CPU memory that other processes of this host can map: anonymous files, which go with their last user."""
 
 import ctypes
 import fcntl

@@ -1,7 +1,4 @@
-"""GPU memory that other processes can map: what cudaMalloc made (CUDA IPC), and what `cuMemMap` put at an address.
-
-What cudaMalloc made is opened through CUDA IPC (`ipc`), what cuMemMap has put at an address piece by piece (`vmm`).
-"""
+"""GPU memory that other processes can map: what cudaMalloc made (CUDA IPC), and what `cuMemMap` put at an address."""
 
 import ctypes
 import os
@@ -17,16 +14,7 @@ from kvxfer.mapped.window import CUDA, VMM, Export, OpenFiles, Window, files_of,
 from kvxfer.memory.device import admit, call, in_thread, lay_out, load
 from kvxfer.names import MAX_HANDLE
 
-__all__ = [
-    "allocation_handle",
-    "allocation_process",
-    "export_cuda",
-    "open_allocation",
-    "open_cuda",
-    "open_pieces",
-    "pieces_handle",
-    "pieces_process",
-]
+__all__ = ["export_cuda", "open_cuda"]
 
 # --- what cudaMalloc made
 #
@@ -51,41 +39,13 @@ _opened: Final[dict[tuple[int, bytes], _Opened]] = {}
 """By GPU and handle."""
 
 
-def allocation_handle(runtime: Any, base: int) -> bytes:
-    """What another process needs to map an allocation.
-
-    Raises:
-        FabricError: If it is not of cudaMalloc.
-    """
-    return _HANDLE.pack(os.getpid(), bytes(call(runtime, "cudaIpcGetMemHandle", base).reserved))
-
-
-def allocation_process(handle: bytes) -> int:
-    """The process whose memory a handle names.
-
-    Raises:
-        FabricError: If it is no handle.
-    """
-    return _read_allocation(handle)[0]
-
-
 def _read_allocation(handle: bytes) -> tuple[int, bytes]:
+    """The process whose memory a handle names, and CUDA's handle."""
     try:
         process, data = _HANDLE.unpack(handle)
     except struct.error as error:
         raise FabricError(f"a handle of {len(handle)} bytes names no GPU memory") from error
     return int(process), bytes(data)
-
-
-def open_allocation(runtime: Any, given: Export, device: int) -> Window:
-    """Map an allocation of another process. The GPU that will address it is current in this thread.
-
-    Raises:
-        FabricError: If CUDA does not open the handle.
-    """
-    _, handle = _read_allocation(given.handle)
-    local = _open(runtime, device, handle)
-    return Window(given.address, given.length, local, lambda: in_thread(_closer(runtime, device, handle)))
 
 
 def _open(runtime: Any, device: int, handle: bytes) -> int:
@@ -151,12 +111,8 @@ class _Piece:
     shared: bytes
 
 
-def pieces_handle(driver: Any, base: int, length: int, files: OpenFiles) -> bytes:
-    """What another process needs to map one piece of memory.
-
-    Raises:
-        FabricError: If it has no handle for other processes, or there are too many open files.
-    """
+def _pieces_handle(driver: Any, base: int, length: int, files: OpenFiles) -> bytes:
+    """What another process needs to map one piece of memory; `files` keeps the open file, if that is what it takes."""
     try:
         piece = call(driver, "cuMemRetainAllocationHandle", base)
     except FabricError as error:
@@ -185,17 +141,8 @@ def _kind(driver: Any, kind: int) -> Any:
     return kinds.CU_MEM_HANDLE_TYPE_FABRIC if kind == _FABRIC else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def pieces_process(handle: bytes) -> int:
-    """The process whose memory a handle names.
-
-    Raises:
-        FabricError: If it is no handle, or names several.
-    """
-    return _read_pieces(handle)[0]
-
-
 def _read_pieces(handle: bytes) -> tuple[int, list[_Piece]]:
-    """Process and pieces."""
+    """The process whose memory a handle names, and the pieces."""
     processes: set[int] = set()
     pieces: list[_Piece] = []
     try:
@@ -218,14 +165,10 @@ def _pieces(handle: bytes) -> Iterator[tuple[int, _Piece]]:
         yield process, _Piece(kind, length, shared)
 
 
-def open_pieces(driver: Any, runtime: Any, given: Export, device: int) -> Window:
-    """Map pieces of another process side by side. The GPU that will address them is current in this thread.
-
-    Raises:
-        FabricError: If a piece cannot be taken or mapped, with the reason.
-        ArenaError: If CUDA has too little memory for that.
-    """
-    process, pieces = _read_pieces(given.handle)
+def _open_pieces(
+    driver: Any, runtime: Any, given: Export, process: int, pieces: Sequence[_Piece], device: int
+) -> Window:
+    """Map pieces of another process side by side. The GPU that will address them is current in this thread."""
     if sum(piece.length for piece in pieces) != given.length or not all(piece.length for piece in pieces):
         raise FabricError(f"the pieces of its {given.length} bytes at {given.address:#x} have another length")
     with files_of(process) as take, ExitStack() as opened:  # a mapping keeps its memory without the handle
@@ -274,10 +217,11 @@ def export_cuda(device: int, spans: Sequence[range], files: OpenFiles) -> list[E
         found: list[Export] = []
         for base, length in _allocations(driver, spans):
             try:
-                found.append(Export(CUDA, identity, base, length, allocation_handle(runtime, base)))
+                handle = _HANDLE.pack(os.getpid(), bytes(call(runtime, "cudaIpcGetMemHandle", base).reserved))
+                found.append(Export(CUDA, identity, base, length, handle))
             except KvxferError as error:
                 try:
-                    handle = pieces_handle(driver, base, length, files)
+                    handle = _pieces_handle(driver, base, length, files)
                 except KvxferError as other:
                     raise FabricError(f"{error}; {other}") from other
                 found.append(Export(VMM, identity, base, length, handle))
@@ -312,7 +256,11 @@ def open_cuda(given: Export, device: int, *, own: bool) -> Window:
         ArenaError: If CUDA has too little memory for that.
     """
     runtime, driver = load("runtime", _PURPOSE), load("driver", _PURPOSE)
-    process = (pieces_process if given.kind == VMM else allocation_process)(given.handle)
+    pieces, ipc = list[_Piece](), b""
+    if given.kind == VMM:
+        process, pieces = _read_pieces(given.handle)
+    else:
+        process, ipc = _read_allocation(given.handle)
     if (process == os.getpid()) is not own:
         raise FabricError("it names memory of this process, which is not its own" if not own else "it is not of here")
 
@@ -323,8 +271,9 @@ def open_cuda(given: Export, device: int, *, own: bool) -> Window:
             _check_peer(runtime, device, other)
         if not own:
             if given.kind == VMM:
-                return open_pieces(driver, runtime, given, device)
-            return open_allocation(runtime, given, device)
+                return _open_pieces(driver, runtime, given, process, pieces, device)
+            local = _open(runtime, device, ipc)
+            return Window(given.address, given.length, local, lambda: in_thread(_closer(runtime, device, ipc)))
         if other is not None and other != device:
             _admit(runtime, driver, given, device, other)
         return Window(given.address, given.length, given.address, lambda: None)

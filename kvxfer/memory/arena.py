@@ -8,7 +8,7 @@ import math
 import operator
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto, unique
 from types import MappingProxyType
@@ -228,7 +228,6 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._round: OrderedDict[str, OrderedDict[object, OrderedDict[Request, None]]] = OrderedDict()
-        self._count: dict[str, int] = {}
         self._overtaken: dict[Request, int] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
 
@@ -236,13 +235,13 @@ class WaitingQueue:
         return len(self._overtaken)
 
     @property
-    def peers(self) -> Iterable[str]:
+    def peers(self) -> Collection[str]:
         """Peers with a waiting request, in the order of the round."""
         return self._round.keys()
 
     def waiting(self, peer: str) -> int:
         """How many requests of `peer` wait."""
-        return self._count.get(peer, 0)
+        return sum(map(len, self._round.get(peer, {}).values()))
 
     def heads(self) -> list[Request]:
         """The waiting request of each peer whose turn it is, in the order of the round."""
@@ -256,7 +255,6 @@ class WaitingQueue:
         """Put `request` behind those of its owner; who did not wait, owner or peer, joins at the back of the round."""
         owners = self._round.setdefault(request.peer, OrderedDict())
         owners.setdefault(request.owner, OrderedDict())[request] = None
-        self._count[request.peer] = self._count.get(request.peer, 0) + 1
         self._overtaken[request] = 0
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
@@ -268,12 +266,10 @@ class WaitingQueue:
         owners = self._round[request.peer]
         own = owners[request.owner]
         del own[request]
-        self._count[request.peer] -= 1
         if not own:
             del owners[request.owner]
         if not owners:
             del self._round[request.peer]
-            del self._count[request.peer]
         if len(self._deadlines) > 2 * len(self._overtaken) + _SLACK:
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._overtaken]
             heapq.heapify(self._deadlines)
@@ -333,11 +329,6 @@ class PeerSnapshot:
     writing_bytes: int
     quarantined_bytes: int
     waiting_requests: int
-
-    @property
-    def held_bytes(self) -> int:
-        """All that the peer holds, quarantined bytes included."""
-        return self.reserved_bytes + self.writing_bytes + self.quarantined_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,8 +641,7 @@ class Share:
         served = False
         passed: list[Request] = []
         for request in self._queue.heads():
-            alone = len(self._queue) == self._queue.waiting(request.peer)
-            turn = self._judge(request.peer, request.length, contenders, alone=alone)
+            turn = self._judge(request.peer, request.length, contenders, alone=len(self._queue.peers) == 1)
             if turn is _Turn.BLOCKS:
                 if self._queue.overtaken(request) >= self.max_overtakes:
                     return served

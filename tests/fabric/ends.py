@@ -16,7 +16,7 @@ from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric import capi
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Descriptors, Memory, Operation
+from kvxfer.fabric.port import Descriptors, Memory, Native, Operation
 from kvxfer.runtime import ThreadRuntime
 
 SIZE = 1 << 20
@@ -30,9 +30,13 @@ class Agent:
     def __init__(self, name: str, buffers: int = 1, **settings: Any) -> None:
         self.transport = NixlTransport(name, **settings)
         self.transport.setup()
-        self.library, self.native = capi.opened(capi.find()), self.transport.native()
+        self.library = capi.opened(capi.find())
         self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
         self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
+
+    @property
+    def native(self) -> Native:
+        return self.transport.native()
 
     def post(self, peer: str, operation: Operation, here: Descriptors, there: Descriptors) -> int:
         """Begin to move pieces, as the mover does but for its turns; `finish` it."""

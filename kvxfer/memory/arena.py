@@ -552,14 +552,10 @@ class Share:
             f"{len(self._queue)} more requests wait; raise arena_bytes or the time-out"
         )
 
-    # --- the life of an extent
+    # --- the life of an extent: an `InvariantError` if it is stale, of another share, or in another state
 
     def write(self, extent: Extent) -> None:
-        """RESERVED -> WRITING: call it before anybody is told the address.
-
-        Raises:
-            InvariantError: the extent is stale, of another share, or not RESERVED.
-        """
+        """RESERVED -> WRITING: call it before anybody is told the address."""
         self._move(extent, ExtentState.WRITING)
 
     def release(self, extent: Extent) -> None:
@@ -567,20 +563,13 @@ class Share:
 
         The caller vouches that nobody reads or writes them: the address was never told, or a terminal result says that
         no write is or will be posted, and our own copies there have ended. Without such evidence, `quarantine` it.
-
-        Raises:
-            InvariantError: the extent is stale, of another share, released already, or in quarantine.
         """
         if extent.state is ExtentState.QUARANTINED:
             raise InvariantError(f"{extent} is in quarantine: only settle(), on evidence, frees it")
         self._move(extent, ExtentState.FREE)
 
     def quarantine(self, extent: Extent, reason: str) -> None:
-        """RESERVED or WRITING -> QUARANTINED: somebody may still touch the bytes, because of `reason`.
-
-        Raises:
-            InvariantError: the extent is stale, of another share, or in quarantine already.
-        """
+        """RESERVED or WRITING -> QUARANTINED: somebody may still touch the bytes, because of `reason`."""
         self._move(extent, ExtentState.QUARANTINED)
         extent.reason = reason
         insort(self._doubtful, (extent.offset, extent.length))
@@ -588,11 +577,7 @@ class Share:
         self._doubt_grew = True
 
     def settle(self, extent: Extent) -> None:
-        """QUARANTINED -> FREE, exactly once: there is evidence that nobody can touch the bytes any more.
-
-        Raises:
-            InvariantError: the extent is stale, of another share, settled already, or not in quarantine.
-        """
+        """QUARANTINED -> FREE, exactly once: there is evidence that nobody can touch the bytes any more."""
         if extent.state not in {ExtentState.QUARANTINED, ExtentState.FREE}:
             raise InvariantError(f"{extent} is not in quarantine, so there is nothing to settle")
         self._move(extent, ExtentState.FREE)

@@ -27,7 +27,6 @@ __all__ = [
     "allocate_shareable",
     "arrival",
     "call",
-    "download",
     "in_thread",
     "lay_out",
     "load",
@@ -37,6 +36,9 @@ __all__ = [
 ]
 
 # --- calls into CUDA
+#
+# Whatever makes them raises `MissingExtraError` where cuda-bindings is not installed, `ArenaError` where there is not
+# enough memory, and `FabricError` where CUDA failed in another way, or has no such thing.
 
 T = TypeVar("T")
 
@@ -45,11 +47,7 @@ _BUS_ID_BYTES: Final = 32
 
 
 def load(module: str, purpose: str) -> Any:
-    """A module of cuda-bindings, which are untyped, for a `purpose` that a sentence can begin with.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-    """
+    """A module of cuda-bindings, which are untyped, for a `purpose` that a sentence can begin with."""
     try:
         return importlib.import_module(f"cuda.bindings.{module}")
     except ImportError as error:
@@ -88,11 +86,7 @@ def _shown(function: str, arguments: Sequence[Any]) -> str:
 
 
 def upload(device: int, address: int, data: bytes) -> None:
-    """Copy bytes to a GPU, and wait for it.
-
-    Raises:
-        FabricError: CUDA failed.
-    """
+    """Copy bytes to a GPU, and wait for it."""
     cuda = load("runtime", "writing to a GPU")
     source = ctypes.create_string_buffer(data, len(data))
 
@@ -100,27 +94,6 @@ def upload(device: int, address: int, data: bytes) -> None:
         call(cuda, "cudaSetDevice", device)
         kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         call(cuda, "cudaMemcpy", address, ctypes.addressof(source), len(data), kind)
-
-    in_thread(copy)
-
-
-def download(device: int, target: int, source: int, nbytes: int) -> None:
-    """Copy from a GPU to host memory, and wait for it, but for nothing else that runs there.
-
-    Raises:
-        FabricError: CUDA failed.
-    """
-    cuda = load("runtime", "copying from a GPU")
-    kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-
-    def copy() -> None:
-        call(cuda, "cudaSetDevice", device)
-        stream = call(cuda, "cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        try:
-            call(cuda, "cudaMemcpyAsync", target, source, nbytes, kind, stream)
-            call(cuda, "cudaStreamSynchronize", stream)
-        finally:
-            call(cuda, "cudaStreamDestroy", stream)
 
     in_thread(copy)
 
@@ -136,12 +109,7 @@ def in_thread(work: Callable[[], T]) -> T:
 
 
 def pci_bus_id(device: int) -> str:
-    """Where a GPU sits, as sysfs writes it: `0000:1b:00.0`. Makes no context.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-        FabricError: CUDA does not know it.
-    """
+    """Where a GPU sits, as sysfs writes it: `0000:1b:00.0`. Makes no context."""
     cuda = load("runtime", "finding out where a GPU sits")
     name: bytes = call(cuda, "cudaDeviceGetPCIBusId", _BUS_ID_BYTES, device)
     return name.split(b"\0")[0].decode("ascii", "replace").strip().lower()
@@ -152,11 +120,6 @@ def allocate_shareable(nbytes: int, device: int) -> tuple[int, Callable[[], None
 
     Returns:
         The address, and what gives the memory back; that is called once, in a thread in which the GPU is current.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-        ArenaError: the memory is not there.
-        FabricError: the GPU or the system has no fabric handles, or CUDA failed.
     """
     cuda = load("driver", "an arena of kind 'fabric'")
     call(cuda, "cuInit", 0)
@@ -198,10 +161,6 @@ def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[
 
     Returns:
         The first address, and what unmaps all of it; that is called once, in a thread in which the GPU is current.
-
-    Raises:
-        ArenaError: there is not enough memory.
-        FabricError: CUDA failed.
     """
     size = sum(length for _, length in pieces)
     reserved = int(call(cuda, "cuMemAddressReserve", size, 0, 0, 0))
@@ -232,11 +191,7 @@ def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[
 
 
 def admit(cuda: Any, address: int, size: int, device: int) -> None:
-    """Let a GPU read and write memory that is mapped in this process.
-
-    Raises:
-        FabricError: CUDA failed.
-    """
+    """Let a GPU read and write memory that is mapped in this process."""
     access = cuda.CUmemAccessDesc()
     access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
@@ -264,12 +219,7 @@ class Arrival(StrEnum):
 
 
 def arrival(device: int) -> Arrival:
-    """What a GPU needs, by its attributes.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-        FabricError: CUDA does not know it.
-    """
+    """What a GPU needs, by its attributes."""
     cuda = load("driver", _PURPOSE)
     gpu = call(cuda, "cuDeviceGet", device)
 
@@ -307,6 +257,8 @@ _leaked: Final[list[Callable[[], None]]] = []
 class Backing:
     """One allocation. Whoever allocated it owns it, and ends it with `close` or `leak`: one of them, once.
 
+    Anything else is an `InvariantError`.
+
     Attributes:
         kind: Where it lies.
         address: First byte; a multiple of 4096.
@@ -333,18 +285,12 @@ class Backing:
     def close(self) -> None:
         """Give the memory back, exactly once. Nobody may use its address afterwards, and no peer may still write it.
 
-        Raises:
-            InvariantError: it was closed or leaked before.
-            FabricError: CUDA refused to free it; it counts as closed, and is lost.
+        If CUDA refuses to free it, it counts as closed, and is lost.
         """
         self._ended()()
 
     def leak(self) -> None:
-        """Keep the memory for the rest of the process instead of closing it: somebody may still touch it.
-
-        Raises:
-            InvariantError: it was closed or leaked before.
-        """
+        """Keep the memory for the rest of the process instead of closing it: somebody may still touch it."""
         _leaked.append(self._ended())
 
     def _ended(self) -> Callable[[], None]:
@@ -359,15 +305,23 @@ class Backing:
 
 
 def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
-    """What lies in registered memory (`"DRAM"` or `"VRAM"`) now, off the loop: a GPU's is fetched past what runs there.
-
-    Raises:
-        FabricError: CUDA failed.
-    """
+    """What lies in memory (`"DRAM"` or `"VRAM"`) now, off the loop: a GPU's is fetched, past whatever runs there."""
     if kind == "DRAM":
         return ctypes.string_at(address, nbytes)
+    cuda = load("runtime", "copying from a GPU")
     data = ctypes.create_string_buffer(nbytes)
-    download(device, ctypes.addressof(data), address, nbytes)
+
+    def copy() -> None:
+        call(cuda, "cudaSetDevice", device)
+        stream = call(cuda, "cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        try:
+            way = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+            call(cuda, "cudaMemcpyAsync", ctypes.addressof(data), address, nbytes, way, stream)
+            call(cuda, "cudaStreamSynchronize", stream)
+        finally:
+            call(cuda, "cudaStreamDestroy", stream)
+
+    in_thread(copy)
     return data.raw
 
 

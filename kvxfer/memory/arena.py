@@ -241,7 +241,8 @@ class WaitingQueue:
 
     def waiting(self, peer: str) -> int:
         """How many requests of `peer` wait."""
-        return sum(map(len, self._round.get(peer, {}).values()))
+        owners = self._round.get(peer)
+        return sum(map(len, owners.values())) if owners else 0
 
     def heads(self) -> list[Request]:
         """The waiting request of each peer whose turn it is, in the order of the round."""

@@ -19,13 +19,13 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (13, 13),
     "modules in the core": (77, 65),
-    "lines in the core": (35_870, 18_000),
-    "lines in kvxfer/": (51_090, 30_000),
+    "lines in the core": (35_070, 18_000),
+    "lines in kvxfer/": (50_290, 30_000),
     "floors of imports": (22, 10),
     "settings": (30, 30),
-    "attributes of a class in the core at most": (50, 12),
+    "attributes of a class in the core at most": (44, 12),
     "class names in the core that mean two things": (0, 0),
-    "lines of tests": (77_140, 35_000),
+    "lines of tests": (77_020, 35_000),
     "words in documents": (30_000, 30_000),
 }
 """Of each figure, what it may be at most, which only ever falls, and what it is to become."""

@@ -77,9 +77,6 @@ __all__ = [
     "OwnLoopWorker",
     "PollEvent",
     "Settled",
-    "offered_blocks",
-    "state_under_way",
-    "withdraw",
 ]
 
 # --- a loop in a thread of its own

@@ -63,17 +63,7 @@ class LogEntry(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """What happens to one coming post.
-
-    Attributes:
-        skip: Posts that pass before.
-        refuse: It is refused; else it breaks off.
-        after_bytes: Bytes that land before it does.
-        at_post: Whether the call that posts fails, or a poll.
-        disconnected: Whether the error says that the peer is gone.
-        lingers: Whether the rest of the bytes stays in flight.
-        damage: It ends as if nothing were, but a bit of this byte is flipped on the way.
-    """
+    """What becomes of one post once `skip` others have passed: see `refuse_next`, `break_next` and `damage_next`."""
 
     skip: int
     refuse: bool

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (13, 13),
     "modules in the core": (77, 65),
-    "lines in the core": (35_070, 18_000),
-    "lines in kvxfer/": (50_290, 30_000),
+    "lines in the core": (35_050, 18_000),
+    "lines in kvxfer/": (50_275, 30_000),
     "floors of imports": (22, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (44, 12),

@@ -325,11 +325,7 @@ def test_wrong_events_and_tickets_are_refused_at_once(pair):
         pair.prefill.offer("r", [1], tokens=16, after="soon")
     with pytest.raises(EventError):
         pair.decode.start_fetch(ticket, [1], tokens=range(16), after="soon")
-    for call in (
-        lambda t: pair.decode.start_fetch(t, [1], tokens=range(16)),
-        pair.decode.claim,
-        pair.decode.decline,
-    ):
+    for call in (lambda t: pair.decode.start_fetch(t, [1], tokens=range(16)), pair.decode.claim, pair.decode.decline):
         with pytest.raises(TicketError):
             call(ticket | {"mac": 5})
 

@@ -264,9 +264,7 @@ async def test_what_is_long_goes_out_a_slice_a_turn_and_the_next_behind_it(link)
     await turns()
     assert b"".join(wrote) == LONG + b"next"
     assert max(map(len, wrote)) == _SLICE_BYTES
-    link.send(
-        b"one",
-    )
+    link.send(b"one")
     link.send(b"by one")
     assert wrote[-2:] == [b"one", b"by one"]
 

@@ -49,11 +49,7 @@ class Pair:
     """A prefill and a decode worker, both on loops of their own."""
 
     def __init__(self, loop: Any = "own", **settings):
-        plain = {
-            "arena_bytes": "1MiB",
-            "chunk_bytes": "16KiB",
-            "revoke_timeout": "5s",
-        }
+        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
         self.network = LoopbackNetwork()
         self.source, sources = cache(seed=1)
         self.sink, sinks = cache()
@@ -368,10 +364,7 @@ async def test_a_worker_that_was_never_closed_is_a_warning():
 
 
 async def test_an_engine_of_several_ranks_joins():
-    network, config = (
-        LoopbackNetwork(),
-        {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2},
-    )
+    network, config = (LoopbackNetwork(), {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2})
     transports = [LoopbackTransport(f"p{rank}", network) for rank in range(2)]
     one, two = (
         Worker(cache()[1], Config(rank=rank, **config), transport=transports[rank], loop="own") for rank in range(2)

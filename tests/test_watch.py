@@ -170,10 +170,7 @@ def test_who_waits_for_posts_is_told_as_long_as_the_transport_stands_still(caplo
         assert [(failure.status, failure.code) for failure in role.said] == [(Status.FAILED, Code.FABRIC)] * 3
         assert "has not returned for 5.3 s" in role.said[1].reason
     said = [record.kvxfer for record in caplog.records if record.levelno == logging.ERROR]
-    assert [(line["event"], line["lag"]) for line in said] == [
-        ("transport_stalled", 5.0),
-        ("transport_stalled", 6.0),
-    ]
+    assert [(line["event"], line["lag"]) for line in said] == [("transport_stalled", 5.0), ("transport_stalled", 6.0)]
 
 
 def test_a_loop_of_its_own_is_not_told_to_get_one(loop, metrics, caplog):

@@ -4,16 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from copy_plans import (
-    CANARY,
-    addresses,
-    contiguous_rows,
-    expected,
-    head_split,
-    hnd_to_nhd,
-    random_plan,
-    rows_with_gaps,
-)
+from copy_plans import CANARY, addresses, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan, rows_with_gaps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -835,11 +835,7 @@ async def test_it_looks_without_a_pause_and_then_ever_less_often(make):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.floats(0.0, 30.0), min_size=1, max_size=12).map(sorted),
-    st.booleans(),
-    st.booleans(),
-)
+@given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=12).map(sorted), st.booleans(), st.booleans())
 def test_what_is_under_way_is_looked_at_often_enough_and_ever_less_often(waits, flies, held):
     """Whatever is waited for: never more than 1 ms in between, and 100 us, or a thousandth of the wait, before that."""
 

@@ -43,42 +43,6 @@ def test_a_view_may_end_where_its_storage_does() -> None:
     assert resized(1024).spec().extent_bytes == 512
 
 
-def test_counts_and_strides_by_axis() -> None:
-    spec = cache((6, 2, 4, 2, 8), "block dim/8 token head dim%8").spec()
-    assert spec.count("dim") == 16
-    assert spec.count("layer") == 1
-    assert spec.stride("token") == 32
-    assert spec.stride("layer") == 0
-
-
-@pytest.mark.parametrize(
-    ("kv", "axes", "held"),
-    [
-        (None, "kv block dim", ("k", "v")),
-        ("kv", "kv block dim", ("k", "v")),
-        ("vk", "kv block dim", ("v", "k")),
-    ],
-)
-def test_order_of_the_kv_axis(kv: str | None, axes: str, held: tuple[str, ...]) -> None:
-    assert cache((2, 6, 8), axes, kv=kv, heads=None).spec().kv == held
-
-
-def test_without_kv_and_heads() -> None:
-    spec = cache((6, 4, 8), "block token dim", kv=None, heads=None).spec()
-    assert (spec.kv, spec.heads) == (("",), range(1))
-
-
-def test_kernel_blocks_and_token_rows() -> None:
-    spec = cache(kernel_blocks_per_id=3, tokens_per_row=2).spec()
-    assert (spec.ids, spec.id_tokens) == (2, 24)
-
-
-def test_state_has_no_tokens() -> None:
-    spec = cache((6, 2, 8), "block head dim").spec()
-    assert spec.is_state
-    assert spec.id_tokens == 0
-
-
 def far(stride: int) -> CacheTensor:
     """An axis of length 1, whose stride no access needs."""
     tensor = torch.zeros(6, 1, 2, 8).as_strided((6, 1, 2, 8), (16, stride, 8, 1))

@@ -45,23 +45,6 @@ def test_windows_begin_at_multiples_and_layers_come_in_runs() -> None:
                 replace(grid, band=band).of(number)
 
 
-def test_bands_of_windows() -> None:
-    """Layers that come one after the other go so, though each is several chunks."""
-    whole = ChunkGrid((1, 4, 5), 2, 16, 10, 40, 3)
-    assert [whole.of(n) for n in range(6)] == [
-        ((1, 4), 10, 16),
-        ((1, 4), 16, 32),
-        ((1, 4), 32, 40),
-        ((5,), 10, 16),
-        ((5,), 16, 32),
-        ((5,), 32, 40),
-    ]
-    steps = ChunkGrid((0, 7), 1, 4, 4, 19, 2)  # whose first band has one window, and the last one too
-    assert [(layers[0], first) for layers, first, _ in map(steps.of, range(8))] == [
-        (0, 4), (7, 4), (0, 8), (0, 12), (7, 8), (7, 12), (0, 16), (7, 16),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("band", range(1, 9))
 @pytest.mark.parametrize(("start", "stop"), [(0, 48), (5, 47), (16, 17), (21, 21), (24, 71), (44, 100)])
 def test_every_chunk_has_its_number(band: int, start: int, stop: int) -> None:
@@ -72,20 +55,6 @@ def test_every_chunk_has_its_number(band: int, start: int, stop: int) -> None:
     assert list(map(grid.of, range(len(grid)))) == ordered
     assert sorted(grid.cells[number] for number in range(len(grid))) == list(range(len(plain)))
     assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 16), (15, 17), (16, 32), (31, 33), (5, 6), (0, 100)])
-def test_a_grid_covers_every_token_of_every_layer_once(start: int, stop: int) -> None:
-    for per_chunk in (1, 2, 3, 5):
-        grid = ChunkGrid((0, 3, 7), per_chunk, 16, start, stop)
-        cells = [
-            (layer, token)
-            for number in range(len(grid))
-            for layers, first, last in [grid.of(number)]
-            for layer in layers
-            for token in range(first, last)
-        ]
-        assert sorted(cells) == [(layer, token) for layer in (0, 3, 7) for token in range(start, stop)]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +103,6 @@ def pair_of(src_tokens: int, dst_tokens: int, layers: int = 4, **state: int) -> 
 def test_the_chosen_grid_keeps_to_its_target(target: int, per_chunk: int | None, expected: tuple[int, int]) -> None:
     grid = pair_of(64, 16).grid(range(100), target_bytes=target, layers_per_chunk=per_chunk)
     assert (grid.layers_per_chunk, grid.tokens_per_chunk) == expected
-
-
-def test_two_tokens_may_need_two_sub_blocks() -> None:
-    pair = pair_of(64, 16)
-    need = 4 * (64 * 32)
-    assert pair.grid(range(15, 17), target_bytes=need).layers_per_chunk == 4
-    assert pair.grid(range(15, 17), target_bytes=need - 1).layers_per_chunk == 3
 
 
 def test_windows_are_aligned_to_every_group() -> None:
@@ -228,8 +190,7 @@ def test_the_order_of_bytes_in_staging(axes: str) -> None:
         blocks={"default": ([5, 1], 0)},
     )
     target = rank(
-        contiguous(axes, sizes | {"token": 4}, layers=layers[::-1], kv=("v", "k")),
-        blocks={"default": ([4, 0, 2], 0)},
+        contiguous(axes, sizes | {"token": 4}, layers=layers[::-1], kv=("v", "k")), blocks={"default": ([4, 0, 2], 0)}
     )
     plan = bound(source, target, range(2, 11)).whole
     found = by_destination(byte_pairs(plan.gather(0).enumerate()))

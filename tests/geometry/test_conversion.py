@@ -223,12 +223,6 @@ def test_scales_of_heads_that_only_one_side_has_do_not_matter() -> None:
     assert not converts(*both)
 
 
-def test_memory_stays_in_proportion_to_regions_and_rows() -> None:
-    """Scales of their own make a region of every head, and no more."""
-    plan = pair(spec("bfloat16", (1.0, 2.0, 3.0, 4.0)), spec("float8_e4m3fn"))
-    assert sum(len(c.layers) for c in plan.classes) == 4
-
-
 def test_the_digest_covers_elements_and_scales() -> None:
     base = spec("bfloat16"), spec("float8_e4m3fn")
     pairs = [

@@ -55,14 +55,6 @@ def test_fold(axes: list[BoxAxis], tokens: tuple[int, int], expected: Box) -> No
         assert fold(given_axes, *tokens, Elements(2, 2)) == (expected, ())
 
 
-def test_the_token_axis_ends_the_run() -> None:
-    """Behind the tokens nothing may join: a row with fewer tokens would leave a hole."""
-    box, _ = fold([BoxAxis(2, 32, 32), BoxAxis(8, 2, 2)], 16, 16, Elements(2, 2))
-    assert (box.run_bytes, box.token_in_run) == (16, True)
-    assert box.outer == (BoxAxis(2, 32, 32),)
-    assert box.token_bytes == 32
-
-
 def test_axes_beyond_the_box_are_unrolled_smallest_first() -> None:
     axes = [BoxAxis(n, 10**n, 7 * 10**n) for n in (5, 2, 4, 3)]
     box, unrolled = fold(axes, 1, 1, Elements(8, 8))
@@ -101,25 +93,6 @@ def test_pieces_are_what_the_tables_say(segments: list[Segment]) -> None:
         assert column.flags.c_contiguous
 
 
-def test_an_empty_plan() -> None:
-    plan = CopyPlan(())
-    assert (plan.bytes, plan.pieces, len(plan.enumerate()), len(plan.enumerate().merged())) == (0, 0, 0, 0)
-
-
-def test_addresses_beyond_32_bits() -> None:
-    """Bases near 2**47, block ids times block strides far beyond 2**32."""
-    top = 1 << 47
-    box = Box((BoxAxis(2, 1 << 33, 1 << 34),), 1 << 21, 512, 512, token_in_run=False)
-    rows = np.asarray([[70_000, 3, 90_000, 1, 2]])
-    segment = Segment(np.asarray([[top - 5, top + 9]]), Stencil(rows, 1 << 22, 1 << 20, box))
-    src, dst = top - 5 + 70_000 * (1 << 22) + 3 * (1 << 21), top + 9 + 90_000 * (1 << 20) + 512
-    assert sorted(listed(CopyPlan((segment,)).enumerate())) == [
-        (src + axis * (1 << 33) + token * (1 << 21), dst + axis * (1 << 34) + token * 512, 512)
-        for axis in range(2)
-        for token in range(2)
-    ]
-
-
 def test_rows_in_any_order_are_listed_by_destination() -> None:
     """What makes merging cheap: one ascending run for the rows of one length."""
     rng = np.random.default_rng(0)
@@ -132,25 +105,6 @@ def test_rows_in_any_order_are_listed_by_destination() -> None:
 
 
 # merged
-
-
-@pytest.mark.parametrize(
-    ("given_pieces", "expected"),
-    [
-        ([], []),
-        ([(5, 9, 3)], [(5, 9, 3)]),
-        ([(0, 100, 10), (10, 110, 5), (15, 115, 1)], [(0, 100, 16)]),
-        ([(15, 115, 1), (0, 100, 10), (10, 110, 5)], [(0, 100, 16)]),
-        ([(0, 100, 10), (10, 111, 5)], [(0, 100, 10), (10, 111, 5)]),
-        ([(0, 100, 10), (11, 110, 5)], [(0, 100, 10), (11, 110, 5)]),
-        ([(50, 110, 5), (40, 100, 10), (7, 90, 1)], [(7, 90, 1), (40, 100, 15)]),
-        ([(0, 0, 4), (4, 4, 4), (20, 8, 4), (24, 12, 4)], [(0, 0, 8), (20, 8, 8)]),
-    ],
-)
-def test_merging_joins_neighbours_on_both_sides(
-    given_pieces: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
-) -> None:
-    assert listed(pieces(*given_pieces).merged()) == expected
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry.copyplan import BoxAxis, Patch, axis_offsets, patches
+from kvxfer.geometry.copyplan import Patch, axis_offsets, patches
 from kvxfer.geometry.spec import Factor
 
 
@@ -26,16 +26,6 @@ def offsets_of(patch: Patch) -> list[tuple[int, int]]:
     return found
 
 
-def test_offsets_of_a_split_axis() -> None:
-    assert axis_offsets((Factor(3, 4, 100), Factor(4, 1, 2)), 2, 9).tolist() == [4, 6, 100, 102, 104, 106, 200]
-    assert axis_offsets((), 0, 1).tolist() == [0]
-
-
-def test_two_whole_axes_are_one_factor() -> None:
-    found = patches(axis_offsets(split(8, 8), 0, 8), axis_offsets((Factor(8, 1, 64),), 0, 8))
-    assert found == (Patch(0, 0, (BoxAxis(8, 2, 64),)),)
-
-
 @pytest.mark.parametrize(
     ("src", "dst", "counts"),
     [
@@ -50,12 +40,6 @@ def test_two_whole_axes_are_one_factor() -> None:
 def test_splits_that_divide_each_other_are_one_patch(src: int, dst: int, counts: tuple[int, ...]) -> None:
     found = patches(axis_offsets(split(128, src, gap=50), 0, 128), axis_offsets(split(128, dst, gap=70), 0, 128))
     assert [tuple(axis.count for axis in patch.axes) for patch in found] == [counts]
-
-
-def test_a_single_coordinate_has_no_axis() -> None:
-    assert patches(np.asarray([5]), np.asarray([7])) == (Patch(5, 7, ()),)
-    assert patches(np.asarray([5]), np.asarray([7]))[0].count == 1
-    assert patches(np.zeros(0, np.int64), np.zeros(0, np.int64)) == ()
 
 
 def test_a_range_that_starts_inside_a_stretch_needs_few_patches() -> None:

@@ -44,11 +44,6 @@ def test_the_view_of_one_layer_that_an_engine_registers_needs_no_layer_axis():
     assert spec.strides == (4 * 2 * 12 * 4, 12 * 4, 2 * 12 * 4, 6 * 4, 4)
 
 
-def test_k_and_v_apart_by_name():
-    spec = CacheTensor(torch.zeros(5, 4, 2, 6), "NHD", kv="v", layers=[7], heads=range(2)).spec()
-    assert (spec.axes, spec.kv) == ("block token head dim", ("v",))
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [

@@ -71,29 +71,6 @@ def laid_out(
     return Rank([tensor], {"default": (ids, 0)}, {}, (0, 1, 1))
 
 
-def test_real_memory_and_torch() -> None:
-    """NHD in blocks of 16 to two heads of HND in blocks of 4: copied with memmove, compared with torch indexing."""
-    rng = np.random.default_rng(0)
-    key, value = (torch.from_numpy(rng.integers(0, 1 << 15, (6, 16, 4, 8)).astype(np.int16)) for _ in range(2))
-    both = torch.full((2, 20, 2, 4, 8), -1, dtype=torch.int16)
-    source = CacheGeometry.of(
-        CacheTensor(half, "block token head dim", layers=[3], heads=range(4), kv=kv)
-        for half, kv in ((key, "k"), (value, "v"))
-    )
-    target = CacheGeometry.of([CacheTensor(both, "kv block head token dim", layers=[3], heads=range(1, 3))])
-    src_ids, dst_ids, tokens = [4, 0, 5], [7, 19, 2, 11, 3, 0, 18, 5, 1, 10], range(5, 39)
-    pair = PairPlan(source, target, resolve(target, [source])[0])
-    plan = pair.bind(normalise_blocks(src_ids, source), normalise_blocks(dst_ids, target), tokens).whole.copy()
-    pieces = plan.enumerate().merged()
-    for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
-        ctypes.memmove(dst, src, nbytes)
-    expected = torch.full_like(both, -1)
-    for token in tokens:
-        for index, half in enumerate((key, value)):
-            expected[index, dst_ids[token // 4], :, token % 4] = half[src_ids[token // 16], token % 16, 1:3]
-    assert torch.equal(both, expected)
-
-
 def test_views_of_different_groups_may_share_memory() -> None:
     """A hybrid pool: state and tokens are two views of one allocation, in blocks of their own."""
     pools = [torch.arange(8 * 64, dtype=torch.int16).reshape(8, 64) * sign for sign in (1, -1)]
@@ -267,8 +244,5 @@ def test_addresses_are_64_bits_wide() -> None:
     expected = []
     for region in range(16):
         at = base + region * size
-        expected += [
-            (at + last * 32768 + 3 * 2048, at + 3 * 2048, 13 * 2048),
-            (at, at + last * 32768, 14 * 2048),
-        ]
+        expected += [(at + last * 32768 + 3 * 2048, at + 3 * 2048, 13 * 2048), (at, at + last * 32768, 14 * 2048)]
     assert list(zip(copied.src.tolist(), copied.dst.tolist(), copied.nbytes.tolist(), strict=True)) == expected

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry import (
-    CacheGeometry,
-    CacheTensor,
-    Group,
-    Span,
-    check_spans,
-    check_tokens,
-    normalise_blocks,
-)
+from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Span, check_spans, check_tokens, normalise_blocks
 from kvxfer.geometry.cache import RowSide
 from kvxfer.geometry.rows import Rows, meet
 
@@ -204,16 +196,6 @@ def test_lists_that_are_too_short(src: Span, dst: Span, words: str) -> None:
         meet("a", PLAIN, PLAIN, src, dst, range(10))
 
 
-def test_null_blocks_are_skipped_at_the_source_alone() -> None:
-    null = replace(PLAIN, null_block=2)
-    rows = meet("a", null, null, span(5, 2, 8), span(1, 2, 0), range(12))
-    assert table(rows.present()) == [(5, 0, 1, 0, 4), (8, 0, 0, 0, 4)]
-    assert rows.total_tokens == 12
-    split = replace(null, block_ratio=2, block_tokens=2)
-    rows = meet("a", split, PLAIN, span(2, 3), span(1, 9), range(8))
-    assert table(rows.present()) == [(6, 0, 9, 0, 2), (7, 0, 9, 2, 2)]
-
-
 def test_a_source_list_may_still_grow() -> None:
     whole = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(2, 12))
     assert whole.present() is whole
@@ -258,13 +240,6 @@ def test_state_is_never_padding() -> None:
             BlocksError, match="group 'a' is state, which cannot be padding: its slot is the null block 3"
         ):
             check_spans({"a": span(3)}, cache, receiving=receiving)
-
-
-def test_kernel_blocks_of_an_id_are_its_own() -> None:
-    """Each side expands its ids with its own ratio."""
-    kernel = replace(PLAIN, block_tokens=2, block_ratio=2)
-    assert table(meet("a", kernel, PLAIN, span(5), span(1), range(4))) == [(10, 0, 1, 0, 2), (11, 0, 1, 2, 2)]
-    assert table(meet("a", PLAIN, kernel, span(5), span(1), range(4))) == [(5, 0, 2, 0, 2), (5, 2, 3, 0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,7 @@ async def test_who_passes_the_stream_on_is_not_the_peer(tmp_path, watched):
 
 @pytest.mark.parametrize(
     "said",
-    [
-        {"number": 0},
-        {"host": "another-boot pid:[1]"},
-        {"host": ""},
-        {"staging": "VRAM"},
-    ],
+    [{"number": 0}, {"host": "another-boot pid:[1]"}, {"host": ""}, {"staging": "VRAM"}],
     ids=["no number", "another host", "who knows where", "a GPU"],
 )
 async def test_nobody_is_watched_of_whom_it_would_be_no_evidence(tmp_path, watched, said):

@@ -139,11 +139,7 @@ class Books(RuleBasedStateMachine):
         shot = self.share.snapshot()
         gaps = _gaps(self.used())
         assert shot.capacity_bytes == self.UNITS * UNIT
-        by_state = {
-            RESERVED: shot.reserved_bytes,
-            WRITING: shot.writing_bytes,
-            QUARANTINED: shot.quarantined_bytes,
-        }
+        by_state = {RESERVED: shot.reserved_bytes, WRITING: shot.writing_bytes, QUARANTINED: shot.quarantined_bytes}
         for state, count in by_state.items():
             assert count == sum(extent.length for extent in self.live if self.live[extent] is state)
         assert shot.free_bytes == sum(gaps) * UNIT

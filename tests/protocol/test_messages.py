@@ -48,12 +48,7 @@ from kvxfer.protocol.messages import (
 
 MESSAGES = get_args(Message)
 TICKET = TicketRef("req-1", 0, bytes(16))
-PACKED = {
-    ("Selection", "layers"),
-    ("Span", "ids"),
-    ("TensorFrame", "layers"),
-    ("TensorFrame", "scale"),
-}
+PACKED = {("Selection", "layers"), ("Span", "ids"), ("TensorFrame", "layers"), ("TensorFrame", "scale")}
 
 
 def values(kind, meta=None):
@@ -251,11 +246,7 @@ COUNTING = [Want(1, 1), Reserve(1, 1, 1), Landed(1, 1), Arrived(1, 1)]
         *((kind, {"chunks": -1}, {"chunks": 0}) for kind in COUNTING),
         (Reserve(1, 1, 0), {"ring": [Grant(0, 0)] * (MAX_GRANTS + 1)}, {"ring": [Grant(0, 0)] * MAX_GRANTS}),
         (Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
-        (
-            KvAgentResult(1, 0, Status.OK, 0, last=True),
-            {"payload": bytes(65537)},
-            {"payload": bytes(65536)},
-        ),
+        (KvAgentResult(1, 0, Status.OK, 0, last=True), {"payload": bytes(65537)}, {"payload": bytes(65536)}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else type(value).__name__,
 )

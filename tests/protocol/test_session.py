@@ -454,10 +454,7 @@ NAMES = st.sampled_from(["model", "a.dtype", "b.dtype", "a.dim", "engine"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(NAMES, st.sampled_from(["x", "y"])),
-    st.dictionaries(NAMES, st.sampled_from(["x", "y"])),
-)
+@given(st.dictionaries(NAMES, st.sampled_from(["x", "y"])), st.dictionaries(NAMES, st.sampled_from(["x", "y"])))
 def test_facts_are_compared_field_by_field_on_both_sides(ours, theirs):
     client, server = pair({"facts": list(ours.items())}, {"facts": list(theirs.items())})
     _, errors = pump(client, server)

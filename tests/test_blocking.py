@@ -1,12 +1,10 @@
 """The polling face: nothing blocks, every fetch and offer ends with one event, and nothing is left behind."""
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from kvxfer.blocking import (
     OfferReleased,
     OfferWithdrawn,
     Outbox,
-    PollEvent,
     Settled,
 )
 from kvxfer.config import Config
@@ -157,12 +154,6 @@ def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
     released = event(pair.prefill, OfferReleased)
     assert (released.request, released.offer, offer.done) == ("r", offer, True)
     assert released.stats[0].bytes == fetched.result.stats.bytes
-
-
-def test_events_are_frozen():
-    for kind in get_args(PollEvent):
-        assert dataclasses.fields(kind)[0].name == "request"
-        assert kind.__dataclass_params__.frozen
 
 
 def test_polling_does_not_wait_unless_told_to(pair):
@@ -470,41 +461,7 @@ def test_waiting_for_layers_while_prefill_computes(pair):
         transfer.wait_layer(layer)
 
 
-def test_waiting_for_a_layer_of_a_fetch_that_fails(pair):
-    offer, transfer = pair.streamed("r", layers=[0])
-    transfer.wait_layer(0, timeout=PATIENCE)
-    errors = []
-
-    def wait():
-        try:
-            transfer.wait_layer(3, timeout=PATIENCE)
-        except KvxferError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    offer.withdraw()
-    thread.join(PATIENCE)
-    failed = event(pair.decode, FetchFailed)
-    assert errors == [failed.error]
-    with pytest.raises(type(failed.error)):
-        transfer.wait_layer(0)  # it had landed, but the blocks are of no use
-
-
 # --- offers
-
-
-def test_an_offer_step_by_step(pair):
-    offer = pair.prefill.offer("r", streaming=True)
-    transfer = pair.fetch("r", [2, 7], 32)
-    for start, block in ((0, 3), (16, 5)):
-        offer.extend([block], tokens=range(start, start + 16))
-        offer.ready()
-    offer.finish(b"x")
-    event(pair.decode, Fetched)
-    assert transfer.result().payload == b"x"
-    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
-    assert event(pair.prefill, OfferReleased).offer is offer
 
 
 def test_withdrawing_an_offer(pair):

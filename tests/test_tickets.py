@@ -192,11 +192,6 @@ def test_every_issuer_makes_the_same_bytes():
     assert Issuer(here, KEY).ticket("r") != Issuer(here, KEY).ticket("r", attempt=1)
 
 
-def test_plain_json_data():
-    ticket = Issuer(engine_card(["tcp:a:1", "tcp:b:1"]), KEY).ticket("r")
-    assert json.loads(json.dumps(ticket)) == ticket
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -230,16 +225,6 @@ def test_a_key_of_another_length(length):
 
 
 # --- forged, edited and cut
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 15), st.integers(1, 255))
-def test_a_forged_mac(at, flip):
-    issuer = Issuer(engine_card(), KEY)
-    ref = issuer.ref("r", 0)
-    forged = bytearray(ref.mac)
-    forged[at] ^= flip
-    assert not issuer.verify(msgspec.structs.replace(ref, mac=bytes(forged)))
 
 
 @pytest.mark.parametrize(
@@ -311,25 +296,12 @@ def test_what_was_edited_so_that_it_is_no_ticket(edit):
     assert ticket["mac"] not in str(caught.value)
 
 
-def test_text_in_place_of_anything_is_no_ticket_and_no_card():
-    for read in (Ticket.parse, EngineCard.from_dict, RankCard.from_dict):
-        for text in ("", "x", "\ud800"):
-            with pytest.raises(TicketError, match="this is no"):
-                read(text)
-
-
 @pytest.mark.parametrize("field", ["engine", "world", "epoch", "endpoints", "request", "mac"])
 def test_a_field_that_is_missing(field):
     ticket = Issuer(engine_card(), KEY).ticket("r")
     del ticket[field]
     with pytest.raises(TicketError, match=f"missing required field `{field}`"):
         Ticket.parse(ticket)
-
-
-@pytest.mark.parametrize("data", [None, [], "ticket", 7, {}])
-def test_what_never_was_a_ticket(data):
-    with pytest.raises(TicketError, match="this is no ticket"):
-        Ticket.parse(data)
 
 
 # --- secrets stay so

@@ -99,15 +99,6 @@ async def test_no_step_begins_that_is_not_allowed(world):
     assert kind(flow.outcome) == "done"
 
 
-async def test_steps_are_added_while_others_are_under_way(world):
-    flow = Progress(world, "f", 3, total=300, allowed=300)
-    while flow.added < 300:
-        world.step()
-        world.mover.add(flow.flow, flow.make(min(random.Random(flow.added).randrange(90), 300 - flow.added)))
-    await world.run(1)
-    assert (kind(flow.outcome), flow.written()) == ("done", 300)
-
-
 async def test_nothing_follows_when_it_is_finished(world):
     flow = Progress(world, "f", 5, total=300, allowed=4)
     world.mover.finish(flow.flow)
@@ -124,31 +115,6 @@ async def test_nothing_follows_when_it_is_finished(world):
     assert other.flow.slot == flow.flow.slot, "the next one is in its row"
     await world.run(2)
     assert (kind(other.outcome), flow.written(), other.written()) == ("done", 4, 2)
-
-
-async def test_finished_when_all_that_may_begin_is_done(world):
-    flow = Progress(world, "f", 5, total=300, allowed=4)
-    for _ in range(20):
-        world.step()
-    assert flow.counts[-1] == 4
-    world.mover.finish(flow.flow)
-    await world.run(1)
-    assert (kind(flow.outcome), flow.outcome.steps) == ("done", 4)
-
-
-@pytest.mark.parametrize("steps", range(12))
-async def test_cancelled_at_any_time(world, steps):
-    flow = Progress(world, "f", 8, width=3)
-    for _ in range(steps):
-        world.step()
-    world.mover.cancel(flow.flow)
-    assert world.outcomes == {} or steps > 8
-    standing = world.mover.may_copy(flow.flow)
-    assert standing is False, "on a CPU nothing is under way between two steps of the machine"
-    done = flow.written()
-    await world.run(1)
-    assert flow.written() == done == flow.outcome.steps
-    assert kind(flow.outcome) == ("done" if done == 8 else "stopped")
 
 
 async def test_a_lease_ends_it_and_can_be_renewed(world):

@@ -88,13 +88,6 @@ async def test_copies_are_shared_as_far_as_that_pays(copies, rows, row_bytes, ot
     assert len(copies.helpers()) == others
 
 
-async def test_alone_it_is_the_movers_thread():
-    copies = Copies(1)
-    await copies.copy()
-    assert not copies.helpers()
-    await copies.close()
-
-
 async def test_the_others_copy_too(copies):
     await copies.copy()
     before, until = [copied(thread) for thread in copies.helpers()], time.monotonic() + 30

@@ -14,12 +14,11 @@ from stepped import Flag, World, kind, until
 from sum_plans import pair_of
 
 from kvxfer.copy import Direction, cuda, records
-from kvxfer.copy.port import AllOf, Gate
+from kvxfer.copy.port import AllOf
 from kvxfer.copy.tables import Variant, pack
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import Blank, CopyPlan
-from kvxfer.mapped.locks import FIRST_GENERATION, Revoked
 from kvxfer.memory.device import Arrival
 
 GATHERS, SCATTERS = 11, 12
@@ -113,21 +112,6 @@ async def test_one_that_follows_another_begins_when_that_has_ended(scene):
     assert [(one.started, one.finished) for one in scene.outcomes.values()] == [(1.0, 2.0), (2.0, 3.0)]
 
 
-async def test_what_copies_nothing_is_done_at_once(scene):
-    scene.submit("empty", CopyPlan(()))
-    await scene.steps(1)
-    assert kind(scene.outcomes["empty"]) == "done"
-    assert scene.driver.names() == []
-
-
-async def test_those_of_a_stream_are_told_in_its_order(scene):
-    for number in range(5):
-        scene.submit(number, at=4096 * number)
-    await scene.steps(10)
-    await scene.finish()
-    assert scene.order == list(range(5))
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_a_copy_stands_from_before_its_launch_to_its_end(scene, direction):
     """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
@@ -202,17 +186,6 @@ async def test_an_event_that_has_happened_is_not_asked_again(scene):
     assert scene.running() == 1
 
 
-async def test_an_event_that_cannot_be_asked_fails_its_copy_alone(scene):
-    event = scene.driver.event()
-    scene.driver.codes["QUERY"] = [FAULT]
-    scene.submit("a", after=event)
-    await scene.steps(1)
-    scene.submit("b", at=4096)
-    await scene.finish()
-    assert scene.reports.kinds() == {"a": "TransferFailedError", "b": "done"}
-    assert not scene.written()
-
-
 async def test_torchs_newer_events_are_asked_too(scene):
     event: Any = scene.driver.event()
     newer: Any = type("Newer", (), {"event_id": event.cuda_event, "query": event.query})()
@@ -227,114 +200,7 @@ async def test_torchs_newer_events_are_asked_too(scene):
 # --- leases, cancels, locks, gates
 
 
-async def test_a_lease_that_has_ended_is_not_launched(scene):
-    late = scene.driver.event()
-    scene.submit("ended", until=1.0)
-    scene.submit("ends", after=late, until=2.0)
-    scene.submit("holds", after=late, until=2.1, at=4096)
-    await scene.steps()
-    scene.runtime.time = 2.0
-    scene.driver.fire(late)
-    await scene.finish()
-    assert scene.reports.kinds() == {"ended": "stopped", "ends": "stopped", "holds": "done"}
-    assert len(scene.driver.made("LAUNCH")) == 1
-    assert not scene.written()
-
-
-async def test_what_was_launched_is_not_called_back(scene):
-    waiting = scene.submit("waiting", after=scene.driver.event(), at=4096)
-    running = scene.submit("running")
-    await scene.steps()
-    scene.mover.cancel(running)
-    scene.mover.cancel(waiting)
-    await scene.steps()
-    assert scene.reports.kinds() == {"waiting": "stopped"}
-    await scene.finish()
-    assert kind(scene.outcomes["running"]) == "done"
-    assert scene.written()
-
-
-async def test_a_lock_is_kept_while_anything_of_its_copies_is_under_way(scene, gate):
-    file, key = gate
-    for number, direction in enumerate((Direction.GATHER, Direction.SCATTER, Direction.GATHER)):
-        scene.submit(number, direction=direction, passage=key.passage(3, FIRST_GENERATION), at=4096 * number)
-    await scene.steps()
-    assert int(key._inside[3]) == 3
-    for stream, left in ((GATHERS, 2), (SCATTERS, 1), (GATHERS, 0)):
-        assert file.revoke(3) is None
-        scene.driver.go(stream, marks=1)
-        await scene.steps(1)
-        assert int(key._inside[3]) == left
-    assert file.revoke(3) is Revoked.IDLE
-    assert set(scene.reports.kinds().values()) == {"done"}
-    scene.submit("late", passage=key.passage(3, FIRST_GENERATION))
-    await scene.steps()
-    assert kind(scene.outcomes["late"]) == "stopped"
-    assert len(scene.driver.made("LAUNCH")) == 3
-
-
-async def test_a_copy_that_found_its_gate_closed_is_stopped(scene):
-    gates = np.asarray([7 << 32, 7 << 32], np.int64)
-    address = gates.ctypes.data
-    scene.submit("a", gate=Gate(address, 7))
-    scene.submit("b", gate=Gate(address + 8, 7), at=4096)
-    await scene.steps()
-    gates[1] += 1 << 32  # by its owner
-    await scene.finish()
-    assert scene.reports.kinds() == {"a": "done", "b": "stopped"}
-    assert scene.written()
-    assert not scene.written(at=4096)
-    scene.gpu._rings[0][0].fill_(1)  # a word that was set is not looked at by who has no gate
-    scene.submit("c", at=4096)
-    await scene.finish()
-    assert kind(scene.outcomes["c"]) == "done"
-
-
 # --- rings
-
-
-async def test_tables_wait_for_room_in_the_ring(scene):
-    for number in range(20):
-        scene.submit(number, rows=8, at=4096 * number)
-    await scene.steps(20)
-    fit = scene.running()
-    assert 1 < fit < 20
-    for number in range(20):
-        assert scene.order == list(range(number))
-        scene.driver.go(GATHERS, marks=1)
-        await scene.steps(2)
-    assert scene.order == list(range(20))
-    assert all(scene.written(nbytes=512, at=4096 * number) for number in range(20))
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_tables_in_a_ring_never_overlap_and_fill_it(seed):
-    """Sizes at random; far ones are read on the device, when the stream comes to them."""
-    rng, scene = np.random.default_rng(seed), Scene(ring_bytes=2048)
-    scene.gpu.near = lambda tables, sums: bool(rng.integers(0, 2))  # type: ignore[method-assign]
-    most, told, number = 0, 0, 0
-    while told < 300:
-        while number < 300 and number - told < 12:
-            rows = int(rng.integers(1, 60))
-            scene.submit(number, scene.plan(rows=rows, row_bytes=16, at=4096 * (number % 200)))
-            number += 1
-        await scene.steps(2)
-        lane, taken = scene.lane(), []
-        for place in range(scene.running()):
-            job = scene.machine.jobs[lane[records.ORDER + (lane[records.FIRST] + place) % records.QUEUE]]
-            start, words = int(job[records.ROOM_START]), int(job[records.TABLE_WORDS]) + 1
-            assert 0 <= start <= start + words <= 256
-            assert start % 2 == 0, "they begin at multiples of 16 bytes"
-            assert all(start + words <= at or at + n <= start for at, n in taken)
-            taken.append((start, words))
-        most = max(most, sum(n for _, n in taken))
-        for _ in range(int(rng.integers(0, 6))):
-            scene.driver.go_one(GATHERS)
-        told = len(scene.order)
-    assert most > 200
-    assert sorted(scene.order) == list(range(300))
-    assert all(scene.written(nbytes=16, at=4096 * number) for number in range(200))
-    await scene.close()
 
 
 async def test_a_ring_that_is_empty_begins_anew(scene):
@@ -342,21 +208,6 @@ async def test_a_ring_that_is_empty_begins_anew(scene):
         scene.submit(number)
         await scene.finish()
     assert int(scene.lane()[records.TAIL]) == int(scene.machine.jobs[1023, records.ROOM_END]) < 100
-
-
-async def test_tables_larger_than_the_ring_have_memory_of_their_own():
-    scene = Scene(ring_bytes=512)
-    scene.submit("large", rows=200)
-    scene.submit("small", at=65536)
-    scene.submit("large too", rows=200, at=131072)
-    await scene.steps(4)
-    assert scene.order == []
-    scene.driver.go()
-    await scene.steps(2)
-    assert set(scene.reports.kinds().values()) == {"done"}
-    assert scene.written(nbytes=200 * 64)
-    assert scene.written(nbytes=200 * 64, at=131072)
-    await scene.close()
 
 
 async def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device():
@@ -423,14 +274,6 @@ async def test_copies_occupy_as_many_thread_blocks_as_they_may():
     await scene.close()
 
 
-async def test_gathers_come_before_other_work_on_the_gpu(scene):
-    scene.submit("g")
-    scene.submit("s", direction=Direction.SCATTER)
-    await scene.steps()
-    assert [call[8] for call in scene.driver.made("LAUNCH")] == [GATHERS, SCATTERS]
-    await scene.finish()
-
-
 # --- errors of the driver
 
 
@@ -470,25 +313,6 @@ async def test_whatever_fails_fails_its_copy_and_what_follows_of_it_is_not_asked
     await scene.finish()
     assert kind(scene.outcomes["b"]) == "done"
     del source, target
-
-
-async def test_a_broken_device_fails_every_copy_once_and_gives_every_place_back(scene, gate):
-    file, key = gate
-    scene.submit("running", passage=key.passage(1, FIRST_GENERATION))
-    scene.submit("behind")
-    await scene.steps(2)
-    scene.driver.codes["QUERY"] = [FAULT] * 100
-    scene.driver.codes["RECORD"] = [FAULT] * 100
-    scene.submit("next")
-    await scene.steps(4)
-    assert set(scene.order) == {"running", "behind", "next"}
-    assert all(str(FAULT) in str(outcome.error) for outcome in scene.outcomes.values())
-    assert (scene.running(), int(scene.lane()[records.HEAD]), int(scene.lane()[records.UNDERWAY])) == (
-        0,
-        int(scene.lane()[records.TAIL]),
-        0,
-    )
-    assert file.revoke(1) is Revoked.IDLE
 
 
 async def test_what_cannot_be_compiled_fails_its_copy_alone():

@@ -7,21 +7,19 @@ import os
 import subprocess
 import sys
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from copy_plans import CANARY, contiguous_rows, expected, random_plan
+from copy_plans import CANARY, contiguous_rows, expected
 from stepped import Flag, Reports, World, kind, until
 
 from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, _machines
-from kvxfer.copy.port import AllOf
 from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError
-from kvxfer.mapped.locks import FIRST_GENERATION, Revoked
+from kvxfer.mapped.locks import FIRST_GENERATION
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import simulate
 
@@ -75,21 +73,6 @@ async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
     np.testing.assert_array_equal(dst, expected(plan, SRC, SRC.ctypes.data, canvas(), dst.ctypes.data))
 
 
-async def test_random_plans_beside_one_another(mover):
-    reports, made = Reports(), []
-    for seed in range(200):
-        dst = np.full(MIB // 8, CANARY, np.uint8)
-        plan, _, _ = random_plan(seed, SRC.ctypes.data, dst.ctypes.data, len(dst))
-        want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
-        made.append((dst, want))
-        job = CopyJob(pack(plan), reports(seed), nbytes=plan.bytes, owner=seed % 3)
-        mover.submit(job, list(Direction)[seed % 2])
-    await reports.wait(200)
-    assert set(reports.kinds().values()) == {"done"}
-    for dst, want in made:
-        np.testing.assert_array_equal(dst, want)
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
     first, second, reports, flag = canvas(), canvas(), Reports(), Flag()
@@ -106,23 +89,6 @@ async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
     assert reports.order == ["ready", "late"]
     assert (first != CANARY).any()
     assert len(mover._unfired) == 0
-
-
-async def test_of_several_events_each_is_asked_until_it_has_happened(mover):
-    reports, flags = Reports(), [Flag() for _ in range(3)]
-    dst = canvas()
-    mover.submit(CopyJob(pack(small_plan(dst)), reports("a"), AllOf([*flags, READY])), Direction.SCATTER)
-    for flag in (flags[2], flags[0], flags[1]):
-        assert reports.outcomes == {}
-        flag.fired, asked = True, [one.asked for one in flags]
-        await until(partial(looked, reports, flags, asked))
-    await reports.wait(1)
-    assert (dst != CANARY).any()
-
-
-def looked(reports, flags, asked):
-    """Whether an event was asked again, or the copy is over."""
-    return reports.outcomes or any(flag.asked > before + 2 for flag, before in zip(flags, asked, strict=True))
 
 
 def descriptors():
@@ -189,22 +155,6 @@ async def test_a_report_that_gives_the_result_of_what_was_cancelled_strands_nobo
     await nobody_is_stranded(abandoned, asyncio.CancelledError("not mine"))
 
 
-async def test_more_than_the_machine_has_rows_and_its_pipe_has_room(mover):
-    count = 3 * records.JOBS
-    dst, reports = canvas(), Reports()
-    tables = [pack(small_plan(dst[256 * n :], rows=4, row_bytes=64)) for n in range(count)]
-    for number, one in enumerate(tables):
-        mover.submit(CopyJob(one, reports(number), nbytes=256, owner=number % 7), Direction.GATHER)
-    await reports.wait(count)
-    assert set(reports.kinds().values()) == {"done"}
-    for owner in range(7):
-        mine = [number for number in reports.order if number % 7 == owner]
-        assert mine == sorted(mine), "those of one owner keep their order"
-    assert (dst[: 256 * count] != CANARY).any(axis=0)
-    for number in range(0, count, 97):
-        np.testing.assert_array_equal(np.sort(dst[256 * number :][:256]), np.sort(SRC[:256]))
-
-
 async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
     """The machine stands still meanwhile, as behind a call of a driver: the loop does not."""
     for number in range(700):
@@ -218,35 +168,6 @@ async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
     assert len(world.machine._unsent) == 0
 
 
-async def test_events_wait_for_room_in_the_pipe(world):
-    """Here a smaller one than the kernel gives: all events fit into that."""
-    import fcntl
-
-    fcntl.fcntl(int(world.machine.state[records.NEWS]), 1031, 4096)  # F_SETPIPE_SZ
-    asyncio.get_running_loop().remove_reader(world.machine.news)
-    for number in range(250):
-        world.submit(number)
-    world.machine.step()
-    while world.machine._unsent or (world.machine.jobs[:, records.STATE] == records.WAITING).any():
-        world.machine.step()
-        await asyncio.sleep(0) if world.machine._unsent else None
-    assert world.machine.state[records.LIVE] > 100, "they are kept until there is room"
-    assert len(world.order) == 0
-    await world.run(250)
-    assert sorted(world.order) == list(range(250))
-
-
-def test_all_events_fit_into_a_pipe():
-    reading, writing = os.pipe()
-    try:
-        import fcntl
-
-        assert fcntl.fcntl(writing, 1032) >= 8 * records.EVENT_WORDS * records.JOBS  # F_GETPIPE_SZ
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
 async def test_who_asks_for_nothing_hears_of_its_events(world):
     flag = Flag()
     world.mover.submit(CopyJob(NOTHING, world.reports("nothing"), flag), Direction.GATHER)
@@ -258,23 +179,6 @@ async def test_who_asks_for_nothing_hears_of_its_events(world):
         world.step()
         await asyncio.sleep(0.001)
     assert kind(world.outcomes["nothing"]) == "done"
-
-
-async def test_two_movers_in_one_process():
-    movers = [Mover(ThreadRuntime(), threads=2) for _ in range(2)]
-    reports, targets = [Reports(), Reports()], [np.full(4 * MIB, CANARY, np.uint8) for _ in range(2)]
-    source = np.random.default_rng(3).integers(0, 256, 4 * MIB, dtype=np.uint8)
-    for number in range(20):
-        for mover, report, dst in zip(movers, reports, targets, strict=True):
-            at = source.ctypes.data, dst.ctypes.data
-            plan = contiguous_rows(*at, rows=64, regions=1, row_bytes=MIB // 16, pool=64, flat="both")
-            mover.submit(CopyJob(pack(plan), report(number)), Direction.GATHER)
-    assert await movers[0].close(30)
-    assert len(reports[0].outcomes) == 20
-    await reports[1].wait(20)
-    for dst in targets:
-        np.testing.assert_array_equal(dst, source)
-    assert await movers[1].close(30)
 
 
 def test_on_uvloop():
@@ -316,29 +220,6 @@ def test_in_a_simulation_the_same_seed_gives_the_same_run():
 
 
 # --- leases and cancelling
-
-
-async def test_a_lease_that_has_ended_when_its_turn_comes_stops_a_copy(world):
-    world.submit("ended", until=1.0)
-    world.submit("large", owner="other", until=2.5)
-    world.submit("ends", at=4096, until=2.0)
-    world.submit("holds", at=8192, until=3.0)
-    await world.settle()
-    world.step()
-    world.runtime.time = 2.0
-    await world.run(4)
-    assert world.reports.kinds() == {"ended": "stopped", "large": "done", "ends": "stopped", "holds": "done"}
-    assert not world.written(at=4096)
-    assert world.written(at=8192)
-
-
-async def test_a_lease_that_ends_under_a_copy_does_not_stop_it(world, tiny_parts):
-    world.submit("a", until=1.5)
-    world.step()
-    world.runtime.time = 2.0
-    await world.run(1)
-    assert kind(world.outcomes["a"]) == "done"
-    assert world.written()
 
 
 async def test_cancelled_while_its_event_is_waited_for(world):
@@ -384,29 +265,6 @@ async def test_cancelled_in_the_queue_and_in_the_machine(world):
     assert [name for name in world.order if isinstance(name, str)] == ["second", "first", "third"]
     stopped = {name for name, what in world.reports.kinds().items() if what == "stopped"}
     assert stopped <= {"second", 5}
-
-
-async def test_cancelled_before_the_machine_begins_it(world):
-    copy = world.submit("a")
-    world.mover.cancel(copy)
-    await world.run(1)
-    assert kind(world.outcomes["a"]) == "stopped"
-    assert not world.written()
-
-
-async def test_cancelled_between_its_parts(world, tiny_parts):
-    copy = world.submit("a", world.plan(rows=8, row_bytes=1024))
-    for _ in range(3):
-        world.step()
-    world.mover.cancel(copy)
-    await world.run(1)
-    outcome = world.outcomes["a"]
-    assert (kind(outcome), outcome.sums) == ("stopped", b"")
-    np.testing.assert_array_equal(world.dst[5 * 1024 : 8 * 1024], world.src[5 * 1024 : 8 * 1024])
-    assert (world.dst[: 5 * 1024] == CANARY).all(), "what nobody had begun is left alone"
-    world.submit("next", at=4096)
-    await world.run(2)
-    assert kind(world.outcomes["next"]) == "done"
 
 
 async def test_cancelled_when_it_is_over(world, tiny_parts):
@@ -483,33 +341,6 @@ async def test_close_does_not_leave_descriptors_or_threads_behind():
 # --- passages
 
 
-async def test_a_copy_passes_the_gate_of_the_memory_that_it_writes(world, gate, tiny_parts):
-    file, key = gate
-    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
-    assert file.generation(3) == FIRST_GENERATION
-    world.step()
-    assert file.revoke(3) is None, "its owner waits while it is written"
-    assert file.revoke(2) is Revoked.IDLE
-    key.close()
-    assert key.is_open, "who was lent a passage keeps the key"
-    await world.run(1)
-    assert kind(world.outcomes["a"]) == "done"
-    assert not key.is_open
-    assert file.revoke(3) is Revoked.IDLE
-
-
-async def test_a_gate_that_was_closed_keeps_a_copy_out(world, gate):
-    file, key = gate
-    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
-    assert file.revoke(3) is Revoked.IDLE  # it is on its way to the machine
-    world.submit("b", passage=key.passage(3, FIRST_GENERATION))
-    world.submit("c", passage=key.passage(3, FIRST_GENERATION + 1), at=4096)
-    await world.run(3)
-    assert world.reports.kinds() == {"a": "stopped", "b": "stopped", "c": "done"}
-    assert not world.written()
-    assert file.revoke(3) is Revoked.IDLE
-
-
 async def test_an_owner_who_is_at_it_keeps_a_copy_out(world, gate):
     import fcntl
     import struct
@@ -526,17 +357,6 @@ async def test_an_owner_who_is_at_it_keeps_a_copy_out(world, gate):
     assert kind(world.outcomes["b"]) == "done"
 
 
-async def test_a_copy_that_is_cancelled_between_its_parts_leaves_the_gate(world, gate, tiny_parts):
-    file, key = gate
-    copy = world.submit("a", passage=key.passage(3, FIRST_GENERATION))
-    world.step()
-    world.mover.cancel(copy)
-    assert file.revoke(3) is None
-    await world.run(1)
-    assert kind(world.outcomes["a"]) == "stopped"
-    assert file.revoke(3) is Revoked.IDLE
-
-
 async def test_a_key_that_is_closing_lets_nobody_in(world, gate):
     _, key = gate
     flag = Flag()
@@ -549,17 +369,6 @@ async def test_a_key_that_is_closing_lets_nobody_in(world, gate):
     assert world.reports.kinds() == {"first": "done", "late": "stopped"}
     assert not world.written(at=4096)
     assert not key.is_open
-
-
-async def test_a_key_that_was_closed_is_open_until_the_machine_is_through_with_it(world, gate, tiny_parts):
-    file, key = gate
-    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
-    world.step()
-    key.close()
-    assert key.is_open, "its words are what the machine writes"
-    await world.run(1)
-    assert (kind(world.outcomes["a"]), key.is_open) == ("done", False)
-    assert file.revoke(3) is Revoked.IDLE
 
 
 async def test_a_key_that_is_gone_stops_its_copies_and_nobody_else(abandoned, gate):

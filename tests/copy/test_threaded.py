@@ -12,11 +12,10 @@ from stepped import Flag
 from sum_plans import pair_of
 from threaded import Outcome, Threaded
 
-from kvxfer.copy.port import Direction, Gate
-from kvxfer.copy.sums import total
-from kvxfer.errors import ClosedError, TransferFailedError
+from kvxfer.copy.port import Direction
+from kvxfer.errors import ClosedError
 from kvxfer.geometry import SumPlan
-from kvxfer.geometry.copyplan import Blank, CopyPlan
+from kvxfer.geometry.copyplan import CopyPlan
 
 NBYTES = 1 << 20
 NOTHING = CopyPlan(())
@@ -78,65 +77,6 @@ def test_copies_that_many_threads_ask_for(copies, memory):
     np.testing.assert_array_equal(memory[1], memory[0])
 
 
-def test_copies_end_in_the_order_in_which_one_thread_asked_for_them(copies, memory):
-    names, last = [], Outcome()
-    for number in range(200):
-        copies.submit(rows(memory, at=256 * number), partial(lambda number, _: names.append(number), number))
-    copies.submit(rows(memory, at=NBYTES - 256), last)
-    last.get()
-    assert names == list(range(200))
-
-
-def test_what_has_ended_is_told_on_the_thread_of_the_loop_and_copied_on_that_of_the_mover(stub, memory):
-    told, copied = Outcome(), []
-    stub.gpu.driver.watch = lambda name, _: (copied.append(threading.current_thread().name), stub.gpu.driver.go())
-    names = []
-
-    def done(outcome):
-        names.append(threading.current_thread().name)
-        told(outcome)
-
-    stub.submit(rows(memory), done)
-    told.get()
-    assert names == ["loop of a test"]
-    assert set(copied) == {"kvxfer-mover"}
-
-
-def test_sums_are_those_of_a_cpu(copies):
-    for seed in range(4):
-        *kept, chunk = pair_of(seed)
-        want = total(SumPlan.at_source(chunk))
-        if copies.gpu is not None:  # it adds nothing up
-            copies.gpu.driver.sums = np.frombuffer(want, "<i8").tolist()
-        outcome = Outcome()
-        copies.submit(chunk.copy(), outcome, Direction.SCATTER, sums=SumPlan.at_destination(chunk))
-        assert outcome.get().sums == want
-        del kept
-
-
-def test_an_event_of_the_callers_and_one_that_cannot_be_asked(copies, memory):
-    flag, late, broken = Flag(), Outcome(), Outcome()
-    copies.submit(rows(memory), late, after=flag)
-    copies.submit(rows(memory), broken, after=Flag(ValueError("no")))
-    with pytest.raises(TransferFailedError, match="cannot be queried"):
-        broken.get()
-    assert (memory[1] == CANARY).all()
-    flag.fired = True
-    late.get()
-    np.testing.assert_array_equal(memory[1][:256], memory[0][:256])
-
-
-def test_a_gate_keeps_copies_out_and_is_raised(stub, memory):
-    word, plan = np.asarray([1 << 32], np.int64), rows(memory)
-    gate = Gate(word.ctypes.data, 1)
-    for generation in (1, 2):
-        outcome = Outcome()
-        stub.submit(plan, outcome, gate=gate)
-        assert outcome.get().stopped is (generation == 2)
-        assert stub.inside(gate.address, raised=True) == 0
-    assert word[0] == 3 << 32
-
-
 def test_what_is_warm_and_what_it_occupies(stub, memory):
     before = stub.compiles
     stub.warm([rows(memory)])
@@ -150,17 +90,6 @@ def test_what_is_warm_and_what_it_occupies(stub, memory):
     stub.submit(rows(memory, count=64, row_bytes=4096), outcome)
     outcome.get()
     assert [arguments[1] for arguments in stub.gpu.driver.made("LAUNCH")] == [1]
-
-
-def test_blanks(copies, memory):
-    outcome = Outcome()
-    at = memory[1].ctypes.data
-    copies.submit(CopyPlan((), (Blank(at + 3, 5), Blank(at + 100, 7, 3, 50))), outcome)
-    outcome.get()
-    want = np.full(NBYTES, CANARY, np.uint8)
-    for first, width in ((3, 5), (100, 7), (150, 7), (200, 7)):
-        want[first : first + width] = 0
-    np.testing.assert_array_equal(memory[1], want)
 
 
 def test_closing_refuses_and_fails_what_waits(copies, memory):

@@ -1,7 +1,6 @@
 """The fabric's service: its calls, pauses, the agent made anew, and the end; stepped by hand, over the loopback."""
 
 import asyncio
-import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from copy_plans import contiguous_rows
 from rigs import PART, SIZE, Moving, Rig
 
 from kvxfer.copy import records
-from kvxfer.copy.port import CopyJob, Direction, Outcome
+from kvxfer.copy.port import Outcome
 from kvxfer.copy.tables import pack
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
@@ -259,36 +258,6 @@ async def test_after_a_call_that_raised_the_mover_may_call_again(make, monkeypat
         assert int(rig.state[records.WANTED]) == 0
 
 
-async def test_in_threads_too_a_slow_call_keeps_the_mover_from_the_agent_and_not_from_copying(threaded):
-    inside, go = threading.Event(), threading.Event()
-    mover, fabric, transport = threaded.movers[0], threaded.fabrics[0], threaded.transports[0]
-
-    def slow(tokens: Any) -> bytes:
-        inside.set()
-        assert go.wait(10)
-        return b""
-
-    transport.metadata = slow
-    answer = fabric.metadata([])
-    assert await asyncio.to_thread(inside.wait, 10)
-    before = threaded.called(0)
-    _, posted = threaded.post(0, SIZE)
-    source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
-    plan = contiguous_rows(
-        source.ctypes.data, target.ctypes.data, rows=4, regions=1, row_bytes=64, pool=4, flat="both"
-    )  # fmt: skip
-    copied = asyncio.get_running_loop().create_future()
-    mover.submit(CopyJob(pack(plan), copied.set_result), Direction.GATHER)
-    async with asyncio.timeout(10):
-        assert (await copied).outcome is Outcome.DONE
-    assert np.array_equal(source, target)
-    assert (threaded.called(0), posted.done()) == (before, False)
-    go.set()
-    async with asyncio.timeout(10):
-        assert (await posted).outcome is Outcome.DONE
-    assert await threaded.now(answer) == b""
-
-
 async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
     transport, inside, most = threaded.transports[0], [0], [0]
     for name in ("post", "poll", "release", "progress", "metadata", "register", "deregister"):
@@ -385,13 +354,6 @@ async def test_close_under_a_write_leaves_the_transport_open(make):
     assert rig.landed() > before, "this is why it was left open"
 
 
-async def test_close_after_a_post_was_given_up_leaves_the_transport_open(make):
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.wedge("b")
-    await rig.given_up()
-    assert await rig.close() is False
-
-
 @pytest.mark.parametrize(("error", "clean"), [(FabricError("no"), True), (ZeroDivisionError("a bug"), False)])
 async def test_close_goes_on_when_a_step_of_it_fails(make, monkeypatch, error, clean):
     rig = await make("b", "c")
@@ -448,35 +410,6 @@ async def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_meta
     assert rig.result().outcome is Outcome.DONE, "b is told of again by the post"
     await rig.now(rig.fabric.deregister(rig.token))
     assert rig.transport.keys() == set()
-
-
-@pytest.mark.parametrize("way", ["hold", "delay", "wedge", "pace"])
-async def test_what_comes_late_to_the_old_agent_never_lands(make, way):
-    rig = await make()
-    metadata = await rig.now(rig.fabric.metadata([rig.token]))
-    now = [0.0]
-    {
-        "hold": lambda: rig.network.hold("a"),
-        "delay": lambda: rig.network.delay("a", 3),
-        "wedge": lambda: rig.network.wedge("a"),
-        "pace": lambda: rig.network.pace("a", 1.0, lambda: now[0]),
-    }[way]()
-    rig.memory["b"][:] = 255
-    handle = write_back(rig, metadata)
-    assert await rig.rebuilt()
-    now[0] = 1e9
-    with pytest.raises(FabricError) as caught:
-        rig.others["b"].poll(handle)
-    assert caught.value.disconnected
-    assert caught.value.in_doubt
-    rig.network.release("a")
-    assert (rig.source != 255).all()
-    rig.network.mend("a")
-    rig.network.hold("a")  # faults are of the agent, whatever it is called now
-    write_back(rig, await rig.now(rig.fabric.metadata([rig.token])))
-    assert rig.network.held("a") == 1
-    assert rig.network.release("a") == 1
-    assert (rig.source == 255).all()
 
 
 async def turns(rig: Rig, count: int = 5, *, seconds: float = 0.0) -> None:

@@ -156,18 +156,6 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doi
     assert (rig.late, posting.flow.left, way.lent, rig.counted()) == ([False], False, 0, [0] * 5)
 
 
-async def test_nobody_asks_any_more(make):
-    rig = await make(no_progress_timeout=1.0)
-    way = rig.way()
-    posting = Posting(rig, way=way, width=2)
-    rig.network.hold("b")
-    rig.step()
-    rig.step(12, seconds=0.2)
-    rig.mover.forget(posting.flow)
-    rig.step(3, seconds=0.1)
-    assert (rig.late, posting.flow.left, way.lent) == ([], False, 0)
-
-
 @pytest.mark.parametrize("steps", range(1, 8))
 async def test_cancelled_between_posts(make, steps):
     """What was posted is waited for; nothing else is."""

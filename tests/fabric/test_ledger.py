@@ -297,24 +297,6 @@ async def test_whatever_fails_nothing_is_leaked_and_nothing_given_back_twice(led
     assert ledger.stuck == (name == "release")
 
 
-async def test_a_list_of_which_a_piece_is_refused_is_destroyed_and_its_request_not_made(ledgered):
-    for number in range(1, 7):  # of either side
-        ledgered.ledger.fails = failing("add_piece", number)
-        ledgered.post(str(number), ROWS[:3])
-        ledgered.step(2)
-        assert ledgered.result(str(number)).outcome is Outcome.FAILED
-        assert ledgered.ledger.lists == {}
-    assert "make" not in ledgered.ledger.calls
-
-
-async def test_a_list_that_is_not_made_is_neither_filled_nor_destroyed(ledgered):
-    ledgered.ledger.fails = failing("create_list", 1, -4)
-    ledgered.post("x", ROWS)
-    ledgered.step(2)
-    assert ledgered.result().outcome is Outcome.FAILED
-    assert ledgered.ledger.calls == ["create_list"]
-
-
 @pytest.mark.parametrize("why", ["lease", "gate"])
 async def test_a_request_that_may_not_be_begun_any_more_is_given_back(ledgered, why):
     way = ledgered.way()
@@ -359,37 +341,6 @@ async def test_a_flush_moves_the_first_bytes_once_more(ledgered, rows, flush):
     ledgered.step(6)
     assert ledgered.result().outcome is Outcome.FAILED
     assert ledger.moved[-1][1] == (flush,)
-
-
-async def test_what_falls_silent_is_kept_and_looked_at_until_it_is_forgotten(ledgered):
-    ledger = ledgered.ledger
-    copy = ledgered.post("x", ROWS)
-    ledgered.step(4)
-    ledgered.step(60, seconds=1.0)
-    assert ledgered.result().outcome is Outcome.IN_DOUBT
-    assert list(ledger.requests.values()) == ["begun"] * 4
-    ledgered.mover.forget(copy)
-    ledgered.step(2, seconds=1.0)
-    ledger.check()
-    assert ledgered.counted() == [0] * 5
-
-
-async def test_no_agent_is_called_after_it_was_taken_away(ledgered):
-    ledger = ledgered.ledger
-    release = ledgered.mover.hold_awake()
-    ledgered.post("x", ROWS)
-    ledgered.step(3)
-    ledgered.mover.halt()
-    await ledgered.run(ledgered.mover.catch())
-    ledger.check()
-    before = len(ledger.calls)
-    ledgered.step(5, seconds=0.1)
-    assert len(ledger.calls) == before
-    ledgered.attach(anew=True)
-    ledgered.step(3)
-    assert ledgered.result().outcome is Outcome.IN_DOUBT
-    assert "notices" in ledger.calls[before:]
-    release()
 
 
 @pytest.mark.parametrize("orderly", [True, False])

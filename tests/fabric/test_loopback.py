@@ -130,19 +130,6 @@ def test_late_bytes_are_dropped_where_memory_was_deregistered(network, pair):
     assert network.log == []
 
 
-def test_delay_counts_polls(network, pair):
-    a, b = pair
-    network.delay("b", 2)
-    handle = write(a, b)
-    assert not a.transport.poll(handle)
-    assert not a.transport.poll(handle)
-    assert b.buffer[0] == 2
-    assert a.transport.poll(handle)
-    assert b.buffer[0] == 1
-    network.mend("b")
-    assert a.transport.poll(write(a, b))
-
-
 def test_on_a_paced_link_posts_take_their_time_one_after_the_other(network, pair):
     a, b = pair
     clock = [10.0]
@@ -173,59 +160,6 @@ def test_what_is_on_a_paced_link_lands_though_it_was_given_up(network, pair):
     assert int((b.buffer == 1).sum()) == 8
 
 
-def test_wedged_posts_never_end(network, pair):
-    a, b = pair
-    network.wedge(EVERY_PEER)
-    network.hold("b")
-    handle = write(a, b)
-    network.mend(EVERY_PEER)
-    network.release("b")
-    assert not any(a.transport.poll(handle) for _ in range(100))
-    assert b.buffer[0] == 2
-    assert a.transport.poll(write(a, b))
-
-
-def test_refuse_next_moves_nothing_and_hits_once(network, pair):
-    a, b = pair
-    network.refuse_next("b", skip=1)
-    assert a.transport.poll(write(a, b))
-    with pytest.raises(FabricError) as caught:
-        write(a, b, 8)
-    assert not caught.value.in_doubt
-    assert b.buffer[8] == 2
-    assert a.transport.poll(write(a, b, 8))
-
-
-@pytest.mark.parametrize("at_post", [True, False])
-def test_break_next_moves_a_part_of_the_bytes(network, pair, at_post):
-    a, b = pair
-    network.break_next("b", after_bytes=11, at_post=at_post, disconnected=at_post)
-    spans = ((0, 8), (8, 8))
-    with pytest.raises(FabricError) as caught:
-        a.transport.poll(a.transport.post("b", Operation.WRITE, a.pieces(*spans), b.pieces(*spans)))
-    assert caught.value.in_doubt
-    assert caught.value.disconnected == at_post
-    assert b.buffer[:16].tolist() == [1] * 11 + [2] * 5
-
-
-def test_disconnect_fails_what_is_in_flight_and_what_comes(network, pair):
-    a, b = pair
-    network.hold("b")
-    handle = write(a, b)
-    network.disconnect("b")
-    with pytest.raises(FabricError) as caught:
-        a.transport.poll(handle)
-    assert caught.value.disconnected
-    assert caught.value.in_doubt
-    a.transport.release(handle)
-    with pytest.raises(FabricError) as caught:
-        write(a, b)
-    assert caught.value.disconnected
-    assert not caught.value.in_doubt
-    network.release("b")
-    assert b.buffer[0] == 1, "the held bytes came late"
-
-
 @pytest.mark.parametrize("operation", Operation)
 def test_what_is_under_way_at_a_disconnection_has_left_the_initiators_memory(network, pair, operation):
     a, b = pair
@@ -236,17 +170,6 @@ def test_what_is_under_way_at_a_disconnection_has_left_the_initiators_memory(net
     network.release("b")
     assert set(b.buffer[:8]) == ({1} if operation is Operation.WRITE else {2})
     assert set(a.buffer) == {7}
-
-
-def test_a_closed_peer_is_disconnected(pair):
-    a, b = pair
-    b.transport.close()
-    b.transport.close()
-    with pytest.raises(FabricError, match="b is gone") as caught:
-        write(a, b)
-    assert caught.value.disconnected
-    with pytest.raises(FabricError, match="not open"):
-        b.transport.progress()
 
 
 def test_misuse_is_refused(network, pair):
@@ -276,23 +199,6 @@ def test_a_handle_is_given_back_once(pair):
         a.transport.release(handle)
     with pytest.raises(RuntimeError, match="given back before"):
         a.transport.poll(handle)
-
-
-@pytest.mark.parametrize("at_post", [True, False])
-def test_what_lingers_lands_at_release_and_holds_up_the_end_of_what_comes_later(network, pair, at_post):
-    a, b = pair
-    network.break_next("b", after_bytes=11, at_post=at_post, lingers=True)
-    spans = ((0, 8), (8, 8))
-    with pytest.raises(FabricError) as caught:
-        a.transport.poll(a.transport.post("b", Operation.WRITE, a.pieces(*spans), b.pieces(*spans)))
-    assert (caught.value.in_doubt, caught.value.disconnected) == (True, False)
-    assert b.buffer[:16].tolist() == [1] * 11 + [2] * 5
-    later = write(a, b, 100)
-    assert not a.transport.poll(later)
-    a.buffer[8:16] = 7
-    assert network.release("b") == 1
-    assert b.buffer[:17].tolist() == [1] * 11 + [7] * 5 + [2]
-    assert a.transport.poll(later)
 
 
 def test_what_lingers_of_a_post_to_a_peer_that_is_said_to_be_gone_was_read_already(network, pair):

@@ -13,7 +13,7 @@ from copy_plans import contiguous_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, memory_of, pieces
+from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
@@ -24,21 +24,6 @@ from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
-
-
-async def test_a_part_respects_both_bounds_and_large_pieces_are_split(record):
-    local = pieces((0, 10), (100, 250), (1000, 0), (2000, 100), (3000, 1))
-    remote = local + np.array([[1 << 40, 0]])
-    parts = record(max_descriptors=2, max_post_bytes=100).cut(local, remote)
-    assert [here.tolist() for here, _ in parts] == [
-        [[0, 10], [100, 90]],
-        [[190, 100]],
-        [[290, 60]],
-        [[2000, 100]],
-        [[3000, 1]],
-    ]
-    for here, there in parts:
-        assert np.array_equal(there - here, np.broadcast_to([1 << 40, 0], here.shape))
 
 
 ROWS = st.lists(st.sampled_from([0, 0, 1, 5, 200]) | st.integers(0, 300), min_size=1, max_size=30).filter(any)
@@ -72,26 +57,6 @@ def test_every_byte_is_in_one_part_and_pieces_stay_whole_that_may(lengths, most_
     for (here, _), (following, _) in pairwise(parts):  # no part ends before it has to
         full = len(here) == most_pieces or here[:, 1].sum() == most_bytes
         assert full or here[:, 1].sum() + following[0, 1] > most_bytes
-
-
-async def test_a_part_has_as_much_as_fits(record):
-    small = np.stack([64 + np.arange(100) * 64, np.full(100, 10)], axis=1).astype(np.int64)
-    assert [len(here) for here, _ in record(max_post_bytes=250).cut(small, small)] == [25] * 4
-    wide = record(max_descriptors=30, max_post_bytes=1 << 30)
-    assert [len(here) for here, _ in wide.cut(small, small)] == [30, 30, 30, 10]
-
-
-@pytest.mark.parametrize("rows", [
-    [(0, 0), (64, 8)], [(64, 8), (128, 0)], [(64, 8), (72, 0), (80, 0)], [(0, 0), (64, 4), (72, 0), (80, 4), (90, 0)],
-])  # fmt: skip
-@pytest.mark.parametrize(("descriptors", "nbytes"), [(1, 100), (100, 8), (100, 4), (2, 100)])
-async def test_empty_pieces_are_in_no_part_and_make_none(record, rows, descriptors, nbytes):
-    local = pieces(*rows)
-    parts = record(max_descriptors=descriptors, max_post_bytes=nbytes).cut(local, local)
-    listed = [tuple(row) for here, _ in parts for row in here.tolist()]
-    assert all(length for _, length in listed)
-    assert all(len(here) for here, _ in parts)
-    assert sum(length for _, length in listed) == 8
 
 
 @pytest.mark.parametrize(
@@ -250,16 +215,6 @@ async def test_cancelled_between_parts_waits_for_those_in_flight(make):
     assert len(rig.results["x"]) == 1, "harmless when it is over"
 
 
-async def test_cancelled_once_a_few_parts_have_landed(make):
-    rig = await make()
-    copy = rig.post()
-    rig.step(3)
-    rig.mover.cancel(copy)
-    rig.step(2)
-    assert rig.result().outcome is Outcome.STOPPED
-    assert rig.landed() == 3 * PART
-
-
 @pytest.mark.parametrize("held", [True, False])
 async def test_a_lease_that_runs_out_between_parts(make, held):
     rig = await make()
@@ -276,21 +231,6 @@ async def test_a_lease_that_runs_out_between_parts(make, held):
     assert rig.result().outcome is Outcome.STOPPED
     assert rig.landed() == 3 * PART
     assert way.inside == 0
-
-
-async def test_a_lease_that_is_over_before_the_first_part_denies_all_of_it(make):
-    rig = await make()
-    way = rig.way()
-    rig.post(until=100.0, way=way)
-    rig.step(2)
-    assert (rig.result().outcome, rig.result().posted, rig.landed(), way.lent) == (Outcome.STOPPED, 0.0, 0, 0)
-
-
-async def test_a_lease_without_end_does_not_end(make):
-    rig = await make()
-    rig.post(until=float("inf"))
-    rig.step(9)
-    assert rig.result().outcome is Outcome.DONE
 
 
 async def test_a_cancel_after_the_last_part_was_posted_changes_nothing(make):
@@ -339,20 +279,6 @@ async def test_refused_before_anything_was_posted(make):
     rig.post("y")
     rig.step(10)
     assert rig.result("y").outcome is Outcome.DONE
-
-
-async def test_refused_later_is_failed_once_the_rest_has_ended(make):
-    rig = await make()
-    rig.network.hold("b")
-    rig.network.refuse_next("b", skip=2)
-    rig.post()
-    rig.step(8)
-    assert rig.results["x"] == []
-    rig.network.release("b")
-    rig.step()
-    assert rig.result().outcome is Outcome.FAILED
-    assert rig.landed() == 2 * PART
-    assert rig.counted() == [0] * 5
 
 
 @pytest.mark.parametrize("at_post", [True, False])
@@ -447,46 +373,6 @@ async def test_a_transport_that_does_not_flush_leaves_the_doubt(make, monkeypatc
     rig.step(10)
     assert rig.result().outcome is Outcome.IN_DOUBT
     assert rig.moved() == [100]
-
-
-async def test_who_ends_before_it_is_known_leaves_the_doubt(make):
-    rig = await make()
-    rig.network.break_next("b", lingers=True)
-    rig.post(nbytes=PART)
-    rig.step(3)
-    assert await rig.close() is False
-    assert rig.result().outcome is Outcome.IN_DOUBT
-
-
-async def test_an_error_waits_for_the_other_parts_in_flight(make):
-    rig = await make()
-    rig.network.break_next("b", skip=2)
-    rig.network.hold("b")
-    rig.post()
-    rig.step(5)
-    assert rig.results["x"] == [], "two parts are still in flight"
-    rig.network.release("b")
-    rig.step(2)
-    assert rig.result().outcome is Outcome.FAILED
-    assert rig.moved()[-1] == FLUSH, "after all others"
-
-
-async def test_a_lost_peer_is_in_doubt_first_and_failed_afterwards(make):
-    rig = await make()
-    rig.network.hold("b")
-    rig.post()
-    rig.step(2)
-    rig.network.disconnect("b")
-    rig.step(2)
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert result.error.disconnected
-    assert not result.may_move
-    rig.post("y")
-    rig.step()
-    assert rig.result("y").outcome is Outcome.FAILED
-    assert await rig.close(), "a transport that reports the peer gone has nothing in flight to it"
 
 
 async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_left_and_met_again(make):
@@ -591,19 +477,6 @@ async def test_a_process_that_stood_still_does_not_doubt_its_peers(make, timeout
     assert rig.result().outcome is Outcome.DONE
 
 
-async def test_a_peer_that_nobody_knows_fails_its_post(make):
-    rig = await make("b", "c")
-    await rig.now(rig.fabric.metadata([]))
-    rig.fabric.disconnect("b")
-    rig.serve()
-    rig.post("unknown", peer="b")
-    rig.post("other", peer="c")
-    rig.step(10)
-    assert rig.result("unknown").outcome is Outcome.FAILED
-    assert "not connected" in str(rig.result("unknown").error)
-    assert rig.result("other").outcome is Outcome.DONE
-
-
 @pytest.mark.parametrize("call", ["post", "poll", "release"])
 async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make, monkeypatch, call):
     rig = await make("b", "c")
@@ -631,18 +504,6 @@ async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make,
 
 
 # ---- many posts ------------------------------------------------------------------------------------------------------
-
-
-async def test_peers_and_the_posts_of_a_peer_take_turns(make):
-    rig = await make("b", "c")
-    rig.post("b1", 4 * PART, peer="b")
-    rig.post("b2", 2 * PART, peer="b", at=8 * PART)
-    rig.post("c1", 2 * PART, peer="c")
-    rig.step(10)
-    offset = {peer: memory.ctypes.data for peer, memory in rig.memory.items()}
-    posted = [(entry.dst, (entry.address - offset[entry.dst]) // PART) for entry in rig.network.log]
-    assert posted == [("b", 0), ("c", 0), ("b", 8), ("c", 1), ("b", 1), ("b", 9), ("b", 2), ("b", 3)]
-    assert rig.order == ["c1", "b2", "b1"], "a small post does not wait for a large one"
 
 
 @settings(max_examples=30, deadline=None)
@@ -675,20 +536,6 @@ def test_no_peer_and_no_post_of_one_is_a_turn_ahead_of_another_that_has_parts(po
                 assert turns[number] <= turns[other] + 1
             else:
                 assert by_peer[peer] <= by_peer[theirs] + 1
-
-
-async def test_a_wedged_post_does_not_hold_up_others(make):
-    rig = await make("b", "c", no_progress_timeout=5.0)
-    rig.network.wedge("b")
-    rig.post("stuck", peer="b")
-    rig.step()
-    rig.network.mend("b")
-    rig.post("same peer", peer="b", at=8 * PART)
-    rig.post("other peer", peer="c")
-    rig.step(30)
-    assert rig.result("same peer").outcome is Outcome.DONE
-    assert rig.result("other peer").outcome is Outcome.DONE
-    assert rig.results["stuck"] == []
 
 
 async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_none(make):
@@ -983,50 +830,6 @@ async def test_a_part_that_fails_after_it_was_given_up_stays_in_doubt(make):
     assert await rig.close() is False
 
 
-@pytest.mark.parametrize("watched", [True, False])
-async def test_what_nobody_asks_for_any_more_gives_back_its_lock_and_its_handles(make, watched):
-    rig = await make(no_progress_timeout=0.5)
-    way = rig.way()
-    rig.network.hold("b")
-    copy = await rig.given_up(way=way, nbytes=PART)
-    if not watched:
-        rig.network.disconnect("b")
-        rig.step(seconds=0.2)
-    assert (way.inside, way.lent, copy.left) == (1, 1, True)
-    rig.mover.forget(copy)
-    rig.step(2, seconds=0.2)
-    assert (way.inside, way.lent, copy.left) == (0, 0, False)
-    assert (rig.late, rig.transport.open_handles) == ([], 0)
-    assert rig.counted() == [0] * 5
-    rig.mover.forget(copy)
-    rig.step(2)
-    assert await rig.close() is True
-
-
-async def test_who_is_forgotten_while_what_is_left_ends_is_told_so_once_at_most(make):
-    rig = await make(no_progress_timeout=0.5)
-    way = rig.way()
-    rig.network.hold("b")
-    copy = await rig.given_up(way=way, nbytes=PART)
-    rig.network.release("b")
-    rig.mover.forget(copy)
-    rig.step(3, seconds=0.2)
-    assert rig.late in ([], [True])
-    assert (way.inside, way.lent, rig.counted()) == (0, 0, [0] * 5)
-
-
-async def test_a_cancel_of_what_is_in_doubt_changes_nothing(make):
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.hold("b")
-    copy = await rig.given_up(nbytes=PART)
-    rig.mover.cancel(copy)
-    rig.step(2, seconds=0.2)
-    assert copy.left
-    rig.network.release("b")
-    rig.step(seconds=0.2)
-    assert (rig.late, copy.left) == ([True], False)
-
-
 async def test_a_part_that_no_longer_ends_keeps_its_row_and_no_other(make):
     rig = await make(no_progress_timeout=0.5)
     rig.network.wedge("b")
@@ -1176,22 +979,6 @@ def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
-async def test_in_a_thread_posts_are_done_and_the_threads_end():
-    rig = Threaded()
-    await rig.open()
-    rig.buffers[0][:] = np.random.default_rng(1).integers(1, 256, SIZE)
-    ends = [rig.post(start, SIZE // 16)[1] for start in range(0, SIZE, SIZE // 16)]
-    async with asyncio.timeout(10):
-        assert {(await end).outcome for end in ends} == {Outcome.DONE}
-    assert np.array_equal(rig.buffers[0], rig.buffers[1])
-    running = threads("kvxfer-fabric") + threads("kvxfer-mover")
-    assert len(running) == 4
-    assert await rig.close() == [True, True]
-    for thread in running:
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(threaded):
     rng = np.random.default_rng(2)
     outcomes: set[Outcome] = set()
@@ -1227,22 +1014,6 @@ async def test_idle_threads_use_no_processor_time(threaded):
         assert used < 0.003, f"{used} s in 0.3 s"
 
 
-async def test_hold_awake_makes_a_thread_progress(threaded):
-    transport = threaded.transports[1]
-    progressed = threading.Event()
-    real = transport.progress
-
-    def progress() -> None:
-        real()
-        if transport.progressed >= 10:
-            progressed.set()
-
-    transport.progress = progress
-    release = threaded.movers[1].hold_awake()
-    assert await asyncio.to_thread(progressed.wait, 10)
-    release()
-
-
 # ---- flows -----------------------------------------------------------------------------------------------------------
 
 
@@ -1273,22 +1044,6 @@ async def test_a_flow_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_dou
     rig.mover.forget(made)
     rig.step(4)
     assert (rig.late, way.inside, way.lent, made.left) == ([], 0, 0, False)
-    assert rig.counted() == [0] * 5
-
-
-async def test_a_flow_of_which_a_step_did_not_end_is_over_when_it_has(make):
-    rig = await make(no_progress_timeout=0.5)
-    way = rig.way()
-    rig.network.hold("b")
-    made = flow(rig, way, 1)
-    rig.step()
-    rig.step(8, seconds=0.2)
-    outcome = rig.result("f")
-    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
-    assert (rig.late, way.inside, made.left) == ([], 1, True)
-    rig.network.release("b")
-    rig.step(3, seconds=0.2)
-    assert (rig.late, way.inside, way.lent, made.left) == ([True], 0, 0, False)
     assert rig.counted() == [0] * 5
 
 

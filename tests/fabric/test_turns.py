@@ -219,34 +219,6 @@ async def test_every_chunk_arrives_whole_and_in_order_whoever_goes_on_when(seed,
     await pair.end()
 
 
-@pytest.mark.parametrize("how", ["notified", "heard"])
-async def test_what_fills_places_stops_where_none_was_emptied_though_more_is_claimed(how):
-    pair = Pair(token=TOKEN if how == "notified" else b"")
-    pair.network.hold("b")
-    pair.fill()
-    pair.a.step(9)
-    assert pair.network.held("b") == PLACES
-    if how == "notified":
-        pair.b.transport.notify("a", note(1 << 40, SCATTER))
-    else:
-        pair.a.hear(STEPS)
-    pair.a.step(9)
-    assert pair.network.held("b") == PLACES, "of what it has not written nothing can have been emptied"
-    pair.network.release("b", posts=1)
-    pair.a.step(9)
-    assert (pair.a.done, pair.a.begun) == (1, 1 + PLACES)
-    await pair.end()
-
-
-async def test_without_a_word_of_the_peer_places_are_filled_once():
-    pair = Pair()
-    pair.fill()
-    pair.a.step(20)
-    assert (pair.a.done, pair.a.begun) == (PLACES, PLACES)
-    assert (pair.ring == pair.source[:PLACES]).all()
-    await pair.end()
-
-
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -288,22 +260,6 @@ async def test_what_fills_places_goes_on_when_it_is_told_that_they_are_empty(sid
     say(side, note(first + 5, SCATTER))
     assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
     assert told(side) == [("a", note(first + steps, GATHER)) for steps in range(1, STEPS + 1)]
-
-
-@pytest.mark.parametrize("how", ["notified", "heard"])
-async def test_no_more_is_emptied_at_once_than_there_are_places_though_more_is_claimed(side, how):
-    side.flow(SCATTER)
-    side.step()
-    if how == "notified":
-        side.peers["b"].notify("a", note(1 << 40, GATHER))
-        side.step()  # it hears that behind its own work
-    else:
-        side.hear(1 << 40)
-    for done in (PLACES, 2 * PLACES, STEPS):
-        side.step()
-        assert side.done == done
-    side.step(2)
-    assert side.result().outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize("token", [b"", bytes(16), bytes(8) + bytes(range(8))])
@@ -367,33 +323,6 @@ async def test_what_nobody_can_have_done_changes_nothing(side, direction):
         assert (side.done, side.word(records.HEARD)) == (before, 0)
 
 
-async def test_of_many_notifications_at_once_each_goes_to_its_flow(side):
-    """Of two agents, to both directions, stale ones among them."""
-    side.flow(SCATTER)
-    first = side.begun_flow.slot
-    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN[::-1], "c"))
-    side.step(4)
-    for steps in (1, 4, 2, 3):
-        side.peers["b"].notify("a", note(steps, GATHER))
-        side.peers["c"].notify("a", note(steps, SCATTER, TOKEN[::-1]))
-        side.peers["c"].notify("a", note(STEPS, GATHER))
-    side.step(6)
-    assert int(side.machine.jobs[first][records.PASSED]) == 4
-    assert (side.done, side.mover.strange) == (PLACES + 4, 4)
-
-
-async def test_a_flow_of_its_own_agent_takes_turns_with_it():
-    """Both directions by one token, and each heeds what concerns it."""
-    network = LoopbackNetwork()
-    side = Side("a", network)
-    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN, "a"))
-    filled, side.results = side.results["x"], {}
-    side.flow(SCATTER, turns=Turns(PLACES, 0, TOKEN, "a"))
-    side.step(40)
-    assert [one.outcome for one in (*filled, side.result())] == [Outcome.DONE] * 2
-    await side.end()
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_while_another_thread_calls_the_agent_nothing_is_said_and_later_all_of_it(side, direction):
     side.flow(direction)
@@ -446,42 +375,6 @@ async def test_a_flow_without_an_agent_goes_by_what_the_loops_say(side):
 
 
 # ---- how it ends -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("token", [TOKEN, b""])
-async def test_when_it_is_over_it_listens_no_more(side, direction, token):
-    for number, end in enumerate(("done", "cancelled", "finished", "off")):
-        side.flow(direction, turns=Turns(PLACES, 0, token, "b"), allowed=6)
-        side.step(3)
-        assert side.state[records.LISTENING] == bool(token)
-        side.hear(3)
-        side.step(5)
-        assert side.done == (6 if direction is GATHER else 3)
-        if end == "done":
-            side.mover.allow(side.begun_flow, STEPS)
-            side.hear(STEPS)
-        elif end == "finished":
-            side.mover.finish(side.begun_flow)
-            side.hear(6)
-        else:
-            side.mover.cancel(side.begun_flow)
-        if end == "off":
-            assert side.mover.may_copy(side.begun_flow) is False
-        side.step(5)
-        stopped = end in {"cancelled", "off"}
-        assert side.result().outcome is (Outcome.STOPPED if stopped else Outcome.DONE), (number, end)
-        assert side.is_idle()
-
-
-async def test_it_listens_no_more_when_a_step_failed():
-    pair = Pair()
-    pair.network.refuse_next("b", skip=1)
-    pair.fill()
-    pair.a.step(9)
-    assert (pair.a.result().outcome, pair.a.done) == (Outcome.FAILED, 1)
-    assert pair.a.is_idle()
-    await pair.end()
 
 
 async def test_it_listens_no_more_when_a_step_is_in_doubt_and_sleeps_when_that_is_forgotten():

@@ -38,38 +38,6 @@ def key(file):
     key.close()
 
 
-def test_nobody_gets_in_who_was_granted_an_older_generation(file, key):
-    granted = file.generation(3)
-    passage = key.passage(3, granted)
-    inside = enter(passage)
-    assert inside
-    inside.leave()
-    assert file.revoke(3) is Revoked.IDLE
-    assert (file.generation(3), file.generation(4)) == (granted + 1, FIRST_GENERATION)
-    assert not enter(passage)
-    last = enter(key.passage(3, granted + 1))
-    assert last
-    last.leave()
-
-
-def test_who_is_inside_keeps_the_owner_from_taking_the_grant_back(file, key):
-    first, second = (enter(key.passage(3, FIRST_GENERATION)) for _ in range(2))
-    assert first
-    assert second
-    assert file.revoke(4) is Revoked.IDLE  # another gate
-    first.leave()
-    assert file.revoke(3) is None
-    assert file.generation(3) == FIRST_GENERATION
-    second.leave()
-    assert file.revoke(3) is Revoked.IDLE
-
-
-def test_a_generation_that_was_never_granted_opens_nothing(file, key):
-    assert not enter(key.passage(3, FIRST_GENERATION + 1))
-    assert not enter(key.passage(3, 0))
-    assert file.revoke(3) is Revoked.IDLE  # and leaves no lock
-
-
 @pytest.mark.parametrize("number", [-1, GATES, 1 << 32])
 def test_a_gate_that_there_is_not(key, number):
     with pytest.raises(FabricError, match=f"gate {number} was granted, but there are {GATES}"):

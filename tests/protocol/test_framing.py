@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol import framing
 from kvxfer.protocol.framing import (
-    HANDSHAKE_FRAME_LIMIT,
     SESSION_FRAME_LIMIT,
     FrameReader,
     decode,
@@ -56,32 +55,6 @@ def test_cuts_do_not_matter(frames, cuts):
     assert reader.buffered_bytes == 0
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=64))
-def test_noise_is_messages_or_a_protocol_error(data):
-    try:
-        list(FrameReader().feed(data))
-        decode(data)
-    except ProtocolError:
-        pass
-
-
-def test_one_byte_at_a_time():
-    data = b"".join(encode(message) for message in wants(3))
-    reader = FrameReader()
-    assert [message for byte in data for message in reader.feed(bytes([byte]))] == wants(3)
-
-
-def test_never_more_than_the_limit_and_one_read():
-    reader = FrameReader(limit=1000)
-    most = 0
-    data = frame(encode(Goodbye(reason="x" * 900))[4:]) * 50
-    for at in range(0, len(data), 333):
-        list(reader.feed(data[at : at + 333]))
-        most = max(most, reader.buffered_bytes)
-    assert most <= 1000 + 4
-
-
 def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
     reader = FrameReader(limit=100)
     with pytest.raises(ProtocolError, match="101 bytes is over the limit of 100"):
@@ -113,11 +86,6 @@ def test_a_long_body_is_copied_neither_into_its_frame_nor_out_of_it():
     assert isinstance(got, Agent)
     assert got.body.obj is memory
     assert reader.buffered_bytes == 0
-
-
-def test_limits():
-    assert (HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT) == (65_536, 16_777_216)
-    assert FrameReader().limit == HANDSHAKE_FRAME_LIMIT
 
 
 def test_the_limit_may_be_raised_between_two_messages_of_one_read():

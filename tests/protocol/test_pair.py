@@ -24,21 +24,6 @@ def test_undisturbed_it_succeeds(route):
     assert pair.receiver.state is ReceiveState.DONE
 
 
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize(("route", "chunks"), [(Route.DIRECT, 3), (Route.STAGED, 1)])
-def test_what_is_granted_ahead_is_used_or_void(route, chunks, used):
-    pair = Pair()
-    pair.begin(route, chunks, True, False, 0, [])
-    assert pair.receiver.exposed
-    pair.deliver_to_sender()
-    pair.accept(1) if used else pair.void()
-    assert (pair.hands == set(range(chunks))) == used
-    pair.deliver_to_receiver()
-    assert pair.receiver.exposed == used
-    pair.teardown()
-    assert pair.receiver.state is ReceiveState.DONE
-
-
 @pytest.mark.parametrize("places", [1, 2, 3])
 def test_chunks_take_turns_in_one_ring(places):
     """Each is written to the place that the one before it in the ring has left, and no ring is named again."""
@@ -64,27 +49,6 @@ def test_chunks_take_turns_in_one_ring(places):
             pair.grant(1)
             assert pair.to_sender[-1] == Reserve(1, pair.receiver.granted, 1000)
         assert pair.where[chunk] == pair.ring[chunk % places]
-    pair.teardown()
-    assert pair.receiver.state is ReceiveState.DONE
-
-
-def test_one_message_tells_of_all_that_arrived_before_it():
-    pair = Pair()
-    pair.begin(Route.DIRECT, 4, False, False, 0, [])
-    pair.deliver_to_sender()
-    pair.accept(1)
-    pair.announce(4)
-    pair.deliver_to_receiver()
-    pair.deliver_to_receiver()
-    pair.grant(12 * 3)
-    pair.deliver_to_sender()
-    pair.moved(0)
-    pair.moved(0)
-    pair.news()
-    assert [message.chunks for message in pair.to_receiver] == [2]
-    pair.moved(1)  # two at once
-    pair.news()
-    assert [message.chunks for message in pair.to_receiver] == [2, 4]
     pair.teardown()
     assert pair.receiver.state is ReceiveState.DONE
 

@@ -143,42 +143,6 @@ def test_the_table_has_no_other_events():
 # --- chunks
 
 
-def test_wanted_granted_arrived_done():
-    receiving = make(3)
-    assert receiving.wanted(Want(5, 2)) == range(2)
-    ring = [Grant(4096, 64), Grant(8192, 64)]
-    assert receiving.grant(1, 1000, 7, ring) == [Reserve(5, 1, 1000, 7, ring)]
-    assert receiving.grant(2, 1000, 7) == [Reserve(5, 2, 1000, 7)]
-    assert (receiving.granted, receiving.exposed) == (2, True)
-    assert receiving.came(Arrived(5, 1)) == range(1)
-    assert (receiving.arrived, receiving.exposed) == (1, True)
-    assert receiving.wanted(Want(5, 3)) == range(2, 3)
-    assert receiving.came(Arrived(5, 2)) == range(1, 2)
-    assert not receiving.exposed
-    receiving.done(1)
-    receiving.done(2)
-    assert receiving.chunks_done == 2
-    assert receiving.state is ReceiveState.MOVING
-
-
-def test_one_arrived_may_tell_of_many_chunks():
-    receiving = make(4, granted=3, done=1)
-    assert receiving.came(Arrived(5, 4)) == range(1, 4)
-    receiving.done(4)
-    assert receiving.chunks_done == 4
-
-
-@pytest.mark.parametrize("chunks", [0, 1, 4, WHOLE], ids=str)
-def test_a_wrong_want_is_a_protocol_error_and_changes_nothing(chunks):
-    """It takes one back, or names one that there is not."""
-    receiving = make(3, wanted=2)
-    before = known(receiving)
-    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 5 are said to be ready, of 3, after 2"):
-        receiving.wanted(Want(5, chunks))
-    assert known(receiving) == before
-    assert receiving.wanted(Want(5, 3)) == range(2, 3)
-
-
 def test_a_want_may_bring_blocks_alone():
     receiving = make(3, wanted=2)
     assert not receiving.wanted(Want(5, 2))
@@ -192,14 +156,6 @@ def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     assert receiving.exposed
     receiving.lost(GONE)
     assert receiving.exposed
-
-
-def test_a_want_of_nothing_voids_what_was_granted_ahead():
-    receiving = Receiving(5, ahead=True)
-    assert not receiving.wanted(Want(5, 0))
-    assert not receiving.exposed
-    with pytest.raises(ProtocolError, match="under a grant that there is not"):
-        receiving.accept(Accept(5, Route.DIRECT, 1, [], 1, 1, 1, b"", ahead=True))
 
 
 @pytest.mark.parametrize(
@@ -225,30 +181,6 @@ def test_a_ring_that_rides_with_the_question_is_for_so_many_chunks(staging):
     receiving = Receiving(5, ahead=True, staging=staging)
     assert receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 5, b"", ahead=True))
     assert (receiving.ahead, receiving.ready, receiving.granted) == (False, 5, min(5, staging))
-
-
-@pytest.mark.parametrize(("staging", "route", "chunks"), [(1, Route.STAGED, 1), (0, Route.MAPPED, 3)])
-def test_a_grant_ahead_that_is_used_is_one_of_every_chunk(staging, route, chunks):
-    receiving = Receiving(5, ahead=True, staging=staging)
-    assert receiving.accept(Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
-    assert (receiving.ahead, receiving.ready, receiving.granted, receiving.exposed) == (False, chunks, chunks, True)
-    assert receiving.result(ok()) == range(chunks)
-    assert not receiving.exposed
-    receiving.done(chunks)
-    assert receiving.state is ReceiveState.DONE
-
-
-def test_want_before_accept_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="said to be ready"):
-        Receiving(5).wanted(Want(5, 1))
-
-
-@pytest.mark.parametrize("state", [ReceiveState.STOPPING, ReceiveState.LOST, *FINAL])
-def test_want_that_crosses_a_cancel_is_ignored(state):
-    receiving = STATES[state]()
-    before = known(receiving)
-    assert not receiving.wanted(Want(5, 99))
-    assert known(receiving) == before
 
 
 @pytest.mark.parametrize("chunks", [0, 3, 9])
@@ -324,24 +256,6 @@ def test_what_is_read_but_not_all_of_it_is_not_complete():
     assert known(receiving) == before
 
 
-@pytest.mark.parametrize("chunks", [2, 3, WHOLE])
-def test_a_chunk_that_was_never_granted_cannot_have_arrived(chunks):
-    receiving = make(3, wanted=1, granted=1)
-    before = known(receiving)
-    with pytest.raises(ProtocolError, match=f"{chunks} chunks .* have arrived, and 1 were granted"):
-        receiving.came(Arrived(5, chunks))
-    assert known(receiving) == before
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_nothing_arrives_before_accept(ahead):
-    receiving = Receiving(5, ahead=ahead)
-    before = known(receiving)
-    with pytest.raises(ProtocolError, match="said to have arrived, and 0 were granted"):
-        receiving.came(Arrived(5, 1))
-    assert known(receiving) == before
-
-
 @pytest.mark.parametrize("chunks", [0, 1, 3, 9])
 def test_only_what_has_arrived_is_done(chunks):
     receiving = make(3, granted=1, landed=1, done=1)
@@ -376,51 +290,7 @@ def test_what_comes_after_the_end_is_counted_and_changes_nothing(state):
     assert receiving.stale == 9
 
 
-def test_a_failed_chunk_stays_granted():
-    receiving = make(2, granted=1)
-    assert not receiving.result(failed(0))
-    assert (receiving.granted, receiving.exposed) == (1, True)
-    assert (receiving.failure.code, receiving.failure.reason) == (THERE.code, THERE.reason)
-
-
-def test_a_chunk_that_was_announced_may_fail_before_it_is_granted():
-    receiving = make(2, wanted=1)
-    receiving.result(failed(0))
-    assert receiving.failure.code is THERE.code
-
-
-def test_a_transfer_with_a_failed_chunk_is_never_done():
-    receiving = make(1, granted=1)
-    receiving.result(failed(0))
-    receiving.result(ok())
-    receiving.done(1)
-    assert receiving.state is ReceiveState.MOVING
-
-
 # --- the end
-
-
-@pytest.mark.parametrize("order", ["result first", "copy first"])
-def test_done_needs_every_chunk_in_place_and_the_last_result(order):
-    receiving = make(2, landed=1, done=1)
-    steps = [lambda: receiving.result(ok(payload=b"token")), lambda: receiving.done(2)]
-    for step in steps if order == "result first" else reversed(steps):
-        assert receiving.state is ReceiveState.MOVING
-        step()
-    assert receiving.state is ReceiveState.DONE
-    assert receiving.payload == b"token"
-    assert receiving.failure is None
-
-
-def test_the_last_result_says_that_all_that_was_granted_has_arrived():
-    receiving = make(3, granted=2, done=1)
-    assert receiving.result(ok(payload=b"token")) == range(1, 3)
-    assert not receiving.exposed
-    assert receiving.state is ReceiveState.MOVING
-    receiving.done(2)
-    assert receiving.state is ReceiveState.MOVING
-    receiving.done(3)
-    assert (receiving.state, receiving.payload) == (ReceiveState.DONE, b"token")
 
 
 def test_no_chunks_at_all():
@@ -465,19 +335,6 @@ def test_a_terminal_result_ends_it(status):
     assert receiving.failure == Failure(status, Code.FAILED, "x")
 
 
-def test_doubt_is_lost_until_it_is_settled():
-    receiving = make(granted=1)
-    receiving.result(DOUBT)
-    assert receiving.state is ReceiveState.LOST
-    assert receiving.failure == Failure(Status.IN_DOUBT, THERE.code, THERE.reason)
-    assert receiving.exposed
-    assert receiving.resume() == [Cancel(5, Code.PEER_LOST)]
-    receiving.result(DOUBT)
-    assert receiving.state is ReceiveState.LOST
-    receiving.result(TERMINAL)
-    assert receiving.state is ReceiveState.STOPPED
-
-
 @pytest.mark.parametrize("state", [ReceiveState.ASKED, ReceiveState.STOPPING, ReceiveState.LOST])
 def test_refused(state):
     receiving = STATES[state]()
@@ -500,32 +357,6 @@ def test_cancel_is_said_once():
     assert not receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 9, b""))
 
 
-def test_chunks_that_arrive_while_it_is_stopped_leave_the_peers_hands():
-    receiving = stopping()
-    assert receiving.came(Arrived(5, 1)) == range(1)
-    assert not receiving.exposed
-    receiving.done(1)
-    assert receiving.state is ReceiveState.STOPPING
-
-
-def test_what_was_not_granted_does_not_arrive_while_it_is_stopped_either():
-    receiving = stopping()
-    before = known(receiving)
-    assert not receiving.came(Arrived(5, 2))
-    assert known(receiving) == before
-
-
-@pytest.mark.parametrize("state", [ReceiveState.STOPPING, ReceiveState.LOST])
-@pytest.mark.parametrize("told", [True, False])
-def test_success_that_crosses_a_cancel_answers_it(state, told):
-    receiving = STATES[state]()
-    if told:
-        receiving.came(Arrived(5, 1))
-    assert receiving.result(ok(payload=b"token")) == range(told, 1)
-    assert receiving.state is ReceiveState.STOPPED
-    assert receiving.failure is not None
-
-
 def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt():
     receiving = make(1, granted=1)
     receiving.result(ok(payload=b"token"))
@@ -542,16 +373,3 @@ def test_a_session_that_is_lost_after_the_last_result_takes_nothing_away():
     assert not receiving.exposed
     receiving.done(1)
     assert (receiving.state, receiving.failure) == (ReceiveState.DONE, None)
-
-
-def test_a_lost_session_may_be_lost_again():
-    receiving = lost()
-    receiving.lost(WHY)
-    assert receiving.failure == GONE
-    assert receiving.resume() == [Cancel(5, Code.PEER_LOST)]
-    receiving.lost(WHY)
-    assert receiving.state is ReceiveState.LOST
-    assert receiving.cancel(WHY) == []
-    receiving.resume()
-    receiving.result(TERMINAL)
-    assert receiving.state is ReceiveState.STOPPED

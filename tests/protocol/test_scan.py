@@ -79,18 +79,6 @@ def test_a_cut_is_found(value, data):
     assert 0 <= caught.value.offset <= cut
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=60))
-def test_noise_is_items_or_a_scan_error(data):
-    offsets = []
-    try:
-        offsets += [item.offset for item in scan(data)]
-    except ScanError as error:
-        offsets.append(error.offset - 1)
-    assert max(offsets) < len(data)
-    assert fits(data, depth=64, items=1000)
-
-
 def test_every_first_byte():
     for first in range(256):
         if first == 0xC1:

@@ -8,7 +8,6 @@ from kvxfer.errors import Code, ProtocolError
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
-    Arrived,
     Fetch,
     Grant,
     Landed,
@@ -18,7 +17,6 @@ from kvxfer.protocol.messages import (
     Span,
     Status,
     TicketRef,
-    Timings,
     Want,
     pack_u32,
 )
@@ -170,13 +168,6 @@ def test_what_a_puller_does_not_end_is_not_ours():
     assert sending.overdue() == []
 
 
-def test_a_parked_fetch_is_stopped_at_once():
-    sending = parked()
-    (result,) = sending.stop(STOP)
-    assert result == build_result(9, Status.EXPIRED, last=True, failure=STOP)
-    assert sending.stop(SECOND) == []
-
-
 def test_a_chunk_is_announced_once():
     sending = make(3)
     assert sending.announce(0) == []
@@ -185,11 +176,6 @@ def test_a_chunk_is_announced_once():
     assert sending.announce(3, 50, generation=7) == [Want(9, 3, 50, [], 7)]
     assert sending.announce(2) == []
     assert sending.ready == 3
-
-
-def test_blocks_are_named_with_the_chunks_in_them():
-    sending, more = make(3), [Span("attention", 0, pack_u32([7]))]
-    assert sending.announce(1, spans=more) == [Want(9, 1, 0, more)]
 
 
 def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_not_fall():
@@ -204,51 +190,6 @@ def test_nothing_is_announced_unless_it_moves(state):
 
 
 # --- grants
-
-
-@pytest.mark.parametrize("chunks", [0, 1, 4, WHOLE], ids=str)
-def test_a_wrong_grant_is_a_protocol_error_and_takes_nothing(chunks):
-    """It takes one back, or adds one that was not announced, or that there is not."""
-    sending = make(5, wanted=1, moving=2)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match=f"moved on to {chunks} of 3 chunks that were announced, and 2 were before"):
-        sending.reserve(Reserve(9, chunks, 1000))
-    assert known(sending) == before
-    sending.stop(STOP)
-    (result,) = sending.moved(2, 128)  # it ends: chunk 2 never came into our hands
-    assert result.status is Status.EXPIRED
-
-
-def test_a_grant_adds_what_is_new_and_says_where_it_goes():
-    sending = make(5, wanted=5)
-    assert sending.reserve(reserve(2, places=2)) == range(2)
-    assert sending.places(range(2)) == ring(2)
-    assert (sending.granted, sending.moving, len(sending.ring)) == (2, 2, 2)
-
-
-def test_chunks_take_turns_in_a_ring():
-    sending = make(7, wanted=7)
-    assert len(sending.ring) == 0
-    sending.reserve(reserve(1, places=1))
-    sending.moved(1, 64)
-    assert sending.reserve(reserve(4, places=3, start=10)) == range(1, 4)
-    sending.moved(3, 128)
-    assert sending.reserve(reserve(6)) == range(4, 6)
-    assert len(sending.ring) == 3
-    assert sending.places(range(1, 6)) == [*ring(3, 10), *ring(2, 10)]
-
-
-def test_another_ring_waits_until_nothing_is_under_way():
-    sending = make(4, wanted=4)
-    sending.reserve(reserve(2, places=2))
-    for arrived in (1, 2):
-        before = known(sending)
-        with pytest.raises(ProtocolError, match="another ring while chunks are under way"):
-            sending.reserve(reserve(3, places=4, start=10))
-        assert known(sending) == before
-        sending.moved(arrived, 64)
-    assert sending.reserve(reserve(3, places=1, start=10)) == range(2, 3)
-    assert sending.places(range(2, 3)) == ring(1, 10)
 
 
 def test_chunks_may_be_granted_for_which_there_is_no_place_yet_but_not_without_any():
@@ -305,29 +246,6 @@ def test_in_place_there_is_no_ring_and_no_bound_of_one(route):
     assert sending.reserve(reserve(3)) == range(1, 3)
 
 
-def test_a_grant_before_accept_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="of 0 chunks that were announced"):
-        parked().reserve(reserve(1, places=1))
-    with pytest.raises(ProtocolError, match="pull"):
-        parked().landed(Landed(9, 1))
-
-
-@pytest.mark.parametrize("state", [SendState.STOPPING, SendState.ENDED])
-def test_grants_that_cross_our_stop_are_ignored(state):
-    sending = STATES[state]()
-    before = known(sending)
-    assert not sending.reserve(reserve(100, places=1))
-    assert not sending.landed(Landed(9, 100))
-    assert known(sending) == before
-
-
-def test_messages_of_another_route():
-    with pytest.raises(ProtocolError, match="pull"):
-        make(wanted=1).landed(Landed(9, 1))
-    with pytest.raises(ProtocolError, match="pull"):
-        make(route=Route.PULL, wanted=1).reserve(reserve(1))
-
-
 def test_what_was_granted_ahead_is_in_our_hands_at_once():
     sending = parked(ring=[Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
     assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
@@ -338,123 +256,10 @@ def test_what_was_granted_ahead_is_in_our_hands_at_once():
     assert sending.finish_offer(b"token") == [ok(64)]
 
 
-def test_what_was_granted_ahead_in_place():
-    sending = Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [Route.MAPPED], 1, 1, lease_ms=1000))
-    sending.finish_offer(b"token")
-    assert sending.accept(accept(3, Route.MAPPED, ahead=True)) == [accept(3, Route.MAPPED, ahead=True)]
-    assert sending.moving == 3
-    assert sending.announce(3) == []
-    assert [sending.moved(1, 8), sending.moved(3, 16)] == [[], [ok(24)]]
-
-
 # --- what has arrived
 
 
-def test_one_message_tells_of_all_that_has_arrived():
-    sending = make(4, moving=4)
-    assert sending.news() == []
-    sending.moved(1, 64, Timings(1, 2, 3, 4))
-    sending.moved(3, 96, Timings(10, 20, 30, 40))
-    assert sending.news() == [Arrived(9, 3, Timings(11, 22, 33, 44))]
-    assert sending.news() == []
-    assert (sending.arrived, sending.moving) == (3, 1)
-    sending.moved(4, 64, Timings(wire_us=7))
-    assert sending.news() == [Arrived(9, 4, Timings(wire_us=7))]
-    assert sending.nbytes == 224
-
-
-@pytest.mark.parametrize("chunks", [-1, 0, 1, 4, 5, WHOLE], ids=str)
-def test_a_wrong_count_of_what_has_arrived_changes_nothing(chunks):
-    """It does not grow, or says more than was put into our hands."""
-    sending = make(5, wanted=1, moving=3)
-    sending.moved(1, 64, Timings(wire_us=5))
-    before = known(sending)
-    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 9 cannot have arrived"):
-        sending.moved(chunks, 64, Timings(wire_us=7))
-    assert known(sending) == before
-    assert sending.news() == [Arrived(9, 1, Timings(wire_us=5))]
-
-
-@pytest.mark.parametrize("chunks", [-1, 0, 3, WHOLE], ids=str)
-def test_as_many_as_are_under_way_can_be_dropped(chunks):
-    sending = make(5, wanted=1, moving=3)
-    sending.moved(1, 64)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 9 are not under way"):
-        sending.dropped(chunks, in_doubt=True)
-    assert known(sending) == before
-
-
-@pytest.mark.parametrize("state", [SendState.PARKED, SendState.MOVING, SendState.ENDED])
-def test_nothing_is_reported_of_nothing(state):
-    sending = STATES[state]()
-    sending.announce(1)
-    before = known(sending)
-    for report in (lambda: sending.moved(1, 64), lambda: sending.dropped(1)):
-        with pytest.raises(ProtocolError):
-            report()
-    assert known(sending) == before
-
-
-@pytest.mark.parametrize("in_doubt", [True, False])
-def test_what_did_not_arrive_is_never_told(in_doubt):
-    sending = make(4, moving=4)
-    sending.moved(1, 64)
-    sending.dropped(2, in_doubt=in_doubt)
-    before = known(sending)
-    for chunks in (1, 3, 4):
-        with pytest.raises(ProtocolError, match="cannot have arrived"):
-            sending.moved(chunks, 64)
-    with pytest.raises(ProtocolError, match="not under way"):
-        sending.dropped(2)
-    assert known(sending) == before
-    (terminal,) = sending.moved(2, 64)
-    assert terminal.status is (Status.IN_DOUBT if in_doubt else Status.FAILED)
-    if in_doubt:
-        sending.settled()
-    assert (sending.news(), sending.arrived) == ([], 2)
-    with pytest.raises(ProtocolError, match="cannot have arrived"):
-        sending.moved(3, 64)
-
-
-@pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])
-def test_there_are_no_news_of_what_does_not_move(state):
-    sending = STATES[state]()
-    if sending.moving:
-        sending.moved(1, 64)
-    assert sending.news() == []
-
-
 # --- success
-
-
-def test_the_last_result_carries_the_payload_and_what_was_not_told():
-    sending = make(3, moving=3, payload=b"token")
-    sending.moved(1, 64, Timings(wire_us=5))
-    assert sending.news() == [Arrived(9, 1, Timings(wire_us=5))]
-    assert sending.moved(2, 32, Timings(gather_us=2)) == []
-    assert sending.moved(3, 16, Timings(gather_us=3)) == [ok(112, Timings(gather_us=5))]
-    assert sending.state is SendState.ENDED
-    assert sending.news() == []  # it said so
-    assert sending.finish_offer(b"token") == []
-
-
-def test_a_payload_that_comes_later_is_waited_for():
-    sending = make(1, moving=1)
-    assert sending.moved(1, 64) == []
-    assert sending.news() == [Arrived(9, 1)]
-    assert sending.finish_offer(b"token") == [ok(64)]
-    assert sending.finish_offer(b"token") == []
-    assert sending.state is SendState.ENDED
-
-
-@pytest.mark.parametrize("left", ["not announced", "not granted"])
-def test_a_transfer_is_not_complete_before_every_chunk_was_granted(left):
-    sending = make(2, moving=1, wanted=left == "not granted", payload=b"token")
-    assert sending.moved(1, 64) == []
-    sending.announce(2)
-    sending.reserve(reserve(2))
-    assert sending.moved(2, 64) == [ok(128)]
 
 
 @pytest.mark.parametrize("first", ["accept", "finish"])
@@ -469,29 +274,11 @@ def test_a_transfer_without_chunks_succeeds(first):
 # --- giving up
 
 
-def test_the_terminal_result_waits_for_every_chunk_in_our_hands():
-    sending = make(3, wanted=1, moving=2)
-    assert sending.stop(STOP) == []
-    assert sending.moved(1, 64) == []
-    (terminal,) = sending.dropped(1)
-    assert terminal == build_result(9, Status.EXPIRED, last=True, failure=STOP)
-    assert sending.state is SendState.ENDED
-
-
 def test_success_in_the_last_moment_does_not_undo_a_stop():
     sending = make(1, moving=1, payload=b"token")
     sending.stop(STOP)
     (terminal,) = sending.moved(1, 64)
     assert (terminal.status, terminal.last, terminal.payload) == (Status.EXPIRED, True, b"")
-
-
-def test_doubt_is_said_whatever_the_reason():
-    sending = make(2, moving=2)
-    sending.stop(STOP)
-    sending.dropped(1, in_doubt=True)
-    assert sending.in_doubt
-    (terminal,) = sending.dropped(1)
-    assert (terminal.status, terminal.chunk, terminal.code) == (Status.IN_DOUBT, WHOLE, STOP.code)
 
 
 def test_a_doubt_that_is_settled_is_none():
@@ -502,21 +289,6 @@ def test_a_doubt_that_is_settled_is_none():
     assert not sending.in_doubt
     (terminal,) = sending.dropped(1)
     assert terminal.status is Status.EXPIRED
-
-
-def test_each_doubt_is_settled_by_itself():
-    sending = make(3, moving=3)
-    sending.dropped(2, in_doubt=True)
-    sending.settled()
-    (terminal,) = sending.dropped(1, in_doubt=True)
-    assert terminal.status is Status.IN_DOUBT
-    twice = make(3, moving=3)
-    twice.dropped(1, in_doubt=True)
-    twice.dropped(2, in_doubt=True)
-    twice.settled()
-    assert twice.in_doubt
-    twice.settled()
-    assert not twice.in_doubt
 
 
 def test_a_dropped_chunk_ends_the_transfer_by_itself():
@@ -535,74 +307,3 @@ def test_long_reasons_fit_into_the_message():
 
 
 # --- pull
-
-
-def test_pull_from_want_to_last():
-    sending = make(2, Route.PULL, wanted=2, payload=b"token")
-    assert sending.being_read
-    assert sending.landed(Landed(9, 1)) == range(1)
-    assert sending.moved(1, 64) == []
-    assert sending.news() == [Arrived(9, 1)]
-    assert sending.being_read
-    assert sending.landed(Landed(9, 2)) == range(1, 2)
-    assert not sending.being_read
-    assert sending.moved(2, 64) == [ok(128)]
-
-
-@pytest.mark.parametrize("chunks", [0, 1, 3, 4, WHOLE])
-def test_a_wrong_landed_is_a_protocol_error_and_takes_nothing(chunks):
-    sending = make(3, Route.PULL, moving=1, wanted=1)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match=f"moved on to {chunks} of 2 chunks"):
-        sending.landed(Landed(9, chunks))
-    assert known(sending) == before
-    assert sending.being_read
-
-
-def test_pull_asks_the_reader_to_stop_and_waits_for_its_word():
-    sending = make(3, Route.PULL, moving=1, wanted=2)
-    sending.moved(1, 64)
-    (asked,) = sending.stop(STOP)
-    assert (asked.chunk, asked.status, asked.last) == (1, Status.EXPIRED, False)
-    assert sending.stop(SECOND) == []
-    assert sending.state is SendState.STOPPING
-    (terminal,) = sending.unread()
-    assert (terminal.chunk, terminal.status) == (WHOLE, Status.EXPIRED)
-    assert sending.unread() == []
-
-
-def test_a_silent_reader_leaves_doubt():
-    sending = make(3, Route.PULL, wanted=1, moving=1)
-    sending.stop(STOP)
-    assert sending.unread(in_doubt=True) == []  # chunk 0 is still ours to confirm
-    (terminal,) = sending.moved(1, 64)
-    assert terminal.status is Status.IN_DOUBT
-    assert sending.in_doubt
-
-
-def test_a_cancel_says_that_nothing_is_read_any_more():
-    sending = make(2, Route.PULL, wanted=2)
-    assert sending.unread() == []
-    (terminal,) = sending.stop(SECOND)
-    assert (terminal.chunk, terminal.status) == (WHOLE, Status.CANCELLED)
-
-
-@pytest.mark.parametrize("in_doubt", [True, False])
-def test_who_reads_no_more_is_neither_believed_nor_told_of_more(in_doubt):
-    sending = make(3, Route.PULL, wanted=2)
-    sending.unread(in_doubt=in_doubt)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match="said to be read no more"):
-        sending.landed(Landed(9, 1))
-    assert sending.announce(3) == []
-    assert known(sending) == before
-
-
-@pytest.mark.parametrize("route", [Route.STAGED, Route.DIRECT, Route.MAPPED])
-def test_only_what_is_pulled_is_read(route):
-    sending = make(3, route, wanted=2)
-    assert not sending.being_read
-    assert sending.unread(in_doubt=True) == []
-    assert not sending.in_doubt
-    (terminal,) = sending.stop(STOP)
-    assert terminal.status is Status.EXPIRED

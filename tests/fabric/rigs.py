@@ -10,7 +10,7 @@ import numpy as np
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Passage, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
@@ -182,6 +182,15 @@ class Moving:
     def result(self, tag: str = "x") -> CopyOutcome:
         (result,) = self.results[tag]
         return result
+
+    def ended(self, outcome: Outcome, said: str = "", *, disconnected: bool = False, may_move: bool = False) -> None:
+        """It ended so: what its error says, whether of a peer that is gone, and whether bytes may move yet."""
+        result, error = self.result(), self.result().error
+        assert result.outcome is outcome
+        assert error is not None
+        assert said in str(error)
+        told = error.in_doubt, error.disconnected, result.may_move
+        assert told == (outcome is Outcome.IN_DOUBT, disconnected, may_move)
 
     def counted(self) -> list[int]:
         """What the machine counts of posts."""

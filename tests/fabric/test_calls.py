@@ -456,11 +456,7 @@ async def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_mo
     rig.runtime.time += 0.2
     assert await rig.run(answer) is True
     rig.step()
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert result.error.disconnected, "this side has ended its own work"
-    assert not result.may_move
+    rig.ended(Outcome.IN_DOUBT, disconnected=True)  # this side has ended its own work
     assert rig.transport.open_handles == 0
     assert way.inside == (operation is Operation.WRITE), "what was written may still be under way"
     ours = rig.source.copy()
@@ -506,11 +502,7 @@ async def test_a_post_that_runs_on_without_an_agent_stays_in_doubt(make, operati
     rig.step(8 if given_up == "before" else 0, seconds=0.2)
     assert await rig.rebuilt(0.0)
     rig.step()
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert not result.error.disconnected
-    assert result.may_move
+    rig.ended(Outcome.IN_DOUBT, may_move=True)
     assert way.inside
     assert rig.late == []
     assert rig.transport.open_handles == 0
@@ -617,10 +609,8 @@ async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(m
     rig.step(2)
     assert await rig.rebuilt(0.0)
     rig.step()
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT, "there, what it wrote may still land"
-    assert result.error is not None
-    assert result.error.disconnected, "here, nothing reads the source any more, and nobody has to wait for that again"
+    # there, what it wrote may still land; here, nothing reads the source any more, and nobody waits for that again
+    rig.ended(Outcome.IN_DOUBT, disconnected=True)
     assert await rig.close() is True
 
 

@@ -173,3 +173,43 @@ async def test_cancelled_between_posts(make, steps):
     result = rig.result()
     assert (result.outcome, result.steps, way.inside, way.lent) == (Outcome.STOPPED, posting.landed(), 0, 0)
     assert posting.landed() <= posted
+
+
+async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(make):
+    """Nothing of this side moves any more, and nothing tells when the rest has ended."""
+    rig = await make()
+    way = rig.way()
+    rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
+    made = Posting(rig, way=way).flow
+    rig.step(20)
+    outcome = rig.result()
+    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
+    assert (rig.late, way.inside, way.lent, made.left) == ([], 1, 1, True)
+    rig.mover.forget(made)
+    rig.step(4)
+    assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["", "not asked for any more"])
+async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_one_that_has_left(make, ends):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    made = Posting(rig, way=way, allowed=1).flow
+    rig.step()
+    rig.network.mend("b")
+    rig.network.break_next("b", after_bytes=24, disconnected=True)
+    rig.mover.allow(made, 2)
+    rig.step()
+    rig.step(8, seconds=0.2)
+    outcome = rig.result()
+    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
+    assert (rig.late, way.inside) == ([], 2)
+    if ends:
+        rig.network.release("b")
+        rig.step(3, seconds=0.2)
+        assert (rig.late, way.inside, made.left) == ([False], 1, True)
+    rig.mover.forget(made)
+    rig.step(4, seconds=0.2)
+    assert (rig.late, way.inside, way.lent, made.left) == ([False] * ends, 0, 0, False)
+    assert rig.counted() == [0] * 5

@@ -17,8 +17,8 @@ from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
-from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Outcome, Post
-from kvxfer.copy.tables import NOTHING, pack
+from kvxfer.copy.port import Outcome, Post
+from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation
@@ -295,11 +295,7 @@ async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_pass
     assert rig.moved() == [PART] * skip + [100, FLUSH]
     rig.network.release("b")
     rig.step(2)
-    result = rig.result()
-    assert result.outcome is Outcome.FAILED
-    assert result.error is not None
-    assert "told to break" in str(result.error)
-    assert (result.error.in_doubt, result.error.disconnected) == (False, False)
+    rig.ended(Outcome.FAILED, "told to break")
     assert rig.moved() == [PART] * skip + [100, FLUSH, PART - 100]
     assert (way.inside, way.lent) == (0, 0)
     assert rig.transport.open_handles == 0
@@ -333,11 +329,7 @@ async def test_what_does_not_end_is_given_up_no_later_than_without_another_write
         assert rig.results["x"] == []
         rig.runtime.time += 1.0
         rig.step(2)
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert result.error.in_doubt
-    assert result.may_move
+    rig.ended(Outcome.IN_DOUBT, may_move=True)
     assert (way.inside, rig.mover.lingering) == (1, 1), "it did not end"
     assert rig.transport.open_handles == 1, "that of the other write, whose end would tell"
 
@@ -356,10 +348,7 @@ async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(make,
             rig.network.break_next("b", skip=1, disconnected=True)
     rig.post(nbytes=PART, way=way)
     rig.step(10)
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert (result.error.in_doubt, result.error.disconnected) == (True, False)
+    rig.ended(Outcome.IN_DOUBT, may_move=True)
     assert (way.inside, rig.mover.lingering) == (1, 1)
     assert rig.moved() == []
     assert rig.transport.open_handles == 0
@@ -403,7 +392,7 @@ async def test_a_read_from_a_lost_peer_leaves_its_gate_and_a_write_does_not(make
     rig.step(2)
     rig.network.disconnect("b")
     rig.step(2)
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    rig.ended(Outcome.IN_DOUBT, disconnected=True)
     kept = operation is Operation.WRITE
     assert (way.inside, way.lent, copy.left) == (kept, kept, kept)
     assert rig.mover.lingering == 0
@@ -425,12 +414,7 @@ async def test_that_a_peer_is_lost_is_not_said_where_a_part_never_ended(make, op
     rig.step(4)
     assert rig.results["x"] == []
     rig.step(8, seconds=1.0)
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert (result.error.in_doubt, result.error.disconnected) == (True, False)
-    assert "not every part has ended" in str(result.error)
-    assert result.may_move
+    rig.ended(Outcome.IN_DOUBT, "not every part has ended", may_move=True)
     assert way.inside == 1
 
 
@@ -445,11 +429,7 @@ async def test_no_progress_gives_up_and_late_bytes_still_land(make):
     rig.step(6, seconds=1.0)  # seen by the first step; the second posts another part
     assert rig.results["x"] == []
     rig.step(seconds=1.0)
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert result.error.in_doubt
-    assert "no progress for 5 s to b" in str(result.error)
+    rig.ended(Outcome.IN_DOUBT, "no progress for 5 s to b", may_move=True)
     assert (way.inside, rig.landed()) == (1, PART)
     assert (rig.mover.lingering, int(rig.state[records.WATCHED])) == (1, 4)
     rig.step(seconds=1.0)
@@ -901,11 +881,7 @@ async def test_who_is_caught_is_told_of_it_only_when_there_is_an_agent_again_or_
     assert rig.transport.open_handles == 0
     rig.fabric._attach(anew=True)
     rig.step()
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert result.error.disconnected
-    assert "rebuilt while" in str(result.error)
+    rig.ended(Outcome.IN_DOUBT, "rebuilt while", disconnected=True)
     assert rig.counted() == [0] * 5
 
 
@@ -951,12 +927,7 @@ async def test_close_under_a_post_gives_it_up_in_doubt(make):
     rig.step(2)
     rig.post("queued", at=8 * PART, until=1e9)
     assert await rig.close() is False
-    result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
-    assert result.error is not None
-    assert not result.error.disconnected
-    assert "the worker was closed" in str(result.error)
-    assert result.may_move
+    rig.ended(Outcome.IN_DOUBT, "the worker was closed", may_move=True)
     assert way.inside == 1
     assert isinstance(rig.result("queued").error, (ClosedError, FabricError))
 
@@ -1012,61 +983,3 @@ async def test_idle_threads_use_no_processor_time(threaded):
     for clock, earlier in zip(clocks, before, strict=True):
         used = time.clock_gettime(clock) - earlier
         assert used < 0.003, f"{used} s in 0.3 s"
-
-
-# ---- flows -----------------------------------------------------------------------------------------------------------
-
-
-def flow(rig, way, steps, **allowed):
-    """A flow of so many posts; what is told of it comes to `rig.results`."""
-    rig.results["f"] = []
-    common = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES, late=rig.late.append)
-    made = [CopyJob(NOTHING, post=replace(common, **sides(rig, number))) for number in range(steps)]
-    job = CopyJob(NOTHING, rig.results["f"].append, until=1e9, passage=way.passage, owner="f", post=common)
-    how = {"total": steps, "allowed": steps, "progress": lambda _: None, **allowed}
-    return rig.mover.flow(job, Direction.GATHER, made, **how)
-
-
-def sides(rig, number):
-    return dict(zip(("local", "remote"), rig.piece(PART, at=number * PART), strict=True))
-
-
-async def test_a_flow_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(make):
-    """Nothing of this side moves any more, and nothing tells when the rest has ended."""
-    rig = await make()
-    way = rig.way()
-    rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
-    made = flow(rig, way, 3)
-    rig.step(20)
-    outcome = rig.result("f")
-    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
-    assert (rig.late, way.inside, way.lent, made.left) == ([], 1, 1, True)
-    rig.mover.forget(made)
-    rig.step(4)
-    assert (rig.late, way.inside, way.lent, made.left) == ([], 0, 0, False)
-    assert rig.counted() == [0] * 5
-
-
-@pytest.mark.parametrize("ends", [True, False], ids=["", "not asked for any more"])
-async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_one_that_has_left(make, ends):
-    rig = await make(no_progress_timeout=0.5)
-    way = rig.way()
-    rig.network.hold("b")
-    made = flow(rig, way, 2, allowed=1)
-    rig.step()
-    rig.network.mend("b")
-    rig.network.break_next("b", after_bytes=24, disconnected=True)
-    rig.mover.allow(made, 2)
-    rig.step()
-    rig.step(8, seconds=0.2)
-    outcome = rig.result("f")
-    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
-    assert (rig.late, way.inside) == ([], 2)
-    if ends:
-        rig.network.release("b")
-        rig.step(3, seconds=0.2)
-        assert (rig.late, way.inside, made.left) == ([False], 1, True)
-    rig.mover.forget(made)
-    rig.step(4, seconds=0.2)
-    assert (rig.late, way.inside, way.lent, made.left) == ([False] * ends, 0, 0, False)
-    assert rig.counted() == [0] * 5

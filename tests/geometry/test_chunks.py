@@ -45,11 +45,12 @@ def test_windows_begin_at_multiples_and_layers_come_in_runs() -> None:
                 replace(grid, band=band).of(number)
 
 
+@pytest.mark.parametrize("layers", [2, 3, 5])
 @pytest.mark.parametrize("band", range(1, 9))
 @pytest.mark.parametrize(("start", "stop"), [(0, 48), (5, 47), (16, 17), (21, 21), (24, 71), (44, 100)])
-def test_every_chunk_has_its_number(band: int, start: int, stop: int) -> None:
+def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: int) -> None:
     """By the words of the protocol: band by band, in a band run by run, and of a run window by window."""
-    plain = ChunkGrid((0, 3, 7, 8, 9), 2, 8, start, stop)
+    plain = ChunkGrid((0, 3, 7, 8, 9), layers, 8, start, stop)
     ordered = sorted(map(plain.of, range(len(plain))), key=lambda cell: (cell[1] // 8 // band, cell[0], cell[1]))
     grid = replace(plain, band=band)
     assert list(map(grid.of, range(len(grid)))) == ordered

@@ -70,6 +70,16 @@ class TestStates:
 
 
 class TestGaps:
+    def test_the_smallest_gap_that_fits_is_taken(self):
+        gaps = Gaps(1000)
+        for _ in range(10):
+            gaps.take(100)
+        gaps.give(100, 300)
+        gaps.give(600, 200)
+        assert gaps.take(200) == 600
+        assert gaps.take(400) is None
+        assert gaps.largest == 300
+
     @pytest.mark.parametrize(("offset", "length"), [(0, 50), (50, 100), (250, 100), (-10, 10), (390, 20), (120, 0)])
     def test_what_is_free_or_outside_cannot_be_given_back(self, offset, length):
         gaps = Gaps(400)
@@ -407,6 +417,12 @@ class TestQuarantine:
 
 
 class TestArena:
+    def test_the_shares_are_disjoint_aligned_and_fill_the_allocation(self):
+        arena = Arena.split(BASE, 1 << 20)
+        assert (arena.sending.base, arena.sending.capacity) == (BASE, 1 << 19)
+        assert (arena.receiving.base, arena.receiving.capacity) == (BASE + (1 << 19), 1 << 19)
+        assert arena.sending.capacity + arena.receiving.capacity == 1 << 20
+
     @given(base=st.integers(0, 1 << 47), capacity=st.integers(1 << 10, 1 << 40))
     def test_any_split_stays_inside_and_is_aligned(self, base, capacity):
         arena = Arena.split(base, capacity)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from stage import Cache, Gate
 
 from kvxfer.blocking import (
     BlockingOffer,
@@ -43,7 +44,7 @@ from kvxfer.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.geometry import CacheTensor, Group, Span
+from kvxfer.geometry import Group, Span
 from kvxfer.prefill.offers import Awaited
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard
@@ -53,25 +54,9 @@ LAYERS, BLOCKS, BLOCK_TOKENS, HEADS = 4, 32, 16, 2
 PATIENCE = 20.0
 
 
-class Cache:
+def cache():
     """Tensors of one rank."""
-
-    def __init__(self, seed=None):
-        shape = (2, BLOCKS, BLOCK_TOKENS, HEADS, 8)
-        generator = torch.Generator().manual_seed(seed or 0)
-        make = torch.zeros if seed is None else lambda s: torch.randn(s, generator=generator)
-        self.layers = [make(shape) for _ in range(LAYERS)]
-
-    @property
-    def tensors(self):
-        axes = "kv block token head dim"
-        return [CacheTensor(t, axes, layers=[n], heads=range(HEADS)) for n, t in enumerate(self.layers)]
-
-    def tokens(self, blocks, layer, tokens):
-        return self.layers[layer][:, blocks].flatten(1, 2)[:, :tokens]
-
-    def holds(self, blocks, other, others, tokens, layers=range(LAYERS)):
-        return all(torch.equal(self.tokens(blocks, n, tokens), other.tokens(others, n, tokens)) for n in layers)
+    return Cache(blocks=BLOCKS, block_tokens=BLOCK_TOKENS, layers=range(LAYERS), heads=range(HEADS))
 
 
 class Pair:
@@ -83,7 +68,7 @@ class Pair:
         self.config = Config(**(plain | settings))
         self.prefill = BlockingWorker(self.config, transport=lambda: LoopbackTransport("prefill", self.network))
         self.decode = BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
-        self.source, self.sink = Cache(seed=1), Cache()
+        self.source, self.sink = cache(), cache()
 
     def __enter__(self):
         self.prefill.register(self.source.tensors)
@@ -98,6 +83,10 @@ class Pair:
     def fetch(self, request, blocks, tokens, **more):
         ticket = self.prefill.engine.ticket(request)
         return self.decode.start_fetch(ticket, blocks, tokens=range(tokens), **more)
+
+    def landed(self, blocks, others, tokens, layers=range(LAYERS)):
+        there, here = (one.logical(ids, range(tokens)) for one, ids in ((self.sink, blocks), (self.source, others)))
+        return torch.equal(there[list(layers)], here[list(layers)])
 
     def streamed(self, request, layers=(), **more):
         """A transfer of blocks 3 and 5 to 2 and 7, of which these layers are ready so far, and its offer."""
@@ -150,7 +139,7 @@ def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
     assert transfer.memory_safe
     assert transfer.failed_blocks == {}
     assert transfer.id
-    assert pair.sink.holds([2, 7], pair.source, [3, 5], 30)
+    assert pair.landed([2, 7], [3, 5], 30)
     released = event(pair.prefill, OfferReleased)
     assert (released.request, released.offer, offer.done) == ("r", offer, True)
     assert released.stats[0].bytes == fetched.result.stats.bytes
@@ -194,7 +183,7 @@ def test_calls_from_many_threads_give_each_event_once(pair):
     assert pair.decode.poll() == []
     assert len(events(pair.prefill, threads * each)) == threads * each
     blocks = list(range(threads * each))
-    assert pair.sink.holds(blocks, pair.source, blocks, 16 * len(blocks))
+    assert pair.landed(blocks, blocks, 16 * len(blocks))
 
 
 def test_block_lists_are_copied(pair):
@@ -206,7 +195,7 @@ def test_block_lists_are_copied(pair):
     offer.finish()
     event(pair.decode, Fetched)
     assert transfer.done
-    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
+    assert pair.landed([2, 7], [3, 5], 32)
 
 
 class Stream:
@@ -229,25 +218,15 @@ def test_a_stream_is_recorded_by_the_calling_thread(pair):
     assert [stream.threads for stream in streams] == [[threading.current_thread()]] * 3
 
 
-class Gate:
-    """An event that fires when it is told to."""
-
-    def __init__(self):
-        self.open = False
-
-    def query(self):
-        return self.open
-
-
 def test_blocks_are_not_touched_before_their_event(pair):
     gate = Gate()
     pair.prefill.offer("r", [3], tokens=16, after=gate)
     transfer = pair.fetch("r", [2], 16)
     with pytest.raises(TimeoutError):
         transfer.wait_layer(0, timeout=0.05)
-    assert not pair.sink.layers[0].any()
+    assert not pair.landed([2], [3], 16, layers=[0])
     assert not transfer.done
-    gate.open = True
+    gate.fired = True
     event(pair.decode, Fetched)
 
 
@@ -453,7 +432,7 @@ def test_waiting_for_layers_while_prefill_computes(pair):
         offer.ready(layers=[layer])
         transfer.wait_layer(layer, stream="any", timeout=PATIENCE)
         transfer.wait_layer(layer)  # again, at once
-        assert pair.sink.holds([2, 7], pair.source, [3, 5], 32, layers=[layer])
+        assert pair.landed([2, 7], [3, 5], 32, layers=[layer])
         assert not transfer.done
     offer.finish(b"done")
     assert event(pair.decode, Fetched).result.payload == b"done"
@@ -584,7 +563,7 @@ def test_nothing_works_before_register():
     worker.close()
     worker.close()
     with pytest.raises(ClosedError):
-        worker.register(Cache().tensors)
+        worker.register(cache().tensors)
 
 
 def test_registering_twice_is_refused(pair):
@@ -599,7 +578,7 @@ def test_what_cannot_be_registered_leaves_nothing_behind():
     with pytest.raises(GeometryError):
         worker.register([])
     with pytest.raises(ConfigError):
-        worker.register(Cache().tensors)
+        worker.register(cache().tensors)
     assert "not registered" in repr(worker)
     assert no_new_threads(before)
 
@@ -609,7 +588,7 @@ def test_groups_are_known():
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
     transport = LoopbackTransport("a", network)
     with BlockingWorker(config, [Group("default", null_block=0)], lambda: transport) as worker:
-        worker.register(Cache().tensors)
+        worker.register(cache().tensors)
         with pytest.raises(BlocksError, match="null block"):
             worker.start_fetch(worker.engine.ticket("r"), [0], tokens=range(16))
 
@@ -623,13 +602,13 @@ def test_sleep_and_wake(pair):
     assert pair.decode.unregister()
     with pytest.raises(ClosedError):
         pair.fetch("b", [2], 16)
-    pair.sink = Cache()
+    pair.sink = cache()
     pair.decode.register(pair.sink.tensors)
     assert pair.decode.card.incarnation != first.incarnation
     pair.prefill.offer("b", [4], tokens=16)
     pair.fetch("b", [9], 16)
     event(pair.decode, Fetched)
-    assert pair.sink.holds([9], pair.source, [4], 16)
+    assert pair.landed([9], [4], 16)
 
 
 def test_unregister_drains(pair):
@@ -644,7 +623,7 @@ def test_unregister_drains(pair):
     assert done == [True]
     assert event(pair.decode, Fetched).transfer is transfer
     transfer.wait_layer(2)
-    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
+    assert pair.landed([2, 7], [3, 5], 32)
 
 
 def test_close_with_work_under_way():
@@ -705,7 +684,7 @@ def test_an_engine_of_several_ranks_must_join():
             for n in range(2)
         ]
         for rank in ranks:
-            rank.register(Cache(seed=1).tensors)
+            rank.register(cache().tensors)
         with pytest.raises(TicketError):
             _ = ranks[0].engine
         card = EngineCard.of([rank.card for rank in ranks])
@@ -720,7 +699,7 @@ def test_a_worker_that_was_never_closed_is_a_warning():
     network = LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
     worker = BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
-    worker.register(Cache().tensors)
+    worker.register(cache().tensors)
     with pytest.warns(ResourceWarning, match="never closed"):
         worker.__del__()
     worker.close()
@@ -731,7 +710,7 @@ def test_what_never_ended_is_given_up_once():
     network = LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
     with BlockingWorker(config, transport=lambda: LoopbackTransport("a", network)) as worker:
-        worker.register(Cache().tensors)
+        worker.register(cache().tensors)
         thread, outbox = worker._open.thread, Outbox()
         transfer = BlockingTransfer("r", {"default": [2]}, thread, outbox)
         offer = BlockingOffer("r", 0, worker._open, outbox)

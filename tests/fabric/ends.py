@@ -11,7 +11,7 @@ import numpy as np
 import preloaded
 
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric import capi
 from kvxfer.fabric.calls import Fabric
@@ -171,13 +171,22 @@ async def two_processes(nbytes: int, **settings: Any) -> AsyncIterator[tuple[Sid
         await side.close()
 
 
-async def flies(side: Side) -> None:
-    """Wait until a part of a post is under way."""
-    while not side.mover.under_way(stays=False):  # noqa: ASYNC110 - nobody announces it
-        await asyncio.sleep(0)
-
-
 async def write(side: Side, remote: Remote, nbytes: int, *, seconds: float = 30) -> CopyOutcome:
     """How a write to the other process ends."""
     async with asyncio.timeout(seconds):
         return await side.post("target", remote.address, nbytes)
+
+
+async def met(side: Side, remote: Remote, *, stuck_bytes: int = 0) -> "asyncio.Future[CopyOutcome]":
+    """They have met, and written a little; then so many bytes are under way that the other process does not take."""
+    remote.say("hold")
+    assert await side.now(side.fabric.connect(remote.metadata)) == "target"
+    assert (await write(side, remote, 64)).outcome is Outcome.DONE
+    if stuck_bytes:
+        remote.say("let go")
+    ended = side.post("target", remote.address, stuck_bytes or 64)
+    if stuck_bytes:
+        while not side.mover.under_way(stays=False):  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0)
+        assert not ended.done()
+    return ended

@@ -130,6 +130,19 @@ def test_late_bytes_are_dropped_where_memory_was_deregistered(network, pair):
     assert network.log == []
 
 
+def test_delay_counts_polls(network, pair):
+    a, b = pair
+    network.delay("b", 2)
+    handle = write(a, b)
+    assert not a.transport.poll(handle)
+    assert not a.transport.poll(handle)
+    assert b.buffer[0] == 2
+    assert a.transport.poll(handle)
+    assert b.buffer[0] == 1
+    network.mend("b")
+    assert a.transport.poll(write(a, b))
+
+
 def test_on_a_paced_link_posts_take_their_time_one_after_the_other(network, pair):
     a, b = pair
     clock = [10.0]
@@ -199,6 +212,23 @@ def test_a_handle_is_given_back_once(pair):
         a.transport.release(handle)
     with pytest.raises(RuntimeError, match="given back before"):
         a.transport.poll(handle)
+
+
+@pytest.mark.parametrize("at_post", [True, False])
+def test_what_lingers_lands_at_release_and_holds_up_the_end_of_what_comes_later(network, pair, at_post):
+    a, b = pair
+    network.break_next("b", after_bytes=11, at_post=at_post, lingers=True)
+    spans = ((0, 8), (8, 8))
+    with pytest.raises(FabricError) as caught:
+        a.transport.poll(a.transport.post("b", Operation.WRITE, a.pieces(*spans), b.pieces(*spans)))
+    assert (caught.value.in_doubt, caught.value.disconnected) == (True, False)
+    assert b.buffer[:16].tolist() == [1] * 11 + [2] * 5
+    later = write(a, b, 100)
+    assert not a.transport.poll(later)
+    a.buffer[8:16] = 7
+    assert network.release("b") == 1
+    assert b.buffer[:17].tolist() == [1] * 11 + [7] * 5 + [2]
+    assert a.transport.poll(later)
 
 
 def test_what_lingers_of_a_post_to_a_peer_that_is_said_to_be_gone_was_read_already(network, pair):

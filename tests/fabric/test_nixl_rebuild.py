@@ -12,7 +12,7 @@ from typing import Any
 
 import preloaded
 import pytest
-from ends import SIZE, TCP, Agent, Side, descriptors, finish, flies, two_processes, write
+from ends import SIZE, TCP, Agent, Side, descriptors, finish, met, two_processes, write
 
 from kvxfer.copy.port import Outcome
 from kvxfer.errors import FabricError
@@ -116,13 +116,8 @@ async def test_bytes_of_a_write_in_flight_do_not_land_after_a_rebuild_and_those_
 
 async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
     async with two_processes(LARGE, backend_params=TCP) as (side, remote):
-        remote.say("hold")
-        await side.now(side.fabric.connect(remote.metadata))
         side.buffer[:] = OLD
-        assert (await write(side, remote, 64)).outcome is Outcome.DONE
-        remote.say("let go")
-        stuck = side.post("target", remote.address, LARGE)
-        await flies(side)
+        stuck = await met(side, remote, stuck_bytes=LARGE)
         assert await rebuilt(side, 0.2) is True
         async with asyncio.timeout(5):
             result = await stuck
@@ -140,12 +135,7 @@ async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
 
 async def test_errors_of_a_peer_that_died_do_not_keep_the_agent():
     async with two_processes(LARGE, backend_params=TCP) as (side, remote):
-        remote.say("hold")
-        await side.now(side.fabric.connect(remote.metadata))
-        assert (await write(side, remote, 64)).outcome is Outcome.DONE
-        remote.say("let go")
-        during = side.post("target", remote.address, LARGE)
-        await flies(side)
+        during = await met(side, remote, stuck_bytes=LARGE)
         remote.kill()
         async with asyncio.timeout(20):
             kept = [await during, *[await write(side, remote, 64) for _ in range(2)]]

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
-from kvxfer.memory import Backing, InvariantError, Kind, allocate
+from kvxfer.memory import InvariantError, Kind, allocate
 from kvxfer.memory import device as backing
 from kvxfer.memory.device import pci_bus_id
 
@@ -390,10 +390,3 @@ class TestFabric:
         with pytest.raises(FabricError, match="cuMemUnmap"):
             memory.close()
         assert [call[0] for call in driver.calls] == ["cuMemUnmap", "cuMemAddressFree"]
-
-
-def test_a_backing_shows_what_it_is():
-    memory = Backing("cpu", address=4096, length=5, device=None, free=lambda: None)
-    assert repr(memory) == "<Backing cpu device=None address=0x1000 length=5 open>"
-    memory.close()
-    assert repr(memory).endswith("closed>")

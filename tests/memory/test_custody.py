@@ -27,38 +27,6 @@ def test_a_block_named_twice_is_refused_with_both_positions():
     custody.check({"other": [3], "g": [3, 4]})
 
 
-@pytest.mark.parametrize("blocks", [{"g": [4]}, {"h": [1]}])
-def test_only_blocks_of_the_fetch_itself_can_be_in_doubt(blocks):
-    custody = Custody()
-    custody.hold("fetch-1", {"g": [1, 2]})
-    with pytest.raises(InvariantError, match="does not hold"):
-        custody.doubt("fetch-1", blocks)
-    assert held(custody, "fetch-1") == {"g": (1, 2)}
-    custody.release("fetch-1")
-
-
-def test_each_end_comes_exactly_once():
-    custody = Custody()
-    custody.hold("fetch-1", {"g": [1]})
-    with pytest.raises(InvariantError, match="already"):
-        custody.hold("fetch-1", {"g": [2]})
-    with pytest.raises(InvariantError, match="already"):
-        custody.doubt_reads("fetch-1", {"g": [2]})
-    with pytest.raises(InvariantError, match="nothing to settle"):
-        custody.settle("fetch-1")
-    custody.release("fetch-1")
-    for end in (custody.release, custody.settle, custody.doubt):
-        with pytest.raises(InvariantError, match="no blocks in the books"):
-            end("fetch-1")
-    custody.hold("fetch-1", {"g": [1]})
-    custody.doubt("fetch-1")
-    with pytest.raises(InvariantError, match="already"):
-        custody.doubt("fetch-1")
-    custody.settle("fetch-1")
-    with pytest.raises(InvariantError):
-        custody.settle("fetch-1")
-
-
 def test_ids_may_be_numpy_numbers():
     np = pytest.importorskip("numpy")
     custody = Custody()

@@ -233,36 +233,21 @@ def test_blocks_are_not_touched_before_their_event(pair):
 # --- errors of arguments
 
 
-@pytest.mark.parametrize(
-    ("blocks", "tokens", "error"),
-    [
-        ([BLOCKS], range(16), BlocksError),
-        ([-1], range(16), BlocksError),
-        ([2, 2], range(32), BlocksError),
-        ([2], range(32), BlocksError),
-        ([], range(16), BlocksError),
-        (["a"], range(16), BlocksError),
-        ({"other": [1]}, range(16), BlocksError),
-        ([2], range(0), TokensError),
-        ([2], range(0, 16, 2), TokensError),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "tokens", "error"), [
+    ([BLOCKS], range(16), BlocksError), ([-1], range(16), BlocksError), ([2, 2], range(32), BlocksError),
+    ([2], range(32), BlocksError), ([], range(16), BlocksError), (["a"], range(16), BlocksError),
+    ({"other": [1]}, range(16), BlocksError), ([2], range(0), TokensError), ([2], range(0, 16, 2), TokensError),
+])  # fmt: skip
 def test_a_wrong_fetch_is_refused_at_once(pair, blocks, tokens, error):
     with pytest.raises(error):
         pair.decode.start_fetch(pair.prefill.engine.ticket("r"), blocks, tokens=tokens)
     assert pair.decode.poll() == []
 
 
-@pytest.mark.parametrize(
-    ("blocks", "tokens", "error"),
-    [
-        ([BLOCKS], 16, BlocksError),
-        ([1], 17, BlocksError),
-        ([1], 0, TokensError),
-        (None, 16, RequestError),
-        ([1], None, RequestError),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "tokens", "error"), [
+    ([BLOCKS], 16, BlocksError), ([1], 17, BlocksError), ([1], 0, TokensError), (None, 16, RequestError),
+    ([1], None, RequestError),
+])  # fmt: skip
 def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, error):
     with pytest.raises(error):
         pair.prefill.offer("r", blocks, tokens=tokens)

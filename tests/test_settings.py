@@ -8,24 +8,10 @@ from kvxfer.config import parse_affinity, parse_duration, parse_names, parse_opt
 from kvxfer.names import cpu_numbers
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (0, 0),
-        (7, 7),
-        ("7", 7),
-        ("7B", 7),
-        ("64KiB", 65536),
-        ("64 kib", 65536),
-        ("256MiB", 256 << 20),
-        ("1GiB", 1 << 30),
-        ("2TiB", 2 << 40),
-        ("100MB", 100_000_000),
-        ("1.5GiB", 3 << 29),
-        ("0.1KB", 100),
-        (" 1KB ", 1000),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [
+    (0, 0), (7, 7), ("7", 7), ("7B", 7), ("64KiB", 65536), ("64 kib", 65536), ("256MiB", 256 << 20), ("1GiB", 1 << 30),
+    ("2TiB", 2 << 40), ("100MB", 100_000_000), ("1.5GiB", 3 << 29), ("0.1KB", 100), (" 1KB ", 1000),
+])  # fmt: skip
 def test_sizes(text, size):
     assert parse_size(text) == size
 
@@ -41,20 +27,10 @@ def test_sizes_that_are_none(text):
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        (5, 5.0),
-        (0.25, 0.25),
-        ("5", 5.0),
-        ("5s", 5.0),
-        ("200ms", 0.2),
-        ("2m", 120.0),
-        ("1h", 3600.0),
-        ("1.5 S", 1.5),
-        ("9us", 9e-6),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), [
+    (5, 5.0), (0.25, 0.25), ("5", 5.0), ("5s", 5.0), ("200ms", 0.2), ("2m", 120.0), ("1h", 3600.0), ("1.5 S", 1.5),
+    ("9us", 9e-6),
+])  # fmt: skip
 def test_durations(text, seconds):
     parsed = parse_duration(text)
     assert parsed == seconds
@@ -105,21 +81,10 @@ def test_nothing_is_written_as_none(text, value):
     assert parse_optional(text) == value
 
 
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [
-        ("auto", "auto"),
-        (" OFF ", "off"),
-        ("0-3,16", (0, 1, 2, 3, 16)),
-        ("7, 1 , 3-4,3", (1, 3, 4, 7)),
-        ("5", (5,)),
-        (5, (5,)),
-        ("[2, 0]", (0, 2)),
-        ([2, 0, 2], (0, 2)),
-        (range(3), (0, 1, 2)),
-        ({4, 1}, (1, 4)),
-    ],
-)
+@pytest.mark.parametrize(("value", "meant"), [
+    ("auto", "auto"), (" OFF ", "off"), ("0-3,16", (0, 1, 2, 3, 16)), ("7, 1 , 3-4,3", (1, 3, 4, 7)), ("5", (5,)),
+    (5, (5,)), ("[2, 0]", (0, 2)), ([2, 0, 2], (0, 2)), (range(3), (0, 1, 2)), ({4, 1}, (1, 4)),
+])  # fmt: skip
 def test_affinities(value, meant):
     assert parse_affinity(value) == meant
 

@@ -89,18 +89,11 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "device", "found", "span"),
-    [
-        ("auto", "cuda", "cuda", ("VRAM", 3)),
-        ("cuda", "cuda", "cuda", ("VRAM", 3)),
-        ("fabric", "cuda", "fabric", ("VRAM", 3)),
-        ("pinned", "cuda", "pinned", ("DRAM", 0)),
-        ("auto", "cpu", "cpu", ("DRAM", 0)),
-        ("cpu", "cpu", "cpu", ("DRAM", 0)),
-        ("pinned", "cpu", "pinned", ("DRAM", 0)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "device", "found", "span"), [
+    ("auto", "cuda", "cuda", ("VRAM", 3)), ("cuda", "cuda", "cuda", ("VRAM", 3)),
+    ("fabric", "cuda", "fabric", ("VRAM", 3)), ("pinned", "cuda", "pinned", ("DRAM", 0)),
+    ("auto", "cpu", "cpu", ("DRAM", 0)), ("cpu", "cpu", "cpu", ("DRAM", 0)), ("pinned", "cpu", "pinned", ("DRAM", 0)),
+])  # fmt: skip
 async def test_what_is_refused_by_nobody(world, kind, device, found, span):
     await world.open(kind, device)
     assert (world.asked, world.staging.kind, world.staging.refused) == ([found], found, {})

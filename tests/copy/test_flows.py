@@ -162,6 +162,7 @@ async def test_cancelled_while_a_step_waits_for_its_event(world):
     flow = Progress(world, "f", 3, step={"after": flag})
     await world.settle()
     world.mover.cancel(flow.flow)
+    assert world.mover.may_copy(flow.flow) is False, "on a CPU nothing is under way between two steps of the machine"
     await world.run(1)
     flag.fired = True
     await world.settle()

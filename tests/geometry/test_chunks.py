@@ -58,17 +58,10 @@ def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: in
     assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ((), 1, 1, 0, 1, 1),
-        ((0,), 0, 1, 0, 1, 1),
-        ((0,), 1, 0, 0, 1, 1),
-        ((0,), 1, 1, 3, 2, 1),
-        ((0,), 1, 1, 0, 0, 1),
-        ((0,), 1, 1, 0, 1, 0),
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    ((), 1, 1, 0, 1, 1), ((0,), 0, 1, 0, 1, 1), ((0,), 1, 0, 0, 1, 1), ((0,), 1, 1, 3, 2, 1), ((0,), 1, 1, 0, 0, 1),
+    ((0,), 1, 1, 0, 1, 0),
+])  # fmt: skip
 def test_an_empty_grid_is_refused(wrong: tuple[tuple[int, ...], int, int, int, int, int]) -> None:
     with pytest.raises(GeometryError, match="a chunk grid needs layers, tokens and positive steps, not ChunkGrid"):
         ChunkGrid(*wrong)

@@ -26,17 +26,9 @@ def offsets_of(patch: Patch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "counts"),
-    [
-        (8, 128, (16, 8)),
-        (8, 4, (16, 2, 4)),
-        (8, 16, (8, 2, 8)),
-        (16, 8, (8, 2, 8)),
-        (8, 8, (16, 8)),
-        (128, 128, (128,)),
-    ],
-)
+@pytest.mark.parametrize(("src", "dst", "counts"), [
+    (8, 128, (16, 8)), (8, 4, (16, 2, 4)), (8, 16, (8, 2, 8)), (16, 8, (8, 2, 8)), (8, 8, (16, 8)), (128, 128, (128,)),
+])  # fmt: skip
 def test_splits_that_divide_each_other_are_one_patch(src: int, dst: int, counts: tuple[int, ...]) -> None:
     found = patches(axis_offsets(split(128, src, gap=50), 0, 128), axis_offsets(split(128, dst, gap=70), 0, 128))
     assert [tuple(axis.count for axis in patch.axes) for patch in found] == [counts]

@@ -56,19 +56,12 @@ def test_state_is_not_tokens() -> None:
         pair(spec(), spec("block head dim"))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        Selection("default", "", "k", (0,), 0, 5),
-        Selection("default", "", "k", (0,), 4, 4),
-        Selection("default", "", "k", (0,), 3, 1),
-        Selection("default", "", "v", (0,), 0, 4),
-        Selection("default", "", "x", (0,), 0, 4),
-        Selection("default", "p", "k", (0,), 0, 4),
-        Selection("g", "", "k", (0,), 0, 4),
-        Selection("default", "", "k", (0, 1), 0, 4),
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    Selection("default", "", "k", (0,), 0, 5), Selection("default", "", "k", (0,), 4, 4),
+    Selection("default", "", "k", (0,), 3, 1), Selection("default", "", "v", (0,), 0, 4),
+    Selection("default", "", "x", (0,), 0, 4), Selection("default", "p", "k", (0,), 0, 4),
+    Selection("g", "", "k", (0,), 0, 4), Selection("default", "", "k", (0, 1), 0, 4),
+])  # fmt: skip
 def test_a_selection_that_one_side_does_not_hold_is_refused(wrong: Selection) -> None:
     with pytest.raises(GeometryError, match=r"were selected, but are not held by both sides"):
         pair(spec(), spec(), wrong)

@@ -43,18 +43,10 @@ class Driver:
         return (self.code,)
 
 
-@pytest.mark.parametrize(
-    ("ordering", "options", "needs"),
-    [
-        (0, 0, Arrival.UNKNOWN),
-        (0, 1, Arrival.FLUSHED),
-        (0, 2, Arrival.UNKNOWN),
-        (0, 3, Arrival.FLUSHED),
-        (100, 0, Arrival.ORDERED),
-        (100, 3, Arrival.ORDERED),
-        (200, 1, Arrival.ORDERED),
-    ],
-)
+@pytest.mark.parametrize(("ordering", "options", "needs"), [
+    (0, 0, Arrival.UNKNOWN), (0, 1, Arrival.FLUSHED), (0, 2, Arrival.UNKNOWN), (0, 3, Arrival.FLUSHED),
+    (100, 0, Arrival.ORDERED), (100, 3, Arrival.ORDERED), (200, 1, Arrival.ORDERED),
+])  # fmt: skip
 def test_what_a_device_needs(monkeypatch, ordering, options, needs):
     driver = Driver(WRITES_ORDERING=ordering, FLUSH_WRITES_OPTIONS=options)
     monkeypatch.setattr(module, "load", lambda name, purpose: driver)

@@ -6,16 +6,10 @@ from kvxfer.plans.routes import Means, acceptable, choose, predicted_faster
 from kvxfer.protocol.messages import Route
 
 
-@pytest.mark.parametrize(
-    ("direct", "staged", "faster"),
-    [
-        (1.0, 2.0, Route.DIRECT),
-        (2.0, 1.0, Route.STAGED),
-        (1.0, 1.0, Route.DIRECT),
-        (1.05, 1.0, Route.DIRECT),
-        (1.06, 1.0, Route.STAGED),
-    ],
-)
+@pytest.mark.parametrize(("direct", "staged", "faster"), [
+    (1.0, 2.0, Route.DIRECT), (2.0, 1.0, Route.STAGED), (1.0, 1.0, Route.DIRECT), (1.05, 1.0, Route.DIRECT),
+    (1.06, 1.0, Route.STAGED),
+])  # fmt: skip
 def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, staged, faster):
     assert predicted_faster(direct=direct, staged=staged) is faster
     means = Means(staged=True, direct=True, pull=True)

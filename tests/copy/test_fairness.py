@@ -12,22 +12,6 @@ from stepped import World
 from kvxfer.copy import Direction, records
 
 
-async def test_a_small_one_waits_for_one_large_one_only(world):
-    for number in range(10):
-        world.submit(("large", number), owner="large", nbytes=1 << 28)
-    world.step()
-    world.submit("small", owner="small", nbytes=1 << 16)
-    await world.run(11)
-    assert world.order == [("large", 0), "small", *[("large", number) for number in range(1, 10)]]
-
-
-async def test_of_equal_ones_the_smaller_comes_first(world):
-    world.submit("large", owner=1, nbytes=1 << 20)
-    world.submit("small", owner=2, nbytes=1 << 10)
-    await world.run(2)
-    assert world.order == ["small", "large"]
-
-
 async def test_who_waited_for_an_event_has_gained_nothing_by_it():
     driver = Driver()
     world, fired = World(StubGpu(driver)), driver.event()

@@ -99,6 +99,15 @@ async def test_no_step_begins_that_is_not_allowed(world):
     assert kind(flow.outcome) == "done"
 
 
+async def test_steps_are_added_while_others_are_under_way(world):
+    flow = Progress(world, "f", 3, total=300, allowed=300)
+    while flow.added < 300:
+        world.step()
+        world.mover.add(flow.flow, flow.make(min(random.Random(flow.added).randrange(90), 300 - flow.added)))
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written()) == ("done", 300)
+
+
 async def test_nothing_follows_when_it_is_finished(world):
     flow = Progress(world, "f", 5, total=300, allowed=4)
     world.mover.finish(flow.flow)

@@ -115,14 +115,6 @@ def test_what_is_made_anew_for_every_chunk_is_not_kept():
     assert sum(map(len, frames)) <= 1
 
 
-def test_what_has_no_bytes_has_no_launches():
-    plan = contiguous_rows(0, 0, rows=4, regions=2, row_bytes=64, pool=8)
-    plan.segments[0].stencil.rows[:, 4] = 0
-    assert pack(plan).launches == ()
-    assert pack(CopyPlan(())).launches == ()
-    assert variants([CopyPlan(())]) == set()
-
-
 def test_rows_too_long_for_31_bits_are_refused_by_name():
     box = Box((), 1, 1, 2**31, token_in_run=False)
     plan = CopyPlan(

@@ -5,9 +5,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from agree import plain
 from decoded import accesses
 from execute import by_destination, table_pairs
 from hypothesis import given, settings
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from opened import opened
 from worlds import Rank, contiguous, make_world
 
-from kvxfer.copy import binding, walk
+from kvxfer.copy import binding
 from kvxfer.copy.tables import Kind, Tables, pack
 from kvxfer.copy.template import Cut, Fitted, Template
 from kvxfer.errors import BlocksError, KvxferError
@@ -127,54 +125,6 @@ def said(tables):
         inside = np.arange(one.dst_bytes)
         found.append(np.stack([(side[:, None] + inside).ravel() for side in (one.src, one.dst)], axis=1))
     return by_destination(np.concatenate(found))
-
-
-@settings(deadline=None, max_examples=10)
-@given(seed=SEEDS)
-def test_memory_is_as_the_planner_and_the_oracle_would_have_it(seed):
-    """Both tables run on real memory: in place, and chunk by chunk through staging."""
-    rng, random = Random(seed), np.random.default_rng(seed)
-    world = make_world(rng)
-    for rank in (*world.prefill, *world.decode):
-        rank.memory[:] = random.integers(0, 256, len(rank.memory), np.uint8)
-    for number, target in enumerate(world.decode):
-        parts = resolve(target.geometry, [rank.geometry for rank in world.prefill], rank=number)
-        before = target.memory.copy()
-        for source, selections in zip(world.prefill, parts, strict=True):
-            if not selections:
-                continue
-            pair = PairPlan(source.geometry, target.geometry, selections)
-            case = Case(pair, source.spans, target.spans, range(*world.tokens))
-            plan, fit = pair.bind(case.src, case.dst, case.tokens), fitted(case)
-            read, written = oracle.byte_pairs(
-                source.tensors, target.tensors, plain(selections), source.blocks, target.blocks, world.tokens
-            ).T
-            expected = before.copy()
-            expected[written] = source.memory[read]
-            for copied in (
-                lambda: walk.copy(pack(plan.whole.copy())),  # noqa: B023
-                lambda: walk.copy(tables_of(cut_of(fit, whole(case)), Kind.COPY)),  # noqa: B023
-                lambda: through_staging(case, plan, fit, drawn_grid(case, rng)),  # noqa: B023
-            ):
-                target.memory[:] = before
-                copied()
-                np.testing.assert_array_equal(target.memory, expected)
-            target.memory[:] = before
-
-
-def through_staging(case, plan, fit, grid):
-    """All chunks by compiled tables; what they leave in staging is what the planner's do."""
-    room = np.zeros(fit.largest_chunk_bytes(grid) + 16, np.uint8)
-    at = -(-room.ctypes.data // 16) * 16
-    cut = cut_of(fit, grid)
-    for number, (_, nbytes) in enumerate(cut.sizes):
-        staged = room[at - room.ctypes.data :][:nbytes]
-        staged[:] = 0xA5
-        walk.copy(pack(plan.chunk(grid, number).gather(at)))
-        theirs, staged[:] = staged.copy(), 0x5A
-        walk.copy(tables_of(cut, Kind.GATHER, number, at))
-        np.testing.assert_array_equal(staged, theirs)
-        walk.copy(tables_of(cut, Kind.SCATTER, number, at))
 
 
 def ranks(tensors, ids, null=None, *, seed=0):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from copy_plans import CANARY, addresses, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan, rows_with_gaps
+from copy_plans import CANARY, addresses, contiguous_rows, expected, random_plan, rows_with_gaps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,27 +50,6 @@ def test_the_pieces_are_those_of_the_formula(seed):
     want = expected(plan, SRC, 0, dst, 0)
     for src, to, count in addresses(plan):
         dst[to : to + count] = SRC[src : src + count]
-    np.testing.assert_array_equal(dst, want)
-
-
-@pytest.mark.parametrize("flat", ["", "src", "dst"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda *at, flat: contiguous_rows(*at, rows=5, regions=2, row_bytes=32768, pool=8, flat=flat),
-        lambda *at, flat: contiguous_rows(*at, rows=99, regions=2, row_bytes=132, pool=128, flat=flat),
-        lambda *at, flat: contiguous_rows(*at, rows=49, regions=2, row_bytes=4098, pool=64, flat=flat),
-        lambda *at, flat: contiguous_rows(*at, rows=49, regions=2, row_bytes=4097, pool=64, flat=flat),
-        lambda *at, flat: head_split(*at, rows=5, regions=2, pool=8, flat=flat),
-        lambda *at, flat: hnd_to_nhd(*at, rows=5, regions=2, pool=8, flat=flat),
-    ],
-    ids=["32 KiB", "132 bytes", "4,098 bytes", "4,097 bytes", "head split", "HND to NHD"],
-)
-def test_common_layouts(make, flat, walk):
-    dst = canvas()
-    plan = make(SRC.ctypes.data, dst.ctypes.data, flat=flat)
-    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
-    walk(pack(plan))
     np.testing.assert_array_equal(dst, want)
 
 

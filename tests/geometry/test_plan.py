@@ -1,6 +1,5 @@
 """The planner against the brute-force oracle: whole copies, staged chunks, merged pieces, both ends."""
 
-import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from agree import check_world, without_bases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,13 +16,11 @@ from worlds import Rank, contiguous, make_world
 from kvxfer.errors import BlocksError, GeometryError, TokensError
 from kvxfer.geometry import (
     CacheGeometry,
-    CacheTensor,
     ChunkGrid,
     PairPlan,
     Span,
     TensorSpec,
     check_state,
-    normalise_blocks,
     resolve,
 )
 
@@ -69,29 +65,6 @@ def laid_out(
     tensor = contiguous(axes, sizes, layers=layers, heads=heads, kv=kv, **rest)
     ids = Random(seed).sample(range(count + 2), count)
     return Rank([tensor], {"default": (ids, 0)}, {}, (0, 1, 1))
-
-
-def test_views_of_different_groups_may_share_memory() -> None:
-    """A hybrid pool: state and tokens are two views of one allocation, in blocks of their own."""
-    pools = [torch.arange(8 * 64, dtype=torch.int16).reshape(8, 64) * sign for sign in (1, -1)]
-    source, target = (
-        CacheGeometry.of(
-            [
-                CacheTensor(pool.view(8, 4, 16), "block token dim", layers=[0], group="full"),
-                CacheTensor(pool[:, :48].view(8, 3, 16), "block head dim", layers=[0], heads=range(3), group="state"),
-            ]
-        )
-        for pool in pools
-    )
-    pair = PairPlan(source, target, resolve(target, [source])[0])
-    blocks = [{"full": [3, 1], "state": [6]}, {"full": [2, 5], "state": [0]}]
-    spans = [normalise_blocks(given, source) for given in blocks]
-    expected = pools[1].clone()
-    expected[2], expected[5, :32], expected[0, :48] = pools[0][3], pools[0][1, :32], pools[0][6, :48]
-    pieces = pair.bind(spans[0], spans[1], range(6)).whole.copy().enumerate()
-    for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
-        ctypes.memmove(dst, src, nbytes)
-    assert torch.equal(pools[1], expected)
 
 
 # binding and refusing

@@ -107,22 +107,6 @@ def test_what_is_claimed_in_one_turn_is_said_together():
     play(scenario)
 
 
-def test_a_rank_that_is_met_again_is_told_as_often_as_ever():
-    """However long it was not to be tried."""
-
-    async def scenario(claims, peers):
-        peers.away = {"unix:/e0": away_for(50.0)}
-        claims.keep(ticket("r"))
-        await asyncio.sleep(1)
-        peers.away.clear()
-        await peers.link("unix:/e0", b"")  # by a fetch
-        claims.keep(ticket("s"))
-        await asyncio.sleep(2.5 * HEARTBEAT)
-        assert len(peers.heard("r")) == 2
-
-    play(scenario)
-
-
 def test_what_is_claimed_no_more_as_the_turn_ends_is_not_said():
     """To say it would take the request over from another engine."""
 

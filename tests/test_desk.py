@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvxfer import ArenaError
-from kvxfer.memory import Extent, Share
+from kvxfer.memory import Share
 from kvxfer.site import Desk
 from kvxfer.telemetry import Metrics
 
@@ -29,14 +29,6 @@ async def desk():
     made.clock = clock
     yield made
     made.close()
-
-
-async def test_what_is_free_is_given_before_ask_returns(desk):
-    told = []
-    assert desk.ask("a", PAGE, 1.0, told.append) is None
-    (extent,) = told
-    assert isinstance(extent, Extent)
-    assert desk._metrics.snapshot()["admission_waits"] == 0
 
 
 async def test_who_waits_is_told_once_and_in_turn(desk):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 
 import anyio.to_thread
 import pytest
@@ -80,20 +79,6 @@ def test_wake_ups_before_a_step_are_merged():
     leave.release(10)
     assert service.stop(LONG)
     assert len(steps) in (2, 3)  # `stop` may come before or after the look at the flag
-
-
-def test_setup_comes_first_and_in_the_same_thread():
-    order = []
-    probe = Probe()
-    service = ThreadRuntime().start(
-        "kvxfer-probe",
-        lambda: order.append(("step", threading.current_thread())) or probe(),
-        setup=lambda: order.append(("setup", threading.current_thread())),
-    )
-    probe.wait()
-    assert service.stop(LONG)
-    assert order == [("setup", probe.thread), ("step", probe.thread)]
-    assert probe.thread is not threading.current_thread()
 
 
 @pytest.mark.parametrize("where", ["setup", "step"])
@@ -242,27 +227,6 @@ def test_a_place_that_is_gone_since_is_no_reason_to_fail(monkeypatch, one_cpu):
 # --- the rest
 
 
-def test_clock_and_randomness():
-    runtime = ThreadRuntime()
-    before = time.monotonic()
-    assert before <= runtime.now() <= time.monotonic()
-    assert len(runtime.token(32)) == 32
-    assert runtime.token(32) != runtime.token(32)
-
-
-async def test_work_in_a_thread_leaves_the_loop_alone():
-    release = threading.Event()
-
-    def work():
-        assert release.wait(LONG)
-        return threading.current_thread()
-
-    task = asyncio.ensure_future(ThreadRuntime().in_thread(work))
-    await asyncio.sleep(0)
-    release.set()  # the loop is here, though the work is not done
-    assert await asyncio.wait_for(task, LONG) is not threading.current_thread()
-
-
 async def test_a_thread_is_there_though_the_application_has_taken_all_of_its_own():
     """All of which may be waiting for what is to be done."""
     limiter, release, runtime = anyio.to_thread.current_default_thread_limiter(), threading.Event(), ThreadRuntime()
@@ -291,14 +255,6 @@ async def test_a_runtime_takes_no_more_threads_than_that(monkeypatch):
 def test_a_runtime_lends_threads_in_one_loop_after_the_other():
     runtime = ThreadRuntime()
     assert [asyncio.run(runtime.in_thread(lambda: 7)) for _ in range(2)] == [7, 7]
-
-
-async def test_what_work_in_a_thread_raises_comes_back():
-    def work():
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        await ThreadRuntime().in_thread(work)
 
 
 def test_services_give_way():

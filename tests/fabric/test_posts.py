@@ -52,11 +52,12 @@ def test_every_byte_is_in_one_part_and_pieces_stay_whole_that_may(lengths, most_
         assert np.array_equal(here[:, 1], there[:, 1])
         seen += [(int(a) + i, int(b) + i) for (a, n), (b, _) in zip(here, there, strict=True) for i in range(n)]
     assert seen == wanted, "every byte, once and in order"
-    whole = {(int(a), int(n)) for here, _ in parts for a, n in here}
-    assert {(int(a), int(n)) for a, n in local if 0 < n <= most_bytes} <= whole
+    whole = {(int(a), int(n)) for a, n in local if 0 < n <= most_bytes}
+    assert whole <= {(int(a), int(n)) for here, _ in parts for a, n in here}
     for (here, _), (following, _) in pairwise(parts):  # no part ends before it has to
         full = len(here) == most_pieces or here[:, 1].sum() == most_bytes
-        assert full or here[:, 1].sum() + following[0, 1] > most_bytes
+        stays_whole = (int(following[0, 0]), int(following[0, 1])) in whole
+        assert full or (stays_whole and here[:, 1].sum() + following[0, 1] > most_bytes)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,25 @@ async def test_every_chunk_arrives_whole_and_in_order_whoever_goes_on_when(seed,
     await pair.end()
 
 
+@pytest.mark.parametrize("how", ["notified", "heard"])
+async def test_what_fills_places_stops_where_none_was_emptied_though_more_is_claimed(how):
+    pair = Pair(token=TOKEN if how == "notified" else b"")
+    pair.network.hold("b")
+    pair.fill()
+    pair.a.step(9)
+    assert pair.network.held("b") == PLACES
+    if how == "notified":
+        pair.b.transport.notify("a", note(1 << 40, SCATTER))
+    else:
+        pair.a.hear(STEPS)
+    pair.a.step(9)
+    assert pair.network.held("b") == PLACES, "of what it has not written nothing can have been emptied"
+    pair.network.release("b", posts=1)
+    pair.a.step(9)
+    assert (pair.a.done, pair.a.begun) == (1, 1 + PLACES)
+    await pair.end()
+
+
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +279,22 @@ async def test_what_fills_places_goes_on_when_it_is_told_that_they_are_empty(sid
     say(side, note(first + 5, SCATTER))
     assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
     assert told(side) == [("a", note(first + steps, GATHER)) for steps in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("how", ["notified", "heard"])
+async def test_no_more_is_emptied_at_once_than_there_are_places_though_more_is_claimed(side, how):
+    side.flow(SCATTER)
+    side.step()
+    if how == "notified":
+        side.peers["b"].notify("a", note(1 << 40, GATHER))
+        side.step()  # it hears that behind its own work
+    else:
+        side.hear(1 << 40)
+    for done in (PLACES, 2 * PLACES, STEPS):
+        side.step()
+        assert side.done == done
+    side.step(2)
+    assert side.result().outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize("token", [b"", bytes(16), bytes(8) + bytes(range(8))])
@@ -321,6 +356,21 @@ async def test_what_nobody_can_have_done_changes_nothing(side, direction):
     for steps in (0, 8, 9, (1 << 63) - 1, 1 << 62):
         say(side, note(steps, other(direction)))
         assert (side.done, side.word(records.HEARD)) == (before, 0)
+
+
+async def test_of_many_notifications_at_once_each_goes_to_its_flow(side):
+    """Of two agents, to both directions, stale ones among them."""
+    side.flow(SCATTER)
+    first = side.begun_flow.slot
+    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN[::-1], "c"))
+    side.step(4)
+    for steps in (1, 4, 2, 3):
+        side.peers["b"].notify("a", note(steps, GATHER))
+        side.peers["c"].notify("a", note(steps, SCATTER, TOKEN[::-1]))
+        side.peers["c"].notify("a", note(STEPS, GATHER))
+    side.step(6)
+    assert int(side.machine.jobs[first][records.PASSED]) == 4
+    assert (side.done, side.mover.strange) == (PLACES + 4, 4)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

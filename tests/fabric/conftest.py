@@ -23,6 +23,18 @@ async def make():
 
 
 @pytest.fixture
+async def rig(make):
+    """One with agent "b" as its peer."""
+    return await make()
+
+
+@pytest.fixture
+def way(rig):
+    """Into the memory of its peer."""
+    return rig.way()
+
+
+@pytest.fixture
 async def record():
     """Movers over a transport that notes what it is asked for; ended with the test."""
     from rigs import Recorder

@@ -20,8 +20,7 @@ from kvxfer.fabric.port import Descriptors, Operation
 # ---- calls and defects -----------------------------------------------------------------------------------------------
 
 
-async def test_calls_are_answered_in_order_and_errors_are_outcomes(make):
-    rig = await make()
+async def test_calls_are_answered_in_order_and_errors_are_outcomes(rig):
     made: list[str] = []
     for name in ("deregister", "connect", "metadata"):
         real = getattr(rig.transport, name)
@@ -40,16 +39,14 @@ async def test_calls_are_answered_in_order_and_errors_are_outcomes(make):
     assert made == ["deregister", "connect", "metadata"], "nobody is asked about what is not held"
 
 
-async def test_a_cancelled_call_is_not_made(make):
-    rig = await make()
+async def test_a_cancelled_call_is_not_made(rig):
     future = rig.fabric.deregister(rig.token)
     assert future.cancel()
     rig.serve()
     assert rig.transport.keys() == rig.keys
 
 
-async def test_the_service_sleeps_until_there_is_a_call(make):
-    rig = await make()
+async def test_the_service_sleeps_until_there_is_a_call(rig):
     assert rig.serve() is None
     woken = rig.service.woken
     rig.fabric.metadata([])
@@ -57,8 +54,7 @@ async def test_the_service_sleeps_until_there_is_a_call(make):
     assert rig.serve() is None
 
 
-async def test_a_peer_is_forgotten_with_the_last_who_knew_it(make):
-    rig = await make()
+async def test_a_peer_is_forgotten_with_the_last_who_knew_it(rig):
     metadata = rig.others["b"].metadata([])
     assert await rig.now(rig.fabric.connect(metadata)) == "b"
     for agents in (1, 0, 0):
@@ -123,8 +119,7 @@ async def test_a_defect_breaks_the_fabric_loudly_and_answers_everybody(make, mon
     assert rig.service.stopped
 
 
-async def test_an_error_that_everybody_gets_is_an_object_of_each(make, monkeypatch):
-    rig = await make()
+async def test_an_error_that_everybody_gets_is_an_object_of_each(rig, monkeypatch):
     monkeypatch.setattr(rig.transport, "connect", lambda _: 1 // 0)
     rig.fabric.connect(b"")
     rig.serve()
@@ -213,8 +208,7 @@ async def test_a_call_that_takes_longer_than_peers_are_waited_for_has_none_of_th
     assert rig.result().outcome is Outcome.DONE
 
 
-async def test_a_call_waits_until_the_mover_is_out_of_the_agent(make):
-    rig = await make()
+async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
     rig.state[records.BUSY] = 1
     future = rig.fabric.metadata([])
     for _ in range(3):
@@ -234,8 +228,7 @@ async def test_a_call_waits_until_the_mover_is_out_of_the_agent(make):
     assert int(rig.state[records.WANTED]) == 0
 
 
-async def test_a_call_that_waits_holds_up_no_cancel(make):
-    rig = await make()
+async def test_a_call_that_waits_holds_up_no_cancel(rig):
     copy = rig.post()
     rig.step()
     rig.mover.claim()
@@ -245,8 +238,7 @@ async def test_a_call_that_waits_holds_up_no_cancel(make):
     rig.mover.release_claim()
 
 
-async def test_after_a_call_that_raised_the_mover_may_call_again(make, monkeypatch):
-    rig = await make()
+async def test_after_a_call_that_raised_the_mover_may_call_again(rig, monkeypatch):
     for error in (FabricError("no"), ZeroDivisionError("a bug")):
 
         def fails(*_: object, error: Exception = error) -> None:
@@ -319,16 +311,14 @@ async def test_what_was_undone_before_is_not_undone_again(make, monkeypatch):
     assert undone == ["c"]
 
 
-async def test_what_came_before_close_is_answered(make):
-    rig = await make()
+async def test_what_came_before_close_is_answered(rig):
     await Moving.end(rig)
     waiting = rig.fabric.metadata([])
     rig.closed = await rig.run(rig.fabric.close())
     assert waiting.result(timeout=0)
 
 
-async def test_who_waits_for_close_may_give_up(make):
-    rig = await make()
+async def test_who_waits_for_close_may_give_up(rig):
     await Moving.end(rig)
     closing = asyncio.ensure_future(rig.fabric.close())
     await asyncio.sleep(0)
@@ -338,8 +328,7 @@ async def test_who_waits_for_close_may_give_up(make):
     assert rig.closed is True
 
 
-async def test_close_under_a_write_leaves_the_transport_open(make):
-    rig = await make()
+async def test_close_under_a_write_leaves_the_transport_open(rig):
     rig.network.hold("b")
     rig.post()
     rig.step(2)
@@ -366,8 +355,7 @@ async def test_close_goes_on_when_a_step_of_it_fails(make, monkeypatch, error, c
     assert rig.transport.keys() == frozenset()
 
 
-async def test_a_fabric_is_opened_once_and_closed_without_that_too(make):
-    rig = await make()
+async def test_a_fabric_is_opened_once_and_closed_without_that_too(rig):
     with pytest.raises(FabricError, match="once"):
         await rig.fabric.open()
     moving = Moving()
@@ -391,8 +379,7 @@ def write_back(rig: Rig, metadata: bytes, nbytes: int = SIZE) -> object:
     return other.post(other.connect(metadata), Operation.WRITE, here, there)
 
 
-async def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_metadata_only(make):
-    rig = await make()
+async def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_metadata_only(rig):
     before = await rig.now(rig.fabric.metadata([rig.token]))
     assert await rig.rebuilt()
     assert rig.transport.name == "a.1"
@@ -421,8 +408,7 @@ async def turns(rig: Rig, count: int = 5, *, seconds: float = 0.0) -> None:
         await rig.settle()
 
 
-async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(make):
-    rig = await make()
+async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(rig):
     rig.network.hold("b")
     rig.post()
     rig.step()
@@ -442,8 +428,7 @@ async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(
 
 
 @pytest.mark.parametrize("operation", Operation)
-async def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_more(make, operation):
-    rig = await make()
+async def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_more(rig, operation):
     rig.network.hold("b")
     rig.memory["b"][:] = 254
     way = rig.way()
@@ -574,9 +559,8 @@ async def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end(make):
     assert rig.late == [True]
 
 
-async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(make):
+async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(rig):
     """It was destroyed, and the mover was not told yet which one there is."""
-    rig = await make()
     release = rig.mover.hold_awake()
     rig.network.hold("b")
     rig.post("under way")
@@ -598,9 +582,8 @@ async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(make):
 
 
 @pytest.mark.parametrize("rest", ["ends", "stands still"])
-async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(make, rest):
+async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(rig, rest):
     """One part failed, and nobody knows how far it went; a flush would have told, but waits, or for the other part."""
-    rig = await make()
     rig.network.delay("b", 1)
     rig.network.break_next("b", lingers=True)
     if rest == "stands still":
@@ -615,9 +598,8 @@ async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(m
 
 
 @pytest.mark.parametrize("end", ["rebuilt", "closed"])
-async def test_whoever_waits_for_a_rebuild_may_give_up_and_nothing_breaks(make, end, caplog):
+async def test_whoever_waits_for_a_rebuild_may_give_up_and_nothing_breaks(rig, end, caplog):
     """As a worker that closes does: the agent is made anew all the same."""
-    rig = await make()
     rig.network.wedge("b")
     rig.post()
     rig.step()
@@ -657,8 +639,7 @@ async def test_an_agent_that_cannot_be_destroyed_stays_as_it_is(make, monkeypatc
 
 
 @pytest.mark.parametrize("step", ["renew", "register"])
-async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(make, monkeypatch, step):
-    rig = await make()
+async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeypatch, step):
     rig.network.hold("b")
     rig.post()
     rig.step()
@@ -685,8 +666,7 @@ async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(make, monkey
     assert rig.service.stopped
 
 
-async def test_a_rebuild_is_refused_twice_at_a_time_and_after_the_end(make):
-    rig = await make()
+async def test_a_rebuild_is_refused_twice_at_a_time_and_after_the_end(rig):
     rig.network.wedge("b")
     rig.post()
     rig.step()
@@ -701,8 +681,7 @@ async def test_a_rebuild_is_refused_twice_at_a_time_and_after_the_end(make):
         await rig.fabric.rebuild(60.0)
 
 
-async def test_a_rebuild_is_answered_though_the_worker_closes_and_nothing_breaks(make, caplog):
-    rig = await make()
+async def test_a_rebuild_is_answered_though_the_worker_closes_and_nothing_breaks(rig, caplog):
     rig.network.wedge("b")
     rig.post()
     rig.step()
@@ -782,8 +761,7 @@ async def test_in_threads_an_agent_is_made_anew_while_posts_are_made_again_and_a
 # ---- health ----------------------------------------------------------------------------------------------------------
 
 
-async def test_who_owes_nothing_is_well(make):
-    rig = await make()
+async def test_who_owes_nothing_is_well(rig):
     rig.runtime.time += 50.0
     assert rig.fabric.health() == (0.0, "")
     rig.post()
@@ -793,8 +771,7 @@ async def test_who_owes_nothing_is_well(make):
     assert rig.fabric.health() == (0.0, "")
 
 
-async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(make):
-    rig = await make()
+async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(rig):
     rig.fabric.metadata([])
     rig.runtime.time += 3.0
     rig.fabric.metadata([])
@@ -804,8 +781,7 @@ async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(make):
     assert rig.fabric.health() == (0.0, "")
 
 
-async def test_a_mover_that_does_not_come_is_late_by_the_oldest_post(make):
-    rig = await make()
+async def test_a_mover_that_does_not_come_is_late_by_the_oldest_post(rig):
     rig.runtime.time += 1.0
     rig.post()
     rig.runtime.time += 3.0
@@ -841,8 +817,7 @@ async def test_a_call_that_does_not_return_is_late(make, monkeypatch):
     assert rig.fabric.health() == (0.0, "")
 
 
-async def test_what_broke_the_fabric_is_named_until_it_is_closed(make, monkeypatch):
-    rig = await make()
+async def test_what_broke_the_fabric_is_named_until_it_is_closed(rig, monkeypatch):
 
     def broken() -> None:
         raise FabricError("the device is gone")

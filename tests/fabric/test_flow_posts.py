@@ -42,9 +42,7 @@ class Posting:
 
 
 @pytest.mark.parametrize("doing", Operation)
-async def test_steps_are_posted_one_behind_the_other(make, doing):
-    rig = await make()
-    way = rig.way()
+async def test_steps_are_posted_one_behind_the_other(rig, way, doing):
     posting = Posting(rig, way=way, width=2, doing=doing)
     rig.network.hold("b")
     rig.step(10)
@@ -60,8 +58,7 @@ async def test_steps_are_posted_one_behind_the_other(make, doing):
     assert (way.inside, way.lent, rig.counted(), rig.late) == (0, 0, [0] * 5, [])
 
 
-async def test_what_is_not_allowed_is_not_posted(make):
-    rig = await make()
+async def test_what_is_not_allowed_is_not_posted(rig):
     posting = Posting(rig, allowed=3)
     rig.step(20)
     assert (posting.landed(), posting.counts[-1], rig.moved()) == (3, 3, [PART] * 3)
@@ -85,8 +82,7 @@ async def test_no_step_is_posted_after_its_own_lease(make):
         assert (result.outcome, result.error, result.steps, posting.landed()) == (Outcome.STOPPED, None, posted, posted)
 
 
-async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(make):
-    rig = await make()
+async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(rig):
     posting = Posting(rig, allowed=0, width=1, leases=(110.0,) * STEPS)
     rig.network.hold("b")
     rig.mover.allow(posting.flow, 2, until=105.0)
@@ -103,9 +99,7 @@ async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(make):
     assert (rig.result().outcome, posting.landed()) == (Outcome.STOPPED, 2)
 
 
-async def test_a_gate_that_was_closed_stops_it(make):
-    rig = await make()
-    way = rig.way()
+async def test_a_gate_that_was_closed_stops_it(rig, way):
     posting = Posting(rig, way=way, allowed=2)
     rig.step(20)
     assert way.file.revoke(0) is not None
@@ -157,10 +151,8 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doi
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
-async def test_cancelled_between_posts(make, steps):
+async def test_cancelled_between_posts(rig, way, steps):
     """What was posted is waited for; nothing else is."""
-    rig = await make()
-    way = rig.way()
     posting = Posting(rig, way=way, width=2)
     rig.network.hold("b")
     rig.step(steps)
@@ -175,10 +167,8 @@ async def test_cancelled_between_posts(make, steps):
     assert posting.landed() <= posted
 
 
-async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(make):
+async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(rig, way):
     """Nothing of this side moves any more, and nothing tells when the rest has ended."""
-    rig = await make()
-    way = rig.way()
     rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
     made = Posting(rig, way=way).flow
     rig.step(20)

@@ -130,8 +130,7 @@ async def test_settings_are_checked(bad):
 
 
 @pytest.mark.parametrize("operation", list(Operation))
-async def test_a_post_is_cut_and_done(make, operation):
-    rig = await make()
+async def test_a_post_is_cut_and_done(rig, operation):
     rig.memory["b"][:] = 7
     rig.source[:] = 9
     rig.post(nbytes=8 * PART + 5, at=3, operation=operation)
@@ -150,9 +149,8 @@ async def test_a_post_is_cut_and_done(make, operation):
     assert rig.step() is None, "idle again"
 
 
-async def test_the_time_in_which_parts_are_posted_is_told(make):
+async def test_the_time_in_which_parts_are_posted_is_told(rig):
     """As the clock says: nothing else is measured there."""
-    rig = await make()
     rig.state[records.FIXED] = 0
     real = rig.transport.post
 
@@ -169,8 +167,7 @@ async def test_the_time_in_which_parts_are_posted_is_told(make):
     assert 0.006 <= result.posting <= result.finished - result.posted
 
 
-async def test_only_a_few_parts_are_under_way_at_once(make):
-    rig = await make()
+async def test_only_a_few_parts_are_under_way_at_once(rig):
     rig.network.hold("b")
     rig.post(nbytes=10 * PART)
     rig.step(20)
@@ -196,9 +193,7 @@ async def test_cancelled_before_the_first_part(make):
     assert rig.network.log == []
 
 
-async def test_cancelled_between_parts_waits_for_those_in_flight(make):
-    rig = await make()
-    way = rig.way()
+async def test_cancelled_between_parts_waits_for_those_in_flight(rig, way):
     rig.network.hold("b")
     copy = rig.post(way=way)
     rig.step(2)
@@ -217,9 +212,7 @@ async def test_cancelled_between_parts_waits_for_those_in_flight(make):
 
 
 @pytest.mark.parametrize("held", [True, False])
-async def test_a_lease_that_runs_out_between_parts(make, held):
-    rig = await make()
-    way = rig.way()
+async def test_a_lease_that_runs_out_between_parts(rig, way, held):
     if held:
         rig.network.hold("b")
     rig.post(until=102.0, way=way)
@@ -234,8 +227,7 @@ async def test_a_lease_that_runs_out_between_parts(make, held):
     assert way.inside == 0
 
 
-async def test_a_cancel_after_the_last_part_was_posted_changes_nothing(make):
-    rig = await make()
+async def test_a_cancel_after_the_last_part_was_posted_changes_nothing(rig):
     rig.network.hold("b")
     copy = rig.post(nbytes=PART)
     rig.step(2)
@@ -246,9 +238,7 @@ async def test_a_cancel_after_the_last_part_was_posted_changes_nothing(make):
     assert rig.result().outcome is Outcome.DONE
 
 
-async def test_who_is_kept_out_by_a_gate_posts_nothing(make):
-    rig = await make()
-    way = rig.way()
+async def test_who_is_kept_out_by_a_gate_posts_nothing(rig, way):
     way.file.revoke(0)
     rig.post(way=way)
     rig.step(3)
@@ -256,9 +246,7 @@ async def test_who_is_kept_out_by_a_gate_posts_nothing(make):
     assert (rig.landed(), way.inside, way.lent, rig.transport.open_handles) == (0, 0, 0, 0)
 
 
-async def test_who_is_inside_of_a_gate_stays_so_though_it_is_wanted_back_and_keeps_its_owner_out(make):
-    rig = await make()
-    way = rig.way()
+async def test_who_is_inside_of_a_gate_stays_so_though_it_is_wanted_back_and_keeps_its_owner_out(rig, way):
     rig.network.hold("b")
     rig.post(way=way)
     rig.step(2)
@@ -269,8 +257,7 @@ async def test_who_is_inside_of_a_gate_stays_so_though_it_is_wanted_back_and_kee
     assert way.file.revoke(0) == "idle"
 
 
-async def test_refused_before_anything_was_posted(make):
-    rig = await make()
+async def test_refused_before_anything_was_posted(rig):
     rig.network.refuse_next("b")
     rig.post()
     rig.step(2)
@@ -285,9 +272,9 @@ async def test_refused_before_anything_was_posted(make):
 @pytest.mark.parametrize("at_post", [True, False])
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("operation", list(Operation))
-async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_passed_them(make, at_post, skip, operation):
-    rig = await make()
-    way = rig.way()
+async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_passed_them(
+    rig, way, at_post, skip, operation
+):
     rig.network.break_next("b", after_bytes=100, skip=skip, at_post=at_post, lingers=True)
     rig.post(way=way, operation=operation)
     rig.step(10)
@@ -306,8 +293,7 @@ async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_pass
     assert rig.result("y").outcome is Outcome.DONE
 
 
-async def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody_wants_it(make):
-    rig = await make()
+async def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody_wants_it(rig):
     copy = rig.post(until=101.0, nbytes=PART)
     rig.network.break_next("b")
     rig.network.delay("b", 1)
@@ -336,9 +322,7 @@ async def test_what_does_not_end_is_given_up_no_later_than_without_another_write
 
 
 @pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
-async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(make, how):
-    rig = await make()
-    way = rig.way()
+async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(rig, way, how):
     rig.network.break_next("b")
     match how:
         case "refused":
@@ -365,8 +349,7 @@ async def test_a_transport_that_does_not_flush_leaves_the_doubt(make, monkeypatc
     assert rig.moved() == [100]
 
 
-async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_left_and_met_again(make):
-    rig = await make()
+async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_left_and_met_again(rig):
     rig.mover._native = dataclasses.replace(rig.mover._native, for_good=True)
     rig.network.break_next("b", disconnected=True)
     rig.post("lost")
@@ -383,11 +366,9 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
 
 
 @pytest.mark.parametrize("operation", list(Operation))
-async def test_a_read_from_a_lost_peer_leaves_its_gate_and_a_write_does_not(make, operation):
+async def test_a_read_from_a_lost_peer_leaves_its_gate_and_a_write_does_not(rig, way, operation):
     """The reader says that it reads nothing any more, and the gate is given to another; bytes that were written may
     still be under way."""
-    rig = await make()
-    way = rig.way()
     rig.network.hold("b")
     copy = rig.post(way=way, operation=operation)
     rig.step(2)
@@ -563,8 +544,7 @@ async def test_a_broken_late_strands_none(make):
     assert rig.counted() == [0] * 5
 
 
-async def test_more_posts_than_the_machine_has_rows_are_all_done(make):
-    rig = await make()
+async def test_more_posts_than_the_machine_has_rows_are_all_done(rig):
     for number in range(records.JOBS + 40):
         rig.post(str(number), 8, at=8 * number)
     for _ in range(40):
@@ -596,8 +576,7 @@ def gathered_post(rig: Rig, staging: np.ndarray, nbytes: int, **job: Any) -> Any
     return rig.submit("x", post, tables=gather(rig, staging, nbytes), nbytes=nbytes, **job)
 
 
-async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(make):
-    rig = await make()
+async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(rig):
     staging, way, flag = await staged(rig), rig.way(), Flag()
     copy = gathered_post(rig, staging, 4 * PART, passage=way.passage, after=flag)
     rig.step(3)
@@ -638,8 +617,7 @@ async def test_nothing_is_posted_where_the_copy_was_stopped_or_came_too_late(mak
 # ---- idling and looking ----------------------------------------------------------------------------------------------
 
 
-async def test_idle_until_something_is_asked_for(make):
-    rig = await make()
+async def test_idle_until_something_is_asked_for(rig):
     rig.runtime.time += 1
     assert rig.step() is None
     calls = rig.called()
@@ -649,8 +627,7 @@ async def test_idle_until_something_is_asked_for(make):
     assert rig.step() == 0.0
 
 
-async def test_it_looks_without_a_pause_and_then_ever_less_often(make):
-    rig = await make()
+async def test_it_looks_without_a_pause_and_then_ever_less_often(rig):
     rig.state[records.SPIN] = 200_000
     rig.network.hold("b")
     rig.post(nbytes=PART)
@@ -712,8 +689,7 @@ async def test_what_was_given_up_is_looked_at_seldom(make):
     rig.network.release("b")
 
 
-async def test_a_hold_keeps_the_transport_progressing(make):
-    rig = await make()
+async def test_a_hold_keeps_the_transport_progressing(rig):
     rig.runtime.time += 10
     assert rig.step() is None
     progressed = rig.transport.progressed
@@ -734,8 +710,7 @@ async def test_a_hold_keeps_the_transport_progressing(make):
     assert rig.transport.progressed == progressed + 5
 
 
-async def test_what_the_transport_says_when_it_cannot_progress_is_kept(make):
-    rig = await make()
+async def test_what_the_transport_says_when_it_cannot_progress_is_kept(rig):
 
     def broken() -> None:
         raise FabricError("the device is gone")
@@ -823,8 +798,7 @@ async def test_a_part_that_no_longer_ends_keeps_its_row_and_no_other(make):
     assert len(rig.mover._copies) == 1
 
 
-async def test_a_halted_mover_posts_nothing_and_goes_on_looking(make):
-    rig = await make()
+async def test_a_halted_mover_posts_nothing_and_goes_on_looking(rig):
     rig.network.hold("b")
     rig.post()
     rig.step(2)
@@ -841,8 +815,7 @@ async def test_a_halted_mover_posts_nothing_and_goes_on_looking(make):
     assert rig.result().outcome is Outcome.DONE
 
 
-async def test_what_is_halted_does_not_spin_and_can_be_cancelled(make):
-    rig = await make()
+async def test_what_is_halted_does_not_spin_and_can_be_cancelled(rig):
     rig.post("begun")
     rig.step()
     rig.mover.halt()
@@ -870,8 +843,7 @@ async def test_without_an_agent_nothing_is_posted_and_what_waits_can_be_cancelle
     await moving.end()
 
 
-async def test_who_is_caught_is_told_of_it_only_when_there_is_an_agent_again_or_none(make):
-    rig = await make()
+async def test_who_is_caught_is_told_of_it_only_when_there_is_an_agent_again_or_none(rig):
     rig.network.hold("b")
     rig.post()
     rig.step(2)
@@ -908,8 +880,7 @@ async def test_peers_to_whom_something_is_posted_are_known(make):
 # ---- closing ---------------------------------------------------------------------------------------------------------
 
 
-async def test_close_lets_accepted_posts_end_and_refuses_more(make):
-    rig = await make()
+async def test_close_lets_accepted_posts_end_and_refuses_more(rig):
     rig.post()
     closing = asyncio.ensure_future(rig.mover.close(5.0))
     await asyncio.sleep(0)
@@ -920,9 +891,7 @@ async def test_close_lets_accepted_posts_end_and_refuses_more(make):
     assert rig.results["late"] == []
 
 
-async def test_close_under_a_post_gives_it_up_in_doubt(make):
-    rig = await make()
-    way = rig.way()
+async def test_close_under_a_post_gives_it_up_in_doubt(rig, way):
     rig.network.hold("b")
     rig.post(way=way)
     rig.step(2)
@@ -933,8 +902,7 @@ async def test_close_under_a_post_gives_it_up_in_doubt(make):
     assert isinstance(rig.result("queued").error, (ClosedError, FabricError))
 
 
-async def test_close_fails_what_was_never_posted(make):
-    rig = await make()
+async def test_close_fails_what_was_never_posted(rig):
     rig.mover.halt()
     rig.post()
     rig.step(2)

@@ -77,6 +77,12 @@ def other(folder, how="waits"):
         one.end()
 
 
+@pytest.fixture
+def one(tmp_path):
+    with other(tmp_path) as one:
+        yield one
+
+
 def peer(number, *, host=APART, locks=b"", staging="DRAM", process=0):
     body = AgentBody("x", b"", [], [MemorySpan(staging, 0, 0, 1)], host=host, locks=locks, process=number)
     return PeerInfo(1, Identity("e", b"e" * 16, b"i" * 16, 0, 1, 0, ""), encode_body(body), process)
@@ -123,34 +129,31 @@ async def test_a_process_elsewhere_is_seen_to_end(tmp_path, watched, how):
         assert watched.ended(peer(one.number)) is None
 
 
-async def test_closing_ends_every_watch(tmp_path):
+async def test_closing_ends_every_watch(one):
     watched = Processes(asyncio.get_running_loop(), gpu=False)
-    with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
-        leave = watched.hold(peer(one.number))
-        watched.close()
-        assert is_closed(one.descriptor)
-        assert watched.ended(peer(one.number)) is None
-        leave()
+    watched.met(peer(one.number), one.opened)
+    leave = watched.hold(peer(one.number))
+    watched.close()
+    assert is_closed(one.descriptor)
+    assert watched.ended(peer(one.number)) is None
+    leave()
 
 
-async def test_the_last_one_to_hold_a_process_ends_the_watch(tmp_path, watched):
-    with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
-        leaves = [watched.hold(peer(one.number)) for _ in range(2)]
-        watched.forget(peer(one.number))
-        leaves[0]()
-        assert not is_closed(one.descriptor)
-        leaves[1]()
-        assert is_closed(one.descriptor)
+async def test_the_last_one_to_hold_a_process_ends_the_watch(watched, one):
+    watched.met(peer(one.number), one.opened)
+    leaves = [watched.hold(peer(one.number)) for _ in range(2)]
+    watched.forget(peer(one.number))
+    leaves[0]()
+    assert not is_closed(one.descriptor)
+    leaves[1]()
+    assert is_closed(one.descriptor)
 
 
-async def test_who_passes_the_stream_on_is_not_the_peer(tmp_path, watched):
+async def test_who_passes_the_stream_on_is_not_the_peer(watched, one):
     """Its end would say nothing of the process that speaks."""
-    with other(tmp_path) as one:
-        watched.met(peer(one.number + 1), one.opened)
-        assert watched.ended(peer(one.number + 1)) is None
-        assert is_closed(one.descriptor)
+    watched.met(peer(one.number + 1), one.opened)
+    assert watched.ended(peer(one.number + 1)) is None
+    assert is_closed(one.descriptor)
 
 
 @pytest.mark.parametrize(
@@ -158,19 +161,17 @@ async def test_who_passes_the_stream_on_is_not_the_peer(tmp_path, watched):
     [{"number": 0}, {"host": "another-boot pid:[1]"}, {"host": ""}, {"staging": "VRAM"}],
     ids=["no number", "another host", "who knows where", "a GPU"],
 )
-async def test_nobody_is_watched_of_whom_it_would_be_no_evidence(tmp_path, watched, said):
-    with other(tmp_path) as one:
-        about = peer(**{"number": one.number, **said})
-        watched.met(about, one.opened)
-        assert watched.ended(about) is None
-        assert not hasattr(one, "descriptor")
+async def test_nobody_is_watched_of_whom_it_would_be_no_evidence(watched, one, said):
+    about = peer(**{"number": one.number, **said})
+    watched.met(about, one.opened)
+    assert watched.ended(about) is None
+    assert not hasattr(one, "descriptor")
 
 
-async def test_a_gpu_here_is_reason_enough(tmp_path):
+async def test_a_gpu_here_is_reason_enough(one):
     watched = Processes(asyncio.get_running_loop(), gpu=True)
-    with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
-        assert watched.ended(peer(one.number)) is None
+    watched.met(peer(one.number), one.opened)
+    assert watched.ended(peer(one.number)) is None
 
 
 async def test_this_process_is_not_watched(watched):
@@ -180,10 +181,9 @@ async def test_this_process_is_not_watched(watched):
         assert watched.ended(peer(own_number())) is None
 
 
-async def test_a_peer_in_this_namespace_that_was_told_no_locks_is_seen_too(tmp_path, watched):
-    with other(tmp_path) as one:
-        watched.met(peer(one.number, host=here()), one.opened)
-        assert watched.ended(peer(one.number)) is not None
+async def test_a_peer_in_this_namespace_that_was_told_no_locks_is_seen_too(watched, one):
+    watched.met(peer(one.number, host=here()), one.opened)
+    assert watched.ended(peer(one.number)) is not None
 
 
 async def test_without_a_descriptor_nobody_is_watched(watched):
@@ -213,31 +213,28 @@ def locks(monkeypatch):
 
 
 @pytest.mark.parametrize(("told", "seen"), [("its own", True), ("none", True), ("another's", False)])
-async def test_a_number_that_was_used_again_is_not_the_peer(tmp_path, watched, locks, told, seen):
-    with other(tmp_path) as one:
-        number = {"its own": one.number, "none": 0, "another's": one.number + 1}[told]
-        about = peer(number, host=here(), locks=locks(one.process.pid), process=one.process.pid)
-        watched.met(about, one.opened)
-        assert (watched.ended(about) is not None) is seen
-        assert not hasattr(one, "descriptor")  # what holds the locks is watched, whatever the stream leads to
+async def test_a_number_that_was_used_again_is_not_the_peer(watched, one, locks, told, seen):
+    number = {"its own": one.number, "none": 0, "another's": one.number + 1}[told]
+    about = peer(number, host=here(), locks=locks(one.process.pid), process=one.process.pid)
+    watched.met(about, one.opened)
+    assert (watched.ended(about) is not None) is seen
+    assert not hasattr(one, "descriptor")  # what holds the locks is watched, whatever the stream leads to
 
 
-async def test_on_an_older_kernel_the_number_in_the_locks_is_believed(tmp_path, watched, locks, monkeypatch):
+async def test_on_an_older_kernel_the_number_in_the_locks_is_believed(watched, one, locks, monkeypatch):
     monkeypatch.setattr(module, "number_of", lambda descriptor: 0)
-    with other(tmp_path) as one:
-        about = peer(one.number, host=here(), locks=locks(one.process.pid))
-        watched.met(about, one.opened)
-        assert watched.ended(about) is not None
+    about = peer(one.number, host=here(), locks=locks(one.process.pid))
+    watched.met(about, one.opened)
+    assert watched.ended(about) is not None
 
 
-async def test_locks_of_another_process_than_the_stream_leads_to_are_not_believed(tmp_path, watched, locks):
-    with other(tmp_path) as one:
-        about = peer(one.number, host=here(), locks=locks(one.process.pid), process=os.getpid())
-        watched.met(about, one.opened)
-        assert watched.ended(about) is None
+async def test_locks_of_another_process_than_the_stream_leads_to_are_not_believed(watched, one, locks):
+    about = peer(one.number, host=here(), locks=locks(one.process.pid), process=os.getpid())
+    watched.met(about, one.opened)
+    assert watched.ended(about) is None
 
 
-async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(tmp_path, locks, monkeypatch):
+async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(one, locks, monkeypatch):
     watched, asked = Processes(asyncio.get_running_loop(), gpu=True), []
 
     class Asked:
@@ -250,13 +247,12 @@ async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(
             asked.pop()
 
     monkeypatch.setattr(module, "Lineage", Asked)
-    with other(tmp_path) as one:
-        for number, open_ones in ((one.number + 1, 0), (one.number, 1)):
-            about = peer(number, host=here(), locks=locks(one.process.pid))
-            watched.met(about, one.opened)
-            assert len(asked) == open_ones
-        watched.close()
-        assert not asked
+    for number, open_ones in ((one.number + 1, 0), (one.number, 1)):
+        about = peer(number, host=here(), locks=locks(one.process.pid))
+        watched.met(about, one.opened)
+        assert len(asked) == open_ones
+    watched.close()
+    assert not asked
 
 
 async def test_locks_of_this_process_are_not_watched(watched, locks):
@@ -265,27 +261,25 @@ async def test_locks_of_this_process_are_not_watched(watched, locks):
     assert watched.ended(about) is None
 
 
-async def test_a_second_session_opens_nothing(tmp_path, watched):
-    with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
-        first = one.descriptor
-        watched.met(peer(one.number), lambda: pytest.fail("it is watched already"))
-        watched.forget(peer(one.number))
-        assert is_closed(first)
+async def test_a_second_session_opens_nothing(watched, one):
+    watched.met(peer(one.number), one.opened)
+    first = one.descriptor
+    watched.met(peer(one.number), lambda: pytest.fail("it is watched already"))
+    watched.forget(peer(one.number))
+    assert is_closed(first)
 
 
-async def test_whoever_is_held_is_watched_on_and_met_again(tmp_path, watched):
-    with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
-        leave = watched.hold(peer(one.number))
-        watched.forget(peer(one.number))
-        assert watched.ended(peer(one.number)) is not None
-        watched.met(peer(one.number), lambda: -1)
-        leave()
-        leave()  # once is enough
-        assert watched.ended(peer(one.number)) is not None  # a link leads there again
-        watched.forget(peer(one.number))
-        assert watched.ended(peer(one.number)) is None
+async def test_whoever_is_held_is_watched_on_and_met_again(watched, one):
+    watched.met(peer(one.number), one.opened)
+    leave = watched.hold(peer(one.number))
+    watched.forget(peer(one.number))
+    assert watched.ended(peer(one.number)) is not None
+    watched.met(peer(one.number), lambda: -1)
+    leave()
+    leave()  # once is enough
+    assert watched.ended(peer(one.number)) is not None  # a link leads there again
+    watched.forget(peer(one.number))
+    assert watched.ended(peer(one.number)) is None
 
 
 async def test_who_waits_for_the_end_may_take_it_back(tmp_path, watched):
@@ -307,14 +301,13 @@ async def test_who_waits_for_the_end_may_take_it_back(tmp_path, watched):
 # --- numbers
 
 
-def test_numbers_are_of_processes(tmp_path):
-    with other(tmp_path) as one:
-        descriptors = [os.pidfd_open(one.process.pid), process_of_stream(one.stream), os.pidfd_open(os.getpid())]
-        assert [number_of(descriptor) for descriptor in descriptors] == [one.number, one.number, own_number()]
-        assert one.number != own_number()
-        assert not os.get_inheritable(descriptors[1])
-        for descriptor in descriptors:
-            os.close(descriptor)
+def test_numbers_are_of_processes(one):
+    descriptors = [os.pidfd_open(one.process.pid), process_of_stream(one.stream), os.pidfd_open(os.getpid())]
+    assert [number_of(descriptor) for descriptor in descriptors] == [one.number, one.number, own_number()]
+    assert one.number != own_number()
+    assert not os.get_inheritable(descriptors[1])
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_no_number_is_told_where_all_processes_have_the_same(monkeypatch):

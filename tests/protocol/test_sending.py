@@ -184,11 +184,6 @@ def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_n
     assert sending.ready == 2
 
 
-@pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])
-def test_nothing_is_announced_unless_it_moves(state):
-    assert STATES[state]().announce(2) == []
-
-
 # --- grants
 
 
@@ -233,17 +228,6 @@ def test_a_token_comes_with_a_ring():
     assert sending.token == token
     sending.reserve(Reserve(9, 3, 1000, 0, ring(1), 2))
     assert sending.token == b""
-
-
-@pytest.mark.parametrize("route", [Route.DIRECT, Route.MAPPED])
-def test_in_place_there_is_no_ring_and_no_bound_of_one(route):
-    sending = make(3, route, wanted=3)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match="is written in place"):
-        sending.reserve(reserve(1, places=1))
-    assert known(sending) == before
-    assert sending.reserve(reserve(1)) == range(1)
-    assert sending.reserve(reserve(3)) == range(1, 3)
 
 
 def test_what_was_granted_ahead_is_in_our_hands_at_once():

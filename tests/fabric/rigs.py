@@ -12,6 +12,7 @@ from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING
+from kvxfer.errors import FabricError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
 from kvxfer.fabric.port import Descriptors, Memory, Operation
@@ -187,7 +188,7 @@ class Moving:
         """It ended so: what its error says, whether of a peer that is gone, and whether bytes may move yet."""
         result, error = self.result(), self.result().error
         assert result.outcome is outcome
-        assert error is not None
+        assert isinstance(error, FabricError)
         assert said in str(error)
         told = error.in_doubt, error.disconnected, result.may_move
         assert told == (outcome is Outcome.IN_DOUBT, disconnected, may_move)

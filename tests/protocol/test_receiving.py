@@ -187,7 +187,7 @@ def test_a_ring_that_rides_with_the_question_is_for_so_many_chunks(staging):
 def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_done(chunks):
     reading = make(4, wanted=2)
     reading.read(1)
-    moves = [(reading, reading.read), ((done := make(3, granted=1, landed=1, done=1)), done.done)]
+    moves: list = [(reading, reading.read), ((done := make(3, granted=1, landed=1, done=1)), done.done)]
     if chunks != 1:  # as many as before are granted again
         moves.append(((granted := make(4, wanted=1, granted=1)), lambda count: granted.grant(count, 1000)))
     for receiving, move in moves:

@@ -581,22 +581,6 @@ async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(rig):
     release()
 
 
-@pytest.mark.parametrize("rest", ["ends", "stands still"])
-async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(rig, rest):
-    """One part failed, and nobody knows how far it went; a flush would have told, but waits, or for the other part."""
-    rig.network.delay("b", 1)
-    rig.network.break_next("b", lingers=True)
-    if rest == "stands still":
-        rig.network.wedge("b")
-    rig.post(nbytes=2 * PART)
-    rig.step(2)
-    assert await rig.rebuilt(0.0)
-    rig.step()
-    # there, what it wrote may still land; here, nothing reads the source any more, and nobody waits for that again
-    rig.ended(Outcome.IN_DOUBT, disconnected=True)
-    assert await rig.close() is True
-
-
 @pytest.mark.parametrize("end", ["rebuilt", "closed"])
 async def test_whoever_waits_for_a_rebuild_may_give_up_and_nothing_breaks(rig, end, caplog):
     """As a worker that closes does: the agent is made anew all the same."""
@@ -736,39 +720,7 @@ async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeyp
     assert "does not answer" in str(rig.result("again").error)
 
 
-async def test_in_threads_an_agent_is_made_anew_while_posts_are_made_again_and_again(threaded):
-    """Every post ends once, and those that are done are where they should be."""
-    mover, fabric = threaded.movers[0], threaded.fabrics[0]
-    threaded.buffers[0][:] = np.random.default_rng(1).integers(1, 256, SIZE)
-    release = mover.hold_awake()
-    part, ends = SIZE // 16, []
-    async with asyncio.timeout(30):
-        for _ in range(15):
-            ends += [threaded.post(start, part)[1] for start in range(0, SIZE, part)]
-            await asyncio.sleep(0)
-            assert await fabric.rebuild(0.0) is True
-        outcomes = [(await end).outcome for end in ends]
-    release()
-    assert set(outcomes) <= {Outcome.DONE, Outcome.IN_DOUBT}
-    assert outcomes[-16:].count(Outcome.DONE) > 0
-    assert not mover.lingering
-    threaded.buffers[1][:] = 0
-    async with asyncio.timeout(10):
-        assert (await threaded.post(0, SIZE)[1]).outcome is Outcome.DONE
-    assert np.array_equal(*threaded.buffers)
-
-
 # ---- health ----------------------------------------------------------------------------------------------------------
-
-
-async def test_who_owes_nothing_is_well(rig):
-    rig.runtime.time += 50.0
-    assert rig.fabric.health() == (0.0, "")
-    rig.post()
-    rig.step(30)
-    assert rig.results["x"]
-    rig.runtime.time += 50.0
-    assert rig.fabric.health() == (0.0, "")
 
 
 async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(rig):

@@ -315,6 +315,10 @@ class Desk:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
         return None if self._waiting or self._paused else self.share.take(peer, nbytes)
 
+    def write(self, extent: Extent, more: int) -> list[Extent]:
+        """Let a peer write an extent, and up to so many like it that are there right now, if nobody waits: these."""
+        return self.share.write(extent, 0 if self._waiting or self._paused else more)
+
     @property
     def contended(self) -> bool:
         """Whether others wait, or nothing is granted now: whoever has an extent had better give it back soon."""
@@ -329,9 +333,10 @@ class Desk:
                 self.share.release(extent)
             self.advance()
 
-    def release(self, extent: Extent) -> None:
-        """Give an extent back: nobody will write it any more."""
-        self.share.release(extent)
+    def release(self, *extents: Extent) -> None:
+        """Give extents back: nobody will write them any more."""
+        for extent in extents:
+            self.share.release(extent)
         if self._waiting:
             self.advance()
         if self.emptied is not None:

@@ -177,7 +177,7 @@ class Grants:
         """Grant so much, up to so many times, with the question, if it is free right now."""
         extent = self.desk.take(self._peer.account, max(1, nbytes))
         if extent is not None:
-            self.ahead = self._more(extent, most)
+            self.ahead = self.desk.write(extent, most - 1)
             self.lease_ms = self.next_lease_ms()
         return extent is not None
 
@@ -188,22 +188,13 @@ class Grants:
     def void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
         ahead, self.ahead = self.ahead, ()
-        for extent in ahead:
-            self._give_back(extent)
+        if ahead:
+            self._give_back(ahead)
 
     def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
-        self.ring, self._first = self._more(extent, most), chunk
+        self.ring, self._first = self.desk.write(extent, most - 1), chunk
         return named(self.ring) if self.staged else []
-
-    def _more(self, extent: Extent, most: int) -> list[Extent]:
-        """An extent, and others like it as far as they are free right now; the peer is about to hear of them."""
-        ring = [extent]
-        while len(ring) < most and (another := self.desk.take(self._peer.account, extent.nbytes)) is not None:
-            ring.append(another)
-        for one in ring:
-            self.desk.share.write(one)
-        return ring
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
@@ -242,15 +233,18 @@ class Grants:
             kept = self.places(hands)
         if len(kept) < len(ring):
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
-        for extent in ring:
-            if extent in kept:
-                if extent.state is not ExtentState.QUARANTINED:
-                    self.desk.quarantine(extent, f"{self._peer.name} is silent")
-            else:
-                self._give_back(extent)
+        for extent in kept:
+            if extent.state is not ExtentState.QUARANTINED:
+                self.desk.quarantine(extent, f"{self._peer.name} is silent")
+        self._give_back([extent for extent in ring if extent not in kept] if kept else ring)
 
-    def _give_back(self, extent: Extent) -> None:
-        (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
+    def _give_back(self, extents: Sequence[Extent]) -> None:
+        written = extents
+        for extent in extents:
+            if extent.state is ExtentState.QUARANTINED:
+                self.desk.settle(extent)
+                written = [one for one in written if one is not extent]
+        self.desk.release(*written)
 
 
 def named(ring: Sequence[Extent]) -> list[wire.Grant]:

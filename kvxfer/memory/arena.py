@@ -14,6 +14,8 @@ from enum import Enum, StrEnum, auto, unique
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 from kvxfer.errors import ArenaError, ConfigError
 
 __all__ = [
@@ -77,8 +79,7 @@ TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyT
 """Every legal move: from each state, where it may go."""
 
 
-@dataclass(slots=True, eq=False)
-class Extent:
+class Extent(Struct, eq=False):
     """A run of arena bytes that one peer holds. Only the `Share` that granted it changes it.
 
     Two extents are equal only if they are the same grant: the same bytes granted again are another extent, with another
@@ -95,12 +96,12 @@ class Extent:
         reason: Why it was quarantined, else empty.
     """
 
-    address: Final[int]
-    offset: Final[int]
-    length: Final[int]
-    nbytes: Final[int]
-    peer: Final[str]
-    generation: Final[int]
+    address: int
+    offset: int
+    length: int
+    nbytes: int
+    peer: str
+    generation: int
     state: ExtentState = ExtentState.RESERVED
     reason: str = ""
 
@@ -555,9 +556,20 @@ class Share:
 
     # --- the life of an extent: an `InvariantError` if it is stale, of another share, or in another state
 
-    def write(self, extent: Extent) -> None:
-        """RESERVED -> WRITING: call it before anybody is told the address."""
+    def write(self, extent: Extent, more: int = 0) -> list[Extent]:
+        """RESERVED -> WRITING: call it before anybody is told the address.
+
+        Returns:
+            The extent, and up to `more` like it, WRITING too, as far as there are any right now, and nobody waits.
+        """
         self._move(extent, ExtentState.WRITING)
+        found, peer, length = [extent], extent.peer, extent.length
+        contenders = len(self._accounts)
+        while len(found) <= more and not len(self._queue):
+            if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
+                break
+            found.append(self._reserve(peer, extent.nbytes, length, ExtentState.WRITING))
+        return found
 
     def release(self, extent: Extent) -> None:
         """RESERVED or WRITING -> FREE, exactly once; the bytes may be granted again at once.
@@ -660,17 +672,17 @@ class Share:
         self._granted_to[extent] = request
         return extent
 
-    def _reserve(self, peer: str, nbytes: int, length: int) -> Extent:
+    def _reserve(self, peer: str, nbytes: int, length: int, state: ExtentState = ExtentState.RESERVED) -> Extent:
         offset = self._gaps.take(length)
         if offset is None:
             raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
         self._generation += 1
-        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation)
+        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation, state)
         self._live[extent.generation] = extent
         account = self._accounts.get(peer)
         if account is None:
             account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
-        account[ExtentState.RESERVED] += length
+        account[state] += length
         return extent
 
     def _move(self, extent: Extent, target: ExtentState) -> None:

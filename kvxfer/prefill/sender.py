@@ -635,11 +635,9 @@ class Sender:
         if route is Route.STAGED and bound.most_bytes:
             nbytes = bound.most_bytes
             extent = site.send_desk.take(peer.account, nbytes) or await self._room(nbytes)
-            while extent is not None:
-                site.send_desk.share.write(extent)
-                run.extents.append(extent)
+            if extent is not None:
                 most = min(len(machine.ring), machine.chunks - run.first)
-                extent = site.send_desk.take(peer.account, nbytes) if len(run.extents) < most else None
+                run.extents += site.send_desk.write(extent, most - 1)
 
     async def _room(self, nbytes: int) -> Extent | None:
         """Wait for staging memory to gather a chunk into; None if it was stopped."""
@@ -844,8 +842,7 @@ class Sender:
 
     def _release(self, run: _Run) -> None:
         extents, run.extents = run.extents, []
-        for extent in extents:
-            self.site.send_desk.release(extent)
+        self.site.send_desk.release(*extents)
 
     def _doubt(self, run: _Run, outcome: CopyOutcome) -> None:
         """Bytes of a chunk may still move. Our memory is given back now unless our own post may still read it."""

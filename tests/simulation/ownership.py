@@ -589,8 +589,8 @@ def watch(monkeypatch, ledger: Ledger):
         if target is ExtentState.FREE and share.base:
             ctypes.memset(extent.address, CANARY, extent.length)
 
-    def watched_reserve(share: Share, peer, nbytes, length):
-        extent = reserve(share, peer, nbytes, length)
+    def watched_reserve(share: Share, peer, nbytes, length, *state):
+        extent = reserve(share, peer, nbytes, length, *state)
         held = ctypes.string_at(extent.address, length) if share.base else b""
         if held.strip(bytes([CANARY])):
             ledger.say([f"{share.name} memory was written while it was free"])

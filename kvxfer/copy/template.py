@@ -10,11 +10,12 @@
 beyond all memory, and for lists that are not as they should be, of which it knows to say what is wrong.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ _LARGEST: Final = 1 << 60
 """Numbers of a pair that are no larger can be added and compared without a thought."""
 _SPARE: Final = 8
 """Regions more than an even share that a class of a chunk may have before its tables are written again."""
+_first_byte: Final = cast("Callable[[Any], c_char]", c_char.from_buffer)  # as in the mover
 _KEPT: Final = "template"
 _NOWHERE: Final = (0, 0)
 
@@ -160,12 +162,12 @@ class Batch:
             room: What that made, if it was asked.
             more: Words that will come behind the tables.
         """
-        where, told = self.out.__array_interface__["data"][0], self.variants.told
+        where, told = addressof(_first_byte(self.out)), self.variants.told
         made = np.empty((self.count, records.RECORD_WORDS), np.int64)
         if gpu is None:
             parts = np.empty(self.out.size // HEADER_WORDS * PART_WORDS, np.int64)
             kept += [self, parts]
-            listed = parts.__array_interface__["data"][0]
+            listed = addressof(_first_byte(parts)) if len(parts) else 0
             how = np.array((*common, where, 0, listed, PART_BYTES, *(0,) * 5), np.int64)
             self.helpers = binding.lay(self.out, told, how, self.variants.kinds, parts, made.ravel())
             return made

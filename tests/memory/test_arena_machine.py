@@ -95,12 +95,27 @@ class Books(RuleBasedStateMachine):
             with pytest.raises(InvariantError):
                 call(extent)
             return
-        call(extent)
+        if move == "write":
+            self.more_like_it(extent, pick % 4)
+        else:
+            call(extent)
         if target is FREE:
             del self.live[extent]
             self.released.append(extent)
         else:
             self.live[extent] = target
+
+    def more_like_it(self, extent: Extent, more: int) -> None:
+        first, *others = self.share.write(extent, more)
+        assert first is extent
+        assert len(others) <= (0 if self.waiting else more)
+        for other in others:
+            assert (other.peer, other.nbytes, other.state) == (extent.peer, extent.nbytes, WRITING)
+            self.live[other] = WRITING
+        if others:  # no more than one peer may have
+            assert sum(one.length for one in self.live if one.peer == extent.peer) <= self.share.capacity * 3 // 4
+        if len(others) < more and not self.waiting:  # as many as there are
+            assert self.share.take(extent.peer, extent.nbytes) is None
 
     @precondition(lambda self: self.released)
     @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "settle"]))

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
-from kvxfer.fabric.calls import Fabric
+from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped import unlike
 from kvxfer.memory import Custody, Extent, Request, Share
-from kvxfer.peers.lanes import Lanes
 from kvxfer.plans.planning import Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire

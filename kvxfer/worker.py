@@ -36,7 +36,7 @@ from kvxfer.errors import (
     RequestError,
     UsageError,
 )
-from kvxfer.fabric.calls import Fabric
+from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.fabric.nixl import agent_name
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
@@ -46,7 +46,6 @@ from kvxfer.memory.device import pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.offers import Offer
 from kvxfer.peers.connections import Listener, Peers, Streams
-from kvxfer.peers.lanes import Lanes
 from kvxfer.peers.link import Link, admitted, greeting, succeeded
 from kvxfer.plans.planning import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of

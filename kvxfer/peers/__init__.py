@@ -1,1 +1,1 @@
-"""Peers: the control streams between workers, and the lanes that bytes take."""
+"""Peers: the control streams between workers."""

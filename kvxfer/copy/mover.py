@@ -1113,7 +1113,6 @@ class _Machine:
         self._template: Final = import_module("kvxfer.copy.template")
         self._walk: Final = import_module("kvxfer.copy.walk")
         self._posts: Final = import_module("kvxfer.copy.posts")
-        self._sums: Final = import_module("kvxfer.copy.sums")
         self._runtime: Final = runtime
         self._loop: Final = loop
         self._cpus: Final = cpus
@@ -1162,7 +1161,7 @@ class _Machine:
 
     def total(self, plan: SumPlan) -> bytes:
         """Add up what CPU memory holds, in the calling thread."""
-        sums: bytes = self._sums.total(plan)
+        sums: bytes = self._walk.total(plan)
         return sums
 
     def runs_since(self, slot: int, before: float) -> bool:

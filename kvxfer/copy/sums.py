@@ -1,4 +1,4 @@
-"""Sums of a chunk: its plan as one array of 64-bit words, and the sums themselves for CPU memory."""
+"""Sums of a chunk: its plan as one array of 64-bit words, which the kernel reads (`walk.py` adds up CPU memory)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,23 +7,12 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy.tables import divisor, pack, region_words
-from kvxfer.copy.walk import copy
+from kvxfer.copy.tables import divisor, region_words
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.spec import BYTES, Elements
-from kvxfer.geometry.sums import ItemSums, SumPart, SumPlan, keys
+from kvxfer.geometry.sums import SumPart, SumPlan
 
-__all__ = [
-    "SUM_AXIS_WORDS",
-    "SUM_HEADER_WORDS",
-    "SumLaunch",
-    "SumTables",
-    "SumVariant",
-    "pack_sums",
-    "sum_variants",
-    "total",
-]
+__all__ = ["SUM_AXIS_WORDS", "SUM_HEADER_WORDS", "SumLaunch", "SumTables", "SumVariant", "pack_sums", "sum_variants"]
 
 # --- tables
 #
@@ -173,36 +162,3 @@ def _check(part: SumPart, blocks: int) -> None:
     for what, count in (("bytes in an item", part.words * _WORD), ("items", items), ("blocks", blocks)):
         if count >= _LIMIT:
             raise GeometryError(f"{count} {what} are too many to be summed at once, {_LIMIT - 1} can be numbered")
-
-
-# --- sums in CPU memory
-
-_AT_ONCE_WORDS: Final = 1 << 17
-"""Words of 64 bits, so that they, as many copies of them and their keys stay in the cache."""
-
-
-def total(plan: SumPlan) -> bytes:
-    """Read all that a plan names in CPU memory, now, in the calling thread; gives its sums as they travel."""
-    found = ItemSums(plan)
-    for part in plan.parts:
-        _add(part, found)
-    return found.packed()
-
-
-def _add(part: SumPart, found: ItemSums) -> None:
-    at_once = max(1, _AT_ONCE_WORDS // part.words)  # items
-    few_rows = min(part.rows, at_once)
-    few_regions = max(1, min(part.regions, at_once // part.rows))
-    memory, folded = np.zeros((2, few_regions * few_rows * part.words), np.uint64)
-    for region in range(0, part.regions, few_regions):
-        regions = slice(region, min(region + few_regions, part.regions))
-        for row in range(0, part.rows, few_rows):
-            rows = slice(row, min(row + few_rows, part.rows))
-            shape = (regions.stop - regions.start, rows.stop - rows.start, part.words)
-            words, other = (some[: np.prod(shape)].reshape(shape) for some in (memory, folded))
-            if not part.whole:
-                words[:] = 0
-            copy(pack(CopyPlan((part.cut(regions, rows, memory.ctypes.data),))))
-            np.right_shift(words, 32, out=other)
-            np.bitwise_xor(words, other, out=words)
-            found.add(part, regions, rows, np.einsum("rni,i->rn", words, keys(part.words)))

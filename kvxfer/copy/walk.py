@@ -1,4 +1,4 @@
-"""Copies between CPU memory: the tables of a plan, walked by compiled code.
+"""Copies between CPU memory: the tables of a plan, walked by compiled code; and sums of what is there.
 
 The tables are those that the kernel reads on a GPU (`tables.py`), and elements are converted to the same bits. An item
 is a run of elements, or single words of them that lie apart, within some axes. Nothing here needs the
@@ -25,9 +25,11 @@ from kvxfer.copy.compiler import (
     prefetch,
     store_word,
 )
-from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, parts_of
+from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, pack, parts_of
+from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.sums import ItemSums, SumPart, SumPlan, keys
 
-__all__ = ["TEAM_WORDS", "copy", "copy_part", "copy_parts", "help_out"]
+__all__ = ["TEAM_WORDS", "copy", "copy_part", "copy_parts", "help_out", "total"]
 
 PLAIN, FLOAT32, FLOAT16, BFLOAT16, E4M3 = (
     KINDS[name] for name in ("", "float32", "float16", "bfloat16", "float8_e4m3fn")
@@ -286,3 +288,36 @@ def copy(tables: Tables) -> None:
             ctypes.memset(blank.address + line * blank.pitch, 0, blank.width)
     parts, count = parts_of(tables)
     copy_parts(parts.ctypes.data, 0, count)
+
+
+# --- sums
+
+_AT_ONCE_WORDS: Final = 1 << 17
+"""Words of 64 bits, so that they, as many copies of them and their keys stay in the cache."""
+
+
+def total(plan: SumPlan) -> bytes:
+    """Read all that a plan names in CPU memory, now, in the calling thread; gives its sums as they travel."""
+    found = ItemSums(plan)
+    for part in plan.parts:
+        _add(part, found)
+    return found.packed()
+
+
+def _add(part: SumPart, found: ItemSums) -> None:
+    at_once = max(1, _AT_ONCE_WORDS // part.words)  # items
+    few_rows = min(part.rows, at_once)
+    few_regions = max(1, min(part.regions, at_once // part.rows))
+    memory, folded = np.zeros((2, few_regions * few_rows * part.words), np.uint64)
+    for region in range(0, part.regions, few_regions):
+        regions = slice(region, min(region + few_regions, part.regions))
+        for row in range(0, part.rows, few_rows):
+            rows = slice(row, min(row + few_rows, part.rows))
+            shape = (regions.stop - regions.start, rows.stop - rows.start, part.words)
+            words, other = (some[: np.prod(shape)].reshape(shape) for some in (memory, folded))
+            if not part.whole:
+                words[:] = 0
+            copy(pack(CopyPlan((part.cut(regions, rows, memory.ctypes.data),))))
+            np.right_shift(words, 32, out=other)
+            np.bitwise_xor(words, other, out=words)
+            found.add(part, regions, rows, np.einsum("rni,i->rn", words, keys(part.words)))

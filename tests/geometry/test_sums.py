@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Rank, make_world
 
-from kvxfer.copy.sums import total
 from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy
+from kvxfer.copy.walk import copy, total
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, PairPlan, Span, SumPlan, common, damage, resolve
 from kvxfer.geometry import sums as module
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT
@@ -196,7 +195,7 @@ def test_items_larger_than_what_is_looked_at_together(monkeypatch: pytest.Monkey
     _, part = two()
     at_once = at_source(part)
     for words in (1, 20, 100, 300):
-        monkeypatch.setattr("kvxfer.copy.sums._AT_ONCE_WORDS", words)
+        monkeypatch.setattr("kvxfer.copy.walk._AT_ONCE_WORDS", words)
         assert at_source(part) == at_destination(part) == at_once
 
 

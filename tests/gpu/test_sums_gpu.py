@@ -16,7 +16,7 @@ from sum_plans import pair_of  # noqa: E402  # pyright: ignore[reportMissingImpo
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import Direction  # noqa: E402
-from kvxfer.copy.sums import total  # noqa: E402
+from kvxfer.copy.walk import total  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor, CopyPlan, PairPlan, Span, SumPlan, common, damage  # noqa: E402
 
 pytestmark = [

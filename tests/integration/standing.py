@@ -10,9 +10,8 @@ from passing import enter
 
 from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import READY, CopyOutcome, Direction
-from kvxfer.copy.sums import total
 from kvxfer.copy.tables import NOTHING
-from kvxfer.copy.walk import copy
+from kvxfer.copy.walk import copy, total
 from kvxfer.testing import LoopbackTransport
 
 

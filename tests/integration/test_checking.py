@@ -10,7 +10,7 @@ from stage import Cache, Copied, Gate, Tap, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
-from kvxfer.copy import sums
+from kvxfer.copy import walk
 from kvxfer.geometry import selected
 from kvxfer.protocol.messages import Accept, Cancel, Capability, Check, Status, Sums
 from kvxfer.protocol.transfer import build_result
@@ -53,7 +53,7 @@ class Spoiler:
 
     def __init__(self, monkeypatch, target):
         self.at: tuple[int, tuple[int, ...]] | None = None
-        total = sums.total
+        total = walk.total
 
         def spoilt(plan):
             if plan._side == 1 and self.at is not None:
@@ -61,7 +61,7 @@ class Spoiler:
                 self.at = None
             return total(plan)
 
-        monkeypatch.setattr(sums, "total", spoilt)
+        monkeypatch.setattr(walk, "total", spoilt)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
 
 async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
     for module, name in (  # whoever called one of these would fail
-        ("copy.sums", "total"),
+        ("copy.walk", "total"),
         ("decode.receiver", "Checking.__init__"),
         ("prefill.sender", "SumPlan"),
         ("prefill.sender", "selected"),
@@ -306,7 +306,7 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
 ):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target)
-    go_on, total = threading.Event(), sums.total
+    go_on, total = threading.Event(), walk.total
     reading = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -316,7 +316,7 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
             assert go_on.wait(10)
         return total(plan)
 
-    monkeypatch.setattr(sums, "total", slowly)
+    monkeypatch.setattr(walk, "total", slowly)
     prefill.offer("r", IDS, tokens=12)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
     await reading.wait()
@@ -333,14 +333,14 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
 async def test_a_side_that_cannot_add_up_fails_the_fetch_and_keeps_nothing(stage, route, monkeypatch, side):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target)
-    total = sums.total
+    total = walk.total
 
     def broken(plan):
         if plan._side == side:
             raise MemoryError("no room for it")
         return total(plan)
 
-    monkeypatch.setattr(sums, "total", broken)
+    monkeypatch.setattr(walk, "total", broken)
     prefill.offer("r", IDS, tokens=12)
     with pytest.raises(TransferFailedError, match="no room for it"):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
+from kvxfer import __version__
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover, usual_threads
 from kvxfer.decode.fetch import Fetch, standing
@@ -46,7 +46,7 @@ from kvxfer.memory.device import pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.offers import Offer
 from kvxfer.peers.connections import Listener, Peers, Streams
-from kvxfer.peers.link import Link, admitted, greeting, succeeded
+from kvxfer.peers.link import Link, admitted, succeeded
 from kvxfer.plans.planning import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of
 from kvxfer.prefill.role import Prefill
@@ -54,7 +54,7 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import ROUTE_NAMES, Capability, Route, Status
-from kvxfer.protocol.session import PRIVATE_BYTES, IdentityKey, PeerInfo, Role, Session
+from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, PeerInfo, Role, Session, Terms
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home, Placement, Runtime, ThreadRuntime, place
 from kvxfer.safety.doubt import Rebuilding
@@ -692,6 +692,7 @@ class TransportWatch:
 
 # --- a worker that is open
 
+_NONCE_BYTES: Final = 32
 _LEAVING: Final = wire.Goodbye(Code.DRAINING, "the worker is draining")
 
 
@@ -775,10 +776,28 @@ class Service:
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        config = self.site.config
+        site, config = self.site, self.site.config
         if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
-        return greeting(self.site, role, self._engaged, process=process, endpoint=endpoint, since=since)
+        secret = config.secret.get_secret_value().encode() if config.secret is not None else None
+        trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
+        epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
+        identity = Identity(
+            config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
+        )
+        terms = Terms(
+            facts=site.facts,
+            body=site.body[trusted],
+            key=site.key,
+            secret=secret,
+            endpoint=endpoint,
+            engaged_at=self._engaged_at,
+            heartbeat=config.heartbeat,
+            peer_timeout=config.peer_timeout,
+            handshake_timeout=config.handshake_timeout,
+        )
+        nonce = site.runtime.token(_NONCE_BYTES)
+        return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
 
     def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
         """A peer has said what it is."""
@@ -828,8 +847,13 @@ class Service:
         else:
             self.decode.handle(link, message)
 
-    def _engaged(self) -> Iterable[Link]:
-        return chain(self.links, self.greeting, self.decode.owing)
+    def _engaged_at(self, incarnation: bytes) -> str:
+        """Where this rank has gone to an incarnation, and something is open or in doubt; empty if nowhere.
+
+        A stream on which it has proved who it is counts from then on: whoever is there could do so elsewhere with that.
+        """
+        ours = (link for link in (*self.links, *self.greeting, *self.decode.owing) if link.role is Role.CLIENT)
+        return next((link.endpoint for link in ours if link.proved_to == incarnation), "")
 
     def _link(self, role: Role, endpoint: str) -> Link:
         link = Link(role, endpoint, self, self.site.runtime)

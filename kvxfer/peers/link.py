@@ -11,25 +11,23 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final, Protocol, cast
 
-from kvxfer import __version__
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped import process_of_stream
 from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Route
-from kvxfer.protocol.session import Identity, Opened, PeerInfo, Received, Role, Session, SessionEvent, State, Terms
+from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
-from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "admitted", "greeting", "succeeded"]
+__all__ = ["Link", "LinkHandler", "admitted", "succeeded"]
 
 # --- the link
 
@@ -473,59 +471,3 @@ def _process(sock: socket.socket | None) -> int | None:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, uid, _ = _CREDENTIALS.unpack(raw)
     return int(process) if uid == os.geteuid() else None
-
-
-# --- with what a worker meets a peer
-
-_NONCE_BYTES: Final = 32
-
-
-def greeting(
-    site: Site,
-    role: Role,
-    links: Callable[[], Iterable[Link]],
-    *,
-    process: int | None,
-    endpoint: str,
-    since: float,
-) -> tuple[Session, bool]:
-    """A fresh session for a new stream, and whether its peer is trusted with addresses.
-
-    Args:
-        site: The worker.
-        role: Which side of the stream this is.
-        links: All that there are, and those on which something was left in doubt.
-        process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in another
-            namespace of processes; None if the peer is not such a process.
-        endpoint: Where the stream leads, if it was opened here.
-        since: When the stream began, by the worker's clock: the handshake is bounded from then on.
-    """
-    config = site.config
-    secret = config.secret.get_secret_value().encode() if config.secret is not None else None
-    trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
-    epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
-    identity = Identity(
-        config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
-    )
-    terms = Terms(
-        facts=site.facts,
-        body=site.body[trusted],
-        key=site.key,
-        secret=secret,
-        endpoint=endpoint,
-        engaged_at=partial(_engaged_at, links),
-        heartbeat=config.heartbeat,
-        peer_timeout=config.peer_timeout,
-        handshake_timeout=config.handshake_timeout,
-    )
-    nonce = site.runtime.token(_NONCE_BYTES)
-    return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
-
-
-def _engaged_at(links: Callable[[], Iterable[Link]], incarnation: bytes) -> str:
-    """Where this rank has gone to an incarnation, and something is open or in doubt; empty if nowhere.
-
-    A stream on which it has proved who it is counts from then on: whoever is there could do so elsewhere with that.
-    """
-    ours = (link for link in links() if link.role is Role.CLIENT)
-    return next((link.endpoint for link in ours if link.proved_to == incarnation), "")

@@ -35,7 +35,7 @@ from kvxfer.errors import (
     TransferError,
     TransferFailedError,
 )
-from kvxfer.fabric.port import Transport
+from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
 from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn, as_event
 from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks, written_blocks

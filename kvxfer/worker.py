@@ -36,9 +36,8 @@ from kvxfer.errors import (
     RequestError,
     UsageError,
 )
+from kvxfer.fabric import Memory, Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
-from kvxfer.fabric.nixl import agent_name
-from kvxfer.fabric.port import Memory, Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
 from kvxfer.mapped import Windows, elsewhere, here, may_be_elsewhere, own_number
 from kvxfer.memory import Arena, Backing, Custody, Kind, allocate

@@ -24,10 +24,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvxfer.copy.mover import Flow
-from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Post, Turns, has_fired
+from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Operation, Post, Turns, has_fired
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
-from kvxfer.fabric.port import Operation
 from kvxfer.geometry import (
     BlockLists,
     ChunkGrid,

@@ -18,8 +18,7 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError, ProtocolError
-from kvxfer.fabric.nixl import check_owner
-from kvxfer.fabric.port import Memory, Transport
+from kvxfer.fabric import Memory, Transport, check_owner
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runner, Runtime
 from kvxfer.telemetry import logger

@@ -25,8 +25,9 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.copy.port import Descriptors, Native, Operation
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Descriptors, Memory, Native, Operation
+from kvxfer.fabric import Memory
 
 __all__ = [
     "EVERY_PEER",

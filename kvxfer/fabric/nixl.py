@@ -12,29 +12,22 @@ What NIXL does and does not promise shapes this file:
 
 import contextlib
 import os
-import re
 import secrets
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.copy.port import Native
 from kvxfer.errors import ConfigError, FabricError
-from kvxfer.fabric import capi
+from kvxfer.fabric import Memory, capi, is_of_worker, pack, unpack
 from kvxfer.fabric.capi import CallError, Capi, Owned
-from kvxfer.fabric.port import Memory, Native
 from kvxfer.telemetry import logger
 
 __all__ = [
     "NixlTransport",
-    "agent_name",
-    "check_owner",
     "checked_params",
     "device_params",
-    "is_of_worker",
-    "pack",
     "shown_params",
-    "unpack",
 ]
 
 # --- settings of backends
@@ -114,73 +107,6 @@ def shown_params(params: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
     UCX has no parameter that is a secret; other backends do, such as the keys of an object store.
     """
     return {backend: dict(given) if backend == "UCX" else sorted(given) for backend, given in params.items()}
-
-
-# --- metadata
-
-_ENVELOPE: Final = struct.Struct("<4s16sHH")
-"""Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
-_MAGIC: Final = b"kvx1"
-_MOST_BLOBS: Final = 3
-"""How the agent is reached, memory of the host, and of GPUs."""
-_WORKERS: Final = re.compile(r"(kvxfer-[0-9a-f]{32})(\.[0-9]+)?")
-"""What the agents of workers are called; a number follows when one was made anew."""
-
-
-def agent_name(incarnation: bytes) -> str:
-    """How the agent of a worker is called."""
-    return f"kvxfer-{incarnation.hex()[:32]}"
-
-
-def is_of_worker(agent: str) -> bool:
-    """Whether it is a name that `check_owner` keeps to one worker."""
-    return _WORKERS.fullmatch(agent) is not None
-
-
-def check_owner(metadata: bytes, incarnation: bytes) -> None:
-    """See that metadata, if it is under the name of a worker's agent, is under that of this worker's.
-
-    NIXL knows agents by their names, and no two by one: whoever took that of another would keep it away.
-
-    Raises:
-        FabricError: If it is under the name of another.
-    """
-    try:
-        _, name, _ = unpack(metadata)
-    except FabricError:  # of another transport, or damaged: the transport will say
-        return
-    named = _WORKERS.fullmatch(name)
-    if named and named[1] != agent_name(incarnation):
-        raise FabricError(f"the agent of {agent_name(incarnation)} says to be {name}")
-
-
-def pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
-    """Several metadata blobs of one agent as one: NIXL makes one of how it is reached, and one a kind of memory."""
-    encoded = name.encode()
-    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
-    return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)
-
-
-def unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
-    """Take apart what `pack` put together: incarnation, name, blobs. Every length is checked.
-
-    Raises:
-        FabricError: It is of another version, or damaged.
-    """
-    if len(metadata) < _ENVELOPE.size:
-        raise FabricError("a peer's metadata is cut short")
-    magic, incarnation, name_bytes, count = _ENVELOPE.unpack_from(metadata)
-    start = _ENVELOPE.size + 4 * count
-    if magic != _MAGIC or not 1 <= count <= _MOST_BLOBS or len(metadata) < start:
-        raise FabricError("a peer's metadata is not of this version, or cut short")
-    lengths: tuple[int, ...] = (name_bytes, *struct.unpack_from(f"<{count}I", metadata, _ENVELOPE.size))
-    if start + sum(lengths) != len(metadata):
-        raise FabricError("a peer's metadata is cut short or too long")
-    fields: list[bytes] = []
-    for length in lengths:
-        fields.append(metadata[start : start + length])
-        start += length
-    return incarnation, fields[0].decode(errors="replace"), fields[1:]
 
 
 # --- the transport

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.config import Config
+from kvxfer.copy.port import Descriptors
 from kvxfer.copy.tables import Kind, Tables, pack
 from kvxfer.errors import (
     BlocksError,
@@ -22,7 +23,6 @@ from kvxfer.errors import (
     ProtocolError,
     RefusedError,
 )
-from kvxfer.fabric.port import Descriptors
 from kvxfer.geometry import (
     BlockLists,
     Blocks,

@@ -31,6 +31,7 @@ from kvxfer.copy.port import (
     Direction,
     Event,
     Gate,
+    Operation,
     Post,
     Turns,
     has_fired,
@@ -47,7 +48,6 @@ from kvxfer.errors import (
     Step,
     TransferFailedError,
 )
-from kvxfer.fabric.port import Operation
 from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan, TransferPlan, check_state, selected
 from kvxfer.memory import Extent
 from kvxfer.offers import Entry

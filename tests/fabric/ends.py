@@ -11,12 +11,11 @@ import numpy as np
 import preloaded
 
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
 from kvxfer.copy.tables import NOTHING
-from kvxfer.fabric import capi
+from kvxfer.fabric import Memory, capi
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Descriptors, Memory, Native, Operation
 from kvxfer.runtime import ThreadRuntime
 
 SIZE = 1 << 20

@@ -10,12 +10,12 @@ import numpy as np
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Passage, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
+from kvxfer.fabric import Memory
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
-from kvxfer.fabric.port import Descriptors, Memory, Operation
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile
 from kvxfer.runtime import ThreadRuntime
 

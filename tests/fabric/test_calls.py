@@ -9,13 +9,12 @@ from copy_plans import contiguous_rows
 from rigs import PART, SIZE, Moving, Rig
 
 from kvxfer.copy import records
-from kvxfer.copy.port import Outcome
+from kvxfer.copy.port import Descriptors, Operation, Outcome
 from kvxfer.copy.tables import pack
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.fabric.port import Descriptors, Operation
 
 # ---- calls and defects -----------------------------------------------------------------------------------------------
 

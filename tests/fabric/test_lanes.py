@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import FabricError, ProtocolError
+from kvxfer.fabric import agent_name, pack
 from kvxfer.fabric.calls import _MOST_OLD, Lanes
-from kvxfer.fabric.nixl import agent_name, pack
 
 
 class Agents:

@@ -18,10 +18,9 @@ from rigs import Moving, pieces
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Flow
-from kvxfer.copy.port import CopyJob, Direction, Outcome, Post, Turns
+from kvxfer.copy.port import CopyJob, Descriptors, Direction, Native, Operation, Outcome, Post, Turns
 from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Descriptors, Native, Operation
 
 OK, IN_PROGRESS, BACKEND, GONE = 0, 1, -2, -10
 CALLS = {

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from kvxfer.copy.port import Descriptors, Operation
 from kvxfer.errors import FabricError
+from kvxfer.fabric import Memory
 from kvxfer.fabric.loopback import EVERY_PEER, LogEntry, LoopbackNetwork, LoopbackTransport
-from kvxfer.fabric.port import Descriptors, Memory, Operation
 
 SIZE = 4096
 

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from ends import SIZE, TCP, Agent, descriptors, finish, memory, met, two_processes, write
 
-from kvxfer.copy.port import Outcome
+from kvxfer import fabric as envelope
+from kvxfer.copy.port import Operation, Outcome
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import capi
-from kvxfer.fabric import nixl as envelope
+from kvxfer.fabric import Memory, capi
 from kvxfer.fabric.capi import CallError
 from kvxfer.fabric.nixl import NixlTransport, device_params, shown_params
-from kvxfer.fabric.port import Memory, Operation
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 

@@ -14,9 +14,9 @@ import preloaded
 import pytest
 from ends import SIZE, TCP, Agent, Side, descriptors, finish, met, two_processes, write
 
-from kvxfer.copy.port import Outcome
+from kvxfer.copy.port import Operation, Outcome
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Memory, Operation
+from kvxfer.fabric import Memory
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 

@@ -17,11 +17,11 @@ from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
-from kvxfer.copy.port import Outcome, Post
+from kvxfer.copy.port import Descriptors, Operation, Outcome, Post
 from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
+from kvxfer.fabric import Memory
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.fabric.port import Descriptors, Memory, Operation
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,10 @@ from rigs import PART, Rig, Way
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import CopyOutcome, Outcome, Post
+from kvxfer.copy.port import CopyOutcome, Operation, Outcome, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.loopback import LogEntry
-from kvxfer.fabric.port import Operation
 
 STEPS = int(os.environ.get("KVXFER_POSTS_STEPS", "300"))
 SEED = os.environ.get("KVXFER_POSTS_SEED")

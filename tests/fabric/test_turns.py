@@ -15,10 +15,9 @@ from rigs import Moving, memory_of, pieces
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow
-from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Outcome, Post, Turns
+from kvxfer.copy.port import NO_PIECES, CopyJob, Descriptors, Direction, Operation, Outcome, Post, Turns
 from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.fabric.port import Descriptors
 
 CHUNK = 64
 STEPS, PLACES = 8, 3

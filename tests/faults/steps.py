@@ -18,13 +18,12 @@ from msgspec.structs import replace
 from passing import enter
 
 from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import READY, CopyOutcome, Direction
+from kvxfer.copy.port import READY, CopyOutcome, Direction, Operation
 from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
 from kvxfer.copy.walk import copy_parts
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Receiver
-from kvxfer.fabric.port import Operation
 from kvxfer.peers.link import Link
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender

@@ -19,9 +19,9 @@ from inside import unanswered
 from stage import Cache, Copied, is_quiet
 
 from kvxfer import Config, Worker
+from kvxfer.copy.port import Operation
 from kvxfer.errors import KvxferError, MemoryInDoubtError
 from kvxfer.fabric.loopback import PostedPart
-from kvxfer.fabric.port import Operation
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 
 SIZES = {"arena_bytes": "16KiB", "chunk_bytes": "1KiB", "trust": "full"}

@@ -21,9 +21,8 @@ from opened import singly
 from ranks import I64, World
 
 from kvxfer.copy.mover import Copy, Flow, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation
 from kvxfer.fabric.loopback import Handle
-from kvxfer.fabric.port import Descriptors, Operation
 from kvxfer.geometry import Pieces
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 

@@ -25,10 +25,9 @@ from opened import singly
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
-from kvxfer.copy.port import CopyJob
+from kvxfer.copy.port import CopyJob, Operation
 from kvxfer.decode.receiver import Receiver, named
 from kvxfer.fabric.loopback import LoopbackNetwork, PostedPart
-from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
 from kvxfer.protocol.messages import WHOLE, Grant, Status
 from kvxfer.protocol.transfer import Receiving

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from kvxfer.errors import FabricError
+from kvxfer.fabric import Memory
 from kvxfer.fabric.capi import IN_PROGRESS, WRITE, CallError, Capi, find, opened
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Memory
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
 from kvxfer.tools.bench.samples import measured
 

@@ -1,16 +1,23 @@
 """Memory of one process that another one on the same host can address.
 
-    process   which host this is, and which process is which, whatever namespace it is in    (process.py)
     window    what an owner says of its memory, and what a peer makes of it; open files      (window.py)
-    cpu       CPU memory: anonymous files that both processes map                            (cpu.py)
+    cpu       this host and its processes; CPU memory: anonymous files that both map         (cpu.py)
     gpu       GPU memory: CUDA IPC handles, fabric handles, or open files                    (gpu.py)
     locks     gates that keep writers of other processes out                                 (locks.py)
 
 Importing this package imports neither torch nor CUDA.
 """
 
-from kvxfer.mapped.cpu import check_process
-from kvxfer.mapped.process import elsewhere, here, may_be_elsewhere, number_of, own_number, process_of_stream, unlike
+from kvxfer.mapped.cpu import (
+    check_process,
+    elsewhere,
+    here,
+    may_be_elsewhere,
+    number_of,
+    own_number,
+    process_of_stream,
+    unlike,
+)
 from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import Export, Window, Windows, export, open_window, unlike
-from kvxfer.mapped import process as home_module
+from kvxfer.mapped import cpu as home_module
 from kvxfer.mapped.cpu import _files
 from kvxfer.mapped.window import OpenFiles
 

@@ -140,7 +140,7 @@ class Tables(Struct, frozen=True, eq=False):
         launches: At most one for each variant; their order does not matter.
         nbytes: Bytes that are written.
         blanks: As of the plan.
-        from_nic: As of the plan.
+        from_nic: Whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first.
     """
 
     words: I64
@@ -231,7 +231,7 @@ def pack(plan: CopyPlan) -> Tables:
         words.append(packed)
         at += len(packed)
     joined = words[0] if len(words) == 1 else np.concatenate([_NO_WORDS, *words])
-    return Tables(joined, tuple(launches), plan.bytes, plan.blanks, plan.from_nic)
+    return Tables(joined, tuple(launches), plan.bytes, plan.blanks)
 
 
 def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:

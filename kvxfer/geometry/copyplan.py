@@ -355,12 +355,10 @@ class CopyPlan:
     Attributes:
         segments: To copy.
         blanks: To zero before anything is copied.
-        from_nic: Whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first.
     """
 
     segments: tuple[Segment, ...]
     blanks: tuple[Blank, ...] = ()
-    from_nic: bool = False
 
     @property
     def bytes(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from copy_plans import CANARY, contiguous_rows
+from msgspec.structs import replace
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Mover
@@ -129,9 +130,11 @@ class World:
         np.testing.assert_array_equal(found, self.src[at : at + nbytes])
         return True
 
-    def submit(self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, **job) -> Copy:
+    def submit(
+        self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, from_nic=False, **job
+    ) -> Copy:
         """Ask for a copy."""
-        tables = pack(self.plan(rows=rows, at=at) if plan is None else plan)
+        tables = replace(pack(self.plan(rows=rows, at=at) if plan is None else plan), from_nic=from_nic)
         return self.mover.submit(CopyJob(tables, self.reports(name), **job), direction)
 
     def step(self) -> float | None:

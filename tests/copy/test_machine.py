@@ -375,11 +375,11 @@ async def test_what_a_nic_wrote_is_flushed_before_it_is_read(scene, monkeypatch,
     monkeypatch.setattr(cuda, "arrival", lambda device: (asked.append(device), how)[1])
     plan = scene.plan()
     for name in "ab":
-        scene.submit(name, replace(plan, from_nic=True), Direction.SCATTER)
+        scene.submit(name, plan, Direction.SCATTER, from_nic=True)
         await scene.steps()
     scene.submit("from this host", plan, Direction.SCATTER)
     await scene.steps()
-    scene.submit("in place", CopyPlan((), from_nic=True), Direction.SCATTER)
+    scene.submit("in place", CopyPlan(()), Direction.SCATTER, from_nic=True)
     await scene.finish()
     flush = ["FLUSH"] * (how is Arrival.FLUSHED)
     assert scene.driver.names("RECORD") == [*flush, "LAUNCH", *flush, "LAUNCH", "LAUNCH", *flush]
@@ -391,7 +391,7 @@ async def test_what_a_nic_wrote_is_flushed_before_it_is_read(scene, monkeypatch,
 async def test_a_flush_that_fails_fails_its_copy_alone(scene, monkeypatch):
     monkeypatch.setattr(cuda, "arrival", lambda device: Arrival.FLUSHED)
     scene.driver.codes["FLUSH"] = [801]
-    scene.submit("broken", replace(scene.plan(), from_nic=True))
+    scene.submit("broken", from_nic=True)
     scene.submit("next", at=4096)
     await scene.finish()
     assert scene.reports.kinds() == {"broken": "TransferFailedError", "next": "done"}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate
 from kvxfer.copy.tables import Tables, pack
@@ -75,13 +77,14 @@ class Threaded:
         sums: SumPlan | None = None,
         owner: Hashable = None,
         nbytes: int | None = None,
+        from_nic: bool = False,
     ) -> None:
         """Pack a plan now, and ask for the copy, in the order of the calls. `done` is called on the loop's thread.
 
         Raises:
             ClosedError: As the mover says it.
         """
-        tables = pack(plan)
+        tables = replace(pack(plan), from_nic=from_nic)
         nbytes = tables.nbytes if nbytes is None else nbytes
         job = CopyJob(tables, done, after, gate=gate, nbytes=nbytes, owner=owner, sums=sums)
         with self._lock:

@@ -10,7 +10,6 @@ import queue
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,9 +77,9 @@ def test_a_flush_is_made_on_the_thread_of_the_mover(monkeypatch):
     torch.cuda.synchronize()
     copying = contiguous_rows(*at, rows=1, regions=1, row_bytes=64, pool=1)
     try:
-        for plan in [CopyPlan((), from_nic=True), replace(copying, from_nic=True)] * 50:
+        for plan in [CopyPlan(()), copying] * 50:
             outcomes: queue.SimpleQueue[CopyOutcome] = queue.SimpleQueue()
-            mover.submit(plan, outcomes.put, Direction.SCATTER)
+            mover.submit(plan, outcomes.put, Direction.SCATTER, from_nic=True)
             assert outcomes.get(timeout=60).error is None
     finally:
         assert mover.close(30)

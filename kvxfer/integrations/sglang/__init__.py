@@ -4,9 +4,8 @@
         --disaggregation-transfer-backend nixl ...
 
     conn.py      the classes that sglang makes: manager, sender, receiver, bootstrap server
-    prefill.py   what a sender does: an offer that grows chunk by chunk
-    decode.py    what a receiver does: a fetch that waits for it
-    rooms.py     what both have in common: a `BlockingWorker` that is polled whenever sglang polls
+    rooms.py     what a sender does (an offer that grows chunk by chunk), a receiver (a fetch that waits for it), and
+                 both: a `BlockingWorker` that is polled whenever sglang polls
     meeting.py   where the engines find each other
     caches.py    sglang's pools and rows of metadata in kvxfer's words
 

@@ -22,10 +22,8 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, FabricError, KvxferError, MissingExtraError, UnreachableError
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang.caches import Rows, describe
-from kvxfer.integrations.sglang.decode import Receiving
 from kvxfer.integrations.sglang.meeting import Directory, Engine, Meeting, ask, keep_registering, register_room
-from kvxfer.integrations.sglang.prefill import Sending
-from kvxfer.integrations.sglang.rooms import Rooms, request_of
+from kvxfer.integrations.sglang.rooms import Receiving, Rooms, Sending, request_of
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard
 

@@ -1,22 +1,40 @@
-"""What both sides have in common: one worker for all rooms of a rank, and how a request stands.
+"""How requests stand at either engine, and the one worker that a rank has for all of them.
 
 A room is sglang's number of a request, which its router gives to both engines. It is the request's id here.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
-from kvxfer.blocking import BlockingOffer, BlockingTransfer, BlockingWorker, FetchEvent, PollEvent
-from kvxfer.errors import FabricError, TransferFailedError
+from kvxfer.blocking import (
+    BlockingOffer,
+    BlockingTransfer,
+    BlockingWorker,
+    Fetched,
+    FetchEvent,
+    FetchFailed,
+    OfferExpired,
+    OfferFailed,
+    OfferInDoubt,
+    OfferReleased,
+    OfferSettled,
+    PollEvent,
+)
+from kvxfer.errors import ClosedError, FabricError, KvxferError, MemoryInDoubtError, PeerError, TransferFailedError
+from kvxfer.geometry import Span
 from kvxfer.integrations.sglang.caches import Rows
+from kvxfer.telemetry import TransferStats
 
-__all__ = ["Poll", "Room", "RoomFailedError", "Rooms", "failure", "request_of"]
+__all__ = ["Poll", "Receiving", "Room", "RoomFailedError", "Rooms", "Sending", "failure", "request_of"]
+
+# --- what both engines have in common
 
 
 class Poll(IntEnum):
@@ -135,3 +153,292 @@ class Rooms:
     def queued(self) -> Any:
         """What `after=` takes for all work on the pages that was queued so far."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+
+# --- at the prefill engine: an offer that grows with each chunk of the prompt
+#
+# sglang computes a prompt once its decode engine has said where to put it; here that is the fetch that waits for the
+# offer, and says from which token on. Whole pages are sent: what lies behind the prompt travels, and nobody reads it.
+
+
+class Sending:
+    """One request, from when it waits for its decode engine until its pages are free.
+
+    Args:
+        rooms: This rank's.
+        room: sglang's number of it.
+    """
+
+    def __init__(self, rooms: Rooms, room: int) -> None:
+        self._rooms: Final = rooms
+        self._room: Final = room
+        self._name: Final = request_of(room)
+        self._since: Final = rooms.now()
+        self._first: int | None = None  # where what the decode engine lacks begins; None: it has not said
+        self._wanted = True  # it needs something of this rank
+        self._pages = self._sent = 0
+        self._row: int | None = None
+        self._offer: BlockingOffer | None = None
+        self._finished = self._over = self._doubt = False
+        self._reason = rooms.take(room, self)
+        self._end: Poll | None = Poll.FAILED if self._reason else None
+        self.stats: tuple[TransferStats, ...] = ()
+
+    @property
+    def under_way(self) -> bool:
+        """See `Room`."""
+        return self._end is None or (self._offer is not None and not self._over)
+
+    @property
+    def first_token(self) -> int:
+        """Where what the decode engine lacks begins; 0 before it has said."""
+        return self._first or 0
+
+    def poll(self) -> Poll:
+        """How it stands."""
+        self._rooms.pump()
+        if self._end is None and self._offer is None:
+            self._look()
+        if self._end is not None:
+            return self._end
+        if self._offer is not None:
+            return Poll.TRANSFERRING
+        return Poll.BOOTSTRAPPING if self._first is None else Poll.WAITING
+
+    def begin(self, pages: int, row: int | None) -> None:
+        """So many pages will be sent, and this row of metadata with the last of them."""
+        self._pages, self._row = pages, row
+
+    def send(self, pages: Sequence[int], after: Any = None) -> None:
+        """Send the next pages; they may be read once `after` has fired, or else what is queued by now has run."""
+        if self._end is Poll.FAILED:
+            return
+        try:
+            self._send(pages, after)
+        except KvxferError as error:
+            self._fail(str(error))
+
+    def abort(self) -> None:
+        """Give up. Blocks until nobody reads its pages.
+
+        Raises:
+            FabricError: If a silent peer may still read them: sglang has no way to spare them.
+        """
+        self._fail("it was aborted")
+        self._make_safe()
+
+    def failed(self) -> Exception:
+        """Why it failed. Blocks as `abort` does: sglang frees the pages next.
+
+        Raises:
+            FabricError: See `abort`.
+        """
+        reason = self._reason
+        self._fail("")
+        self._make_safe()
+        return failure(self._room, reason)
+
+    def clear(self) -> None:
+        """Forget what is over."""
+        if self._offer is not None and self._over:
+            self._rooms.forget(self._offer)
+
+    def note(self, event: PollEvent) -> None:
+        """The offer is over, or its pages are not in doubt any more."""
+        match event:
+            case OfferInDoubt():
+                self._doubt = True
+                self._fail(str(event.error))
+                return
+            case OfferSettled():
+                self._doubt = False
+            case OfferReleased():
+                self.stats = event.stats
+                self._released()
+            case OfferExpired():
+                self._fail(event.reason)
+            case OfferFailed():
+                self._fail(str(event.error))
+            case _:
+                self._fail("it was withdrawn")
+        self._over = True
+
+    def _send(self, pages: Sequence[int], after: Any) -> None:
+        rooms, first = self._rooms, self.first_token
+        if self._offer is None:
+            self._offer = rooms.worker.offer(self._name, streaming=True)
+            rooms.begun(self._offer, self)
+        offer, before = self._offer, self._sent
+        self._sent += len(pages)
+        stop = first + self._sent * rooms.page_tokens
+        start = first + before * rooms.page_tokens if before else 0
+        if stop > start:
+            offer.extend(list(pages) if before else Span(list(pages), first), tokens=range(start, stop))
+            offer.ready(tokens=stop, after=rooms.queued() if after is None else after)
+        if self._sent >= self._pages:
+            offer.finish(b"" if self._row is None else rooms.rows.read(self._row))
+            self._finished = True
+            if self._over:  # of this rank nothing was wanted
+                self._end = Poll.SUCCESS
+
+    def _released(self) -> None:
+        if self._finished:
+            self._end = self._end or Poll.SUCCESS
+        elif self._wanted:
+            self._fail("the decode engine gave it up")
+
+    def _look(self) -> None:
+        """Whether the decode engine has said what it lacks, and still wants it."""
+        try:
+            seen = self._rooms.worker.awaited(self._name)
+        except ClosedError as error:
+            self._fail(str(error))
+            return
+        if seen is not None and seen.declined:
+            self._fail("the decode engine gave it up")
+        elif seen is not None:
+            self._first, self._wanted = seen.first_token or 0, seen.first_token is not None
+        elif self._first is not None:
+            self._fail("the decode engine does not wait for it any more")
+        elif self._rooms.now() - self._since >= self._rooms.patience:
+            self._fail(f"no decode engine asked for it within {self._rooms.patience:g} s")
+
+    def _fail(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if self._end is None:
+            self._end = Poll.FAILED
+            if self._offer is not None and not self._over:
+                self._offer.withdraw()
+
+    def _make_safe(self) -> None:
+        if self._offer is not None:
+            self._offer.withdraw()
+            self._rooms.wait(lambda: self._over, lambda: self._doubt, self._room)
+            self._rooms.forget(self._offer)
+
+
+# --- at the decode engine: a fetch that is asked for before the prompt is computed
+
+
+class Receiving:
+    """One request, from when it is known until its pages hold the prompt, or are free.
+
+    Args:
+        rooms: This rank's.
+        room: sglang's number of it.
+        lost: Called if it failed in a way that says that the prefill engine may be another one by now.
+    """
+
+    def __init__(self, rooms: Rooms, room: int, lost: Callable[[], None]) -> None:
+        self._rooms: Final = rooms
+        self._room: Final = room
+        self._lost: Final = lost
+        self._ticket: dict[str, Any] | None = None
+        self._row: int | None = None
+        self._transfer: BlockingTransfer | None = None
+        self._over = self._doubt = False
+        self._reason = rooms.take(room, self)
+        self._end: Poll | None = Poll.FAILED if self._reason else None
+
+    @property
+    def under_way(self) -> bool:
+        """See `Room`."""
+        return self._end is None or not self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody writes its pages any more, and none will."""
+        return self._transfer is None or self._over
+
+    def begin(self, ticket: dict[str, Any]) -> None:
+        """The prefill engine is known."""
+        if self._end is None:  # a ticket of a room that is another's is not to be declined
+            self._ticket = ticket
+
+    def poll(self) -> Poll:
+        """How it stands. Never that it failed while its own pages are written, unless a silent peer may."""
+        self._rooms.pump()
+        if self._end is not None:
+            return self._end
+        if self._transfer is not None:
+            return Poll.TRANSFERRING
+        return Poll.BOOTSTRAPPING if self._ticket is None else Poll.WAITING
+
+    def fetch(self, pages: Sequence[int], row: int | None, first_token: int) -> None:
+        """Ask for the tokens from `first_token` on, into these pages; metadata goes into this row."""
+        if self._end is not None or self._ticket is None:
+            self.fail("its prefill engine is not known")
+            return
+        rooms = self._rooms
+        tokens = range(first_token, first_token + len(pages) * rooms.page_tokens)
+        self._row = row
+        try:
+            self._transfer = rooms.worker.start_fetch(
+                self._ticket,
+                Span(list(pages), first_token),
+                tokens=tokens,
+                after=rooms.queued(),
+                timeout=rooms.patience,
+            )
+        except KvxferError as error:
+            self.fail(str(error))
+            return
+        rooms.begun(self._transfer, self)
+
+    def abort(self) -> None:
+        """Give up. It has failed once nobody writes its pages any more; without any, at once."""
+        self._reason = self._reason or "it was aborted"
+        if self._transfer is None:
+            self.fail(self._reason)
+        elif not self._over:
+            self._transfer.cancel()
+
+    def fail(self, reason: str) -> None:
+        """It has failed: the prefill engine need not go on."""
+        self._reason = self._reason or reason
+        if self._end is None:
+            self._end = Poll.FAILED
+            if self._ticket is not None:
+                with suppress(ClosedError):  # asleep: the lease ends it
+                    self._rooms.worker.decline(self._ticket)
+
+    def failed(self) -> Exception:
+        """Why it failed; another rank did if it has not, and may have found that the prefill engine is gone."""
+        if not self._reason:
+            self._lost()
+        return failure(self._room, self._reason)
+
+    def clear(self) -> None:
+        """Sglang gives its pages to others. Blocks until nobody writes them.
+
+        Raises:
+            FabricError: If a silent peer may still write them: sglang has no way to spare them.
+        """
+        if self._transfer is not None:
+            if not self.over:
+                self._transfer.cancel()
+                self._rooms.wait(lambda: self.over, lambda: self._doubt, self._room)
+            self._rooms.forget(self._transfer)
+
+    def note(self, event: PollEvent) -> None:
+        """The fetch is over, or its pages are not in doubt any more."""
+        match event:
+            case Fetched():
+                self._over = True
+                self._fetched(event.result.payload)
+            case FetchFailed():
+                self._doubt = isinstance(event.error, MemoryInDoubtError)
+                self._over = not self._doubt
+                if isinstance(event.error, PeerError):
+                    self._lost()
+                self.fail(str(event.error))
+            case _:
+                self._doubt, self._over = False, True
+
+    def _fetched(self, row: bytes) -> None:
+        if self._row is not None and not self._rooms.rows.write(self._row, row):
+            self.fail(f"its metadata has {len(row)} bytes there, and {self._rooms.rows.nbytes} here")
+        elif self._reason:  # it was aborted too late
+            self.fail(self._reason)
+        else:
+            self._end = Poll.SUCCESS

@@ -18,10 +18,8 @@ from kvxfer.errors import ConfigError, GeometryError, TicketError, TransferFaile
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
 from kvxfer.integrations.sglang.caches import MAX_ROW_BYTES, Rows, describe
-from kvxfer.integrations.sglang.decode import Receiving
 from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, register_room
-from kvxfer.integrations.sglang.prefill import Sending
-from kvxfer.integrations.sglang.rooms import Poll, RoomFailedError, Rooms
+from kvxfer.integrations.sglang.rooms import Poll, Receiving, RoomFailedError, Rooms, Sending
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from kvxfer.copy import records
 from kvxfer.copy.sums import SumTables, sum_variants
 from kvxfer.copy.tables import SPARE_WORDS, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
+from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.sums import SumPlan
 from kvxfer.memory.device import Arrival, arrival, call, load
 from kvxfer.telemetry import logger
 

@@ -36,8 +36,8 @@ from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Even
 from kvxfer.copy.sums import SumTables, pack_sums
 from kvxfer.copy.tables import Tables
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
+from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.sums import SumPlan
 from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
 
 if TYPE_CHECKING:

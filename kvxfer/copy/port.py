@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.tables import Tables
 from kvxfer.errors import FabricError, KvxferError
-from kvxfer.geometry.sums import SumPlan
+from kvxfer.geometry.chunks import SumPlan
 
 if TYPE_CHECKING:
     from kvxfer.copy.template import Batch

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.tables import divisor, region_words
 from kvxfer.errors import GeometryError
+from kvxfer.geometry.chunks import SumPart, SumPlan
 from kvxfer.geometry.spec import BYTES, Elements
-from kvxfer.geometry.sums import SumPart, SumPlan
 
 __all__ = ["SUM_AXIS_WORDS", "SUM_HEADER_WORDS", "SumLaunch", "SumTables", "SumVariant", "pack_sums", "sum_variants"]
 

@@ -28,8 +28,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT
-from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Blank, Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.spec import BYTES, Elements
 
 __all__ = [

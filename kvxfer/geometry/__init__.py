@@ -11,18 +11,16 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Pieces, Sample, Segment, Stencil, sample
+from kvxfer.geometry.chunks import ChunkGrid, ChunkPlan, SumPlan
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, sample
 from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
-from kvxfer.geometry.spec import BYTES, LAYOUTS, Elements, Interleave, TensorSpec, expand_layout
-from kvxfer.geometry.sums import Damage, SumPlan, damage, selected
+from kvxfer.geometry.spec import LAYOUTS, Elements, Interleave, TensorSpec, expand_layout
+from kvxfer.geometry.sums import Damage, damage, selected
 
 __all__ = [
-    "BYTES",
     "LAYOUTS",
-    "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
     "BlockLists",
     "Blocks",
@@ -39,7 +37,6 @@ __all__ = [
     "Interleave",
     "PairPlan",
     "Pieces",
-    "Sample",
     "Segment",
     "Selection",
     "Span",

@@ -21,6 +21,7 @@ from kvxfer.names import lazy
 
 __all__ = [
     "MAX_OUTER_AXES",
+    "STAGING_ALIGNMENT",
     "Blank",
     "Box",
     "BoxAxis",
@@ -131,6 +132,9 @@ times the arithmetic."""
 
 MAX_OUTER_AXES: Final = 3
 """Outer axes of a box besides its token axis; more are unrolled into regions."""
+
+STAGING_ALIGNMENT: Final = 16
+"""Segments begin at multiples of this many bytes in staging, so that the widest accesses stay aligned."""
 
 
 @dataclass(frozen=True, slots=True)

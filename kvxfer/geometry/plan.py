@@ -20,8 +20,8 @@ import numpy as np
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry, RowSide
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan, Slice
-from kvxfer.geometry.copyplan import sample
+from kvxfer.geometry.chunks import ChunkGrid, ChunkPart, ChunkPlan, Slice
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, sample
 from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
 from kvxfer.names import MAX_TOKENS, lazy

@@ -14,8 +14,8 @@ from worlds import Rank, make_world
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy, total
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, PairPlan, Span, SumPlan, common, damage, resolve
-from kvxfer.geometry import sums as module
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT
+from kvxfer.geometry import chunks as module
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 from kvxfer.geometry.sums import keys, mix, selected
 
 MASK = (1 << 64) - 1

@@ -47,11 +47,7 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
 async def test_in_place_grants_are_bounded(stage, network, monkeypatch):
     """At no time may more be under way than the bound, and whoever else wants to write in place waits for that."""
     source, target = Cache(blocks=64), Cache(blocks=64)
-    bound = {
-        "chunk_bytes": "1KiB",
-        "window": 8,
-        "route": "direct",
-    }
+    bound = {"chunk_bytes": "1KiB", "window": 8, "route": "direct"}
     tap, under_way = Tap(monkeypatch), []
 
     def note(message):

@@ -564,10 +564,7 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     prefill, decode = [
         await stack.enter_async_context(
             Worker(
-                cache.tensors,
-                Config(affinity=str(one), **SIZES),
-                transport=LoopbackTransport(name, network),
-                loop=loop,
+                cache.tensors, Config(affinity=str(one), **SIZES), transport=LoopbackTransport(name, network), loop=loop
             )
         )
         for name, cache in (("prefill", source), ("decode", target))

@@ -16,13 +16,7 @@ from kvxfer.plans.planning import geometry_from_wire, geometry_to_wire
 from kvxfer.protocol.messages import pack_f32
 from kvxfer.worker import Worker
 
-BF16, F16, F32, E4M3, E5M2 = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+BF16, F16, F32, E4M3, E5M2 = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 IDS, INTO = [9, 3, 1, 7, 5, 4, 8, 2, 6, 0, 11, 10, 13], [2, 0, 3, 1]
 """Source blocks of 16 tokens, destination blocks of 64."""
 TOKENS = range(5, 200)

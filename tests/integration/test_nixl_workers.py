@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from far import Far, guarded
-from scene import (
-    IDS,
-    INTO,
-    ONE_TO_TWO,
-    SIZES,
-    TOKENS,
-    begin,
-    sources,
-    targets,
-)
+from scene import IDS, INTO, ONE_TO_TWO, SIZES, TOKENS, begin, sources, targets
 
 from kvxfer import (
     READY,

@@ -117,11 +117,7 @@ MEETING = {
     "V": ([half("k")], [half("k"), half("v")], {"default/v": ("held", "only default/k")}),
     "layers": (kv(layers=[0]), kv(layers=[0, 1, 2]), {"default/k.layers": ("0..2", "0")}),
     "heads": (kv(range(2)), kv(range(4)), {"default/v.heads": ("0..3", "0..1")}),
-    "tokens": (
-        latent(tokens=Interleave(0, 2, 4)),
-        latent(),
-        {"default.tokens": ("all", "part 0 of 2 in turns of 4")},
-    ),
+    "tokens": (latent(tokens=Interleave(0, 2, 4)), latent(), {"default.tokens": ("all", "part 0 of 2 in turns of 4")}),
 }
 
 

@@ -16,16 +16,7 @@ from inside import borrow_thread, mover, posted, rebuild
 from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes
 from standing import Stuck
 
-from kvxfer import (
-    ClosedError,
-    Config,
-    ConfigError,
-    KvxferError,
-    MemoryInDoubt,
-    Released,
-    Withdrawn,
-    runtime,
-)
+from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, Withdrawn, runtime
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.worker import Worker
 

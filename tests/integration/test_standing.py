@@ -25,12 +25,7 @@ from kvxfer.copy.port import Direction
 
 TOKENS = range(8)
 SLACK = 0.05
-TIMES = {
-    "peer_timeout": 7.0,
-    "revoke_timeout": 3.0,
-    "offer_lease": 11.0,
-    "drain_timeout": 4.0,
-}
+TIMES = {"peer_timeout": 7.0, "revoke_timeout": 3.0, "offer_lease": 11.0, "drain_timeout": 4.0}
 BOUNDS = Config(**TIMES).bounds()
 SIDES = [
     pytest.param("prefill", Direction.GATHER, id="gather"),

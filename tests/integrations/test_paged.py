@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from kvxfer.errors import BlocksError, ConfigError, GeometryError, TokensError
-from kvxfer.integrations.paged import (
-    Difference,
-    PagedCache,
-    Sequence,
-    digests,
-    first_difference,
-    token_digests,
-)
+from kvxfer.integrations.paged import Difference, PagedCache, Sequence, digests, first_difference, token_digests
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 8, 75
 SHAPES = [("NHD", 16), ("HND", 16), ("NHD", 32), ("HND", 32), ("HND", 7)]

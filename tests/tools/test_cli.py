@@ -171,16 +171,7 @@ def test_plan_as_json(command, model):
     )
     found = json.loads(out)
     assert code == 0
-    assert set(found) == {
-        "model",
-        "tokens",
-        "prefill",
-        "decode",
-        "profile",
-        "pairs",
-        "bytes",
-        "slowest_pair_s",
-    }
+    assert set(found) == {"model", "tokens", "prefill", "decode", "profile", "pairs", "bytes", "slowest_pair_s"}
     assert found["model"] == {
         "type": "llama",
         "layers": 32,
@@ -287,10 +278,7 @@ def test_inspect_fails_if_a_frame_cannot_be_decoded(command):
     assert out.count("frame ") == 3
     assert "  ! " in out
     code, _, err = command("inspect", good + bad * 10)
-    assert (code, err) == (
-        1,
-        "kvxfer: frames 1, 2, 3, 4, 5, 6, 7, 8, ... cannot be decoded; the output says why\n",
-    )
+    assert (code, err) == (1, "kvxfer: frames 1, 2, 3, 4, 5, 6, 7, 8, ... cannot be decoded; the output says why\n")
 
 
 def test_a_wrong_command_is_explained():

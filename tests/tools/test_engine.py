@@ -113,8 +113,7 @@ def test_groups_of_channels_follow_the_heads():
 
 
 @pytest.mark.parametrize(
-    ("pp", "stages"),
-    [(1, [16]), (4, [4, 4, 4, 4]), (3, [5, 6, 5]), (7, [2, 2, 2, 2, 3, 3, 2]), ((10, 6), [10, 6])],
+    ("pp", "stages"), [(1, [16]), (4, [4, 4, 4, 4]), (3, [5, 6, 5]), (7, [2, 2, 2, 2, 3, 3, 2]), ((10, 6), [10, 6])]
 )
 def test_stages(pp, stages):
     ranks = from_hf_config(LLAMA, pp=pp).ranks

@@ -12,10 +12,7 @@ from kvxfer.tools.plan import parse_engine, parse_tokens
     [
         ("", EngineLayout()),
         ("tp=4,pp=1,block=16,layout=NHD", EngineLayout(tp=4)),
-        (
-            " tp = 2 , block=64, layout=HND, cross-layer ",
-            EngineLayout(tp=2, block=64, layout="HND", cross_layer=True),
-        ),
+        (" tp = 2 , block=64, layout=HND, cross-layer ", EngineLayout(tp=2, block=64, layout="HND", cross_layer=True)),
         ("pp=20+12,cp=2,cp-chunk=8,kernel-block=4", EngineLayout(pp=[20, 12], cp=2, cp_chunk=8, kernel_block=4)),
         ("layout=block kv head token dim", EngineLayout(layout="block kv head token dim")),
     ],

@@ -457,7 +457,7 @@ def test_pages_of_all_layers_in_a_block_are_one_piece():
     apart = one(slots(MAMBA, inside=True, layers=3), slots(MAMBA, layers=3))
     assert (apart.pieces, apart.piece_bytes) == (3, 248)
     assert [(limit.axis, limit.side) for limit in apart.limits if limit.axis != "block"] == [
-        ("layer", Side.DESTINATION),
+        ("layer", Side.DESTINATION)
     ]
 
 

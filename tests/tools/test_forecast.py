@@ -65,10 +65,7 @@ def test_pairs_bytes_and_pieces_of_an_uneven_change_of_layout():
     assert {(pair.bytes, pair.pieces.count, pair.pieces.largest) for pair in found.pairs} == {(rows * 128, rows, 128)}
     assert found.bytes == 4 * rows * 128
     assert {(pair.choice.route, pair.choice.why) for pair in found.pairs} == {
-        (
-            Route.STAGED,
-            "6400 pieces of 128 bytes on average: 28.8 ms predicted for direct, 2.8 ms for staged",
-        )
+        (Route.STAGED, "6400 pieces of 128 bytes on average: 28.8 ms predicted for direct, 2.8 ms for staged")
     }
 
 

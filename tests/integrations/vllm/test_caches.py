@@ -102,10 +102,7 @@ def test_a_layer_that_uses_anothers_cache_is_passed_over():
     assert list(describe(views, config([spec()]), Place(0, 1), 2, known(views))) == ["model.layers.0.attn"]
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [{"num_head_slots": 3}, {"state_content_bytes": 36}, {"tokens_per_state": 4}],
-)
+@pytest.mark.parametrize("odd", [{"num_head_slots": 3}, {"state_content_bytes": 36}, {"tokens_per_state": 4}])
 def test_packed_caches_are_refused_by_name(odd):
     with pytest.raises(GeometryError, match=next(iter(odd))):
         described(spec(**odd), (BLOCKS, 2, 16, 16))

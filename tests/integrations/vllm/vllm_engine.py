@@ -128,11 +128,7 @@ class Engine:
             "block_tokens": block_tokens,
             "layout": layout,
             "prefix_caching": prefix_caching,
-            "extra": {
-                "layerwise": layerwise,
-                "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"},
-                **extra,
-            },
+            "extra": {"layerwise": layerwise, "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"}, **extra},
         }
         self._block_tokens, self._policy, self.budget, self._depth = block_tokens, policy, budget, depth
         self.connector: Any = KvxferConnector(*configured(described, None))

@@ -145,17 +145,8 @@ def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
 
 
 def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "kvxfer.tools.cli",
-        "doctor",
-        "--device",
-        "cpu",
-        "--json",
-        "--listen",
-        "tcp:127.0.0.1:0",
-    ]
+    arguments = "-m kvxfer.tools.cli doctor --device cpu --json --listen tcp:127.0.0.1:0"
+    command = [sys.executable, *arguments.split()]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert process.stderr is not None
     try:

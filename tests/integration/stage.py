@@ -139,6 +139,13 @@ class Gate:
         return self.fired
 
 
+class Broken:
+    """An event of the caller's that cannot be queried."""
+
+    def query(self):
+        raise RuntimeError("no such event")
+
+
 class Stage:
     """Opens workers on one loopback network and closes them all at the end."""
 

@@ -1,14 +1,12 @@
 """Staging memory that rides with a fetch: a place for the only chunk, or a ring for the first ones."""
 
-import asyncio
-
 import pytest
 from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, extents, quarantined, quiet
+from stage import Cache, Copied, Gate, eventually, quarantined, quiet
 from wire import play
 
-from kvxfer import PeerLostError, RefusedError
+from kvxfer import PeerLostError
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import PairPlan
 from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Route, Want
@@ -136,19 +134,6 @@ async def test_a_grant_that_does_not_fit_is_void(stage, tap, why):
     await quiet(prefill, decode)
 
 
-async def test_a_fetch_that_waits_for_its_offer_holds_no_staging_memory(stage, tap):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **LARGE)
-    transfer = begin(prefill, decode)
-    await eventually(lambda: tap.of(Want))
-    await eventually(lambda: not extents(decode, "receive"))
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    prefill.offer("r", HELD, tokens=30)
-    await transfer
-    copied.check()
-    await quiet(prefill, decode)
-
-
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, tap, monkeypatch, route):
     """Kernels may have to be compiled first, or the plan is large."""
@@ -162,16 +147,6 @@ async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, t
     copied.check()
     assert not tap.of(Accept)[0].ahead
     assert tap.of(Reserve)
-    await quiet(prefill, decode)
-
-
-async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **LARGE)
-    prefill.offer("r", HELD, tokens=30)
-    tap.change[Fetch] = lambda fetch: replace(fetch, agreement=bytes(32))
-    with pytest.raises(RefusedError, match="their plans differ"):
-        await begin(prefill, decode)
     await quiet(prefill, decode)
 
 
@@ -201,21 +176,6 @@ async def test_a_grant_of_staging_memory_covers_staged_chunks(stage, tap, route,
     with pytest.raises((PeerLostError, TransferFailedError), match=why):
         await begin(prefill, decode)
     await quiet(prefill, decode)
-
-
-async def test_a_fetch_that_is_cancelled_at_any_time_returns_its_memory(stage):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **LARGE)
-    for number in range(40):
-        prefill.offer(f"r{number}", HELD, tokens=30)
-        transfer = begin(prefill, decode, f"r{number}")
-        for _ in range(number):
-            await asyncio.sleep(0)
-        transfer.cancel()
-        await asyncio.gather(transfer, return_exceptions=True)  # it may have been quicker
-        await eventually(lambda: not decode.describe()["receiving"])
-        assert not decode.describe()["in_doubt"]
-    await quiet(decode)
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -11,7 +11,7 @@ import pytest
 from inside import never_move, rebuild, when_rebuilt
 from stage import Gate, quarantined, raised
 from standing import Standing
-from wire import deaf_port, play
+from wire import TIMES, deaf_port, play
 
 from kvxfer import (
     Code,
@@ -31,17 +31,6 @@ from kvxfer.copy.port import Direction
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
-TIMES = {
-    "peer_timeout": 7.0,
-    "revoke_timeout": 3.0,
-    "grant_lease": 900.0,
-    "offer_lease": 11.0,
-    "unclaimed_timeout": 23.0,
-    "connect_timeout": 2.0,
-    "no_progress_timeout": 13.0,
-    "drain_timeout": 4.0,
-}
-"""Unequal, so that none can be mistaken for another."""
 CONFIG = Config(**TIMES)
 BOUNDS = CONFIG.bounds()
 
@@ -112,20 +101,12 @@ async def silence_while_the_offer_is_waited_for(play):
     in_time("silent_peer", play.now - play.wire.last, least=CONFIG.peer_timeout)
 
 
-@hears("silent_peer")
-async def silence_while_the_peer_may_write(play):
-    _, transfer = await in_flight(play, "direct")
+@hears("silent_peer", {"route": "direct"}, {"route": "pull"})
+async def silence_while_the_peer_may_write_or_this_side_reads(play, route):
+    _, transfer = await in_flight(play, route)
     play.wire.silence()
     await raised(transfer, MemoryInDoubt)
     assert not transfer.memory_safe
-    in_time("silent_peer", play.now - play.wire.last, least=BOUNDS["silent_peer"])
-
-
-@hears("silent_peer")
-async def silence_while_this_side_reads(play):
-    _, transfer = await in_flight(play, "pull")
-    play.wire.silence()
-    await raised(transfer, MemoryInDoubt)
     in_time("silent_peer", play.now - play.wire.last, least=BOUNDS["silent_peer"])
 
 
@@ -311,35 +292,15 @@ async def a_fetch_that_nothing_ends_but_its_time_out(play):
     in_time("fetch", waited - 10, least=BOUNDS["fetch"])
 
 
-@hears("stuck_link")
-async def a_write_that_stands_still(play):
-    await play.pair(route="direct", **TIMES)
-    play.network.wedge("decode")
+@hears("stuck_link", {"route": "direct"}, {"route": "staged"}, {"route": "pull", "target": "prefill"})
+async def a_post_that_stands_still(play, route, target="decode"):
+    await play.pair(route=route, **TIMES)
+    play.network.wedge(target)
     play.prefill.offer("r", [1, 2], tokens=8)
     transfer = play.start("r")
     outcome, waited = await play.timed(transfer)
-    assert isinstance(outcome, TransferFailedError), "both agents were made anew in time"
+    assert isinstance(outcome, TransferFailedError), "agents were made anew in time"
     assert transfer.memory_safe
-    in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
-
-
-@hears("stuck_link")
-async def a_write_to_the_arena_that_stands_still(play):
-    await play.pair(route="staged", **TIMES)
-    play.network.wedge("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    outcome, waited = await play.timed(play.start("r"))
-    assert isinstance(outcome, TransferFailedError)
-    in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
-
-
-@hears("stuck_link")
-async def a_read_that_stands_still(play):
-    await play.pair(route="pull", **TIMES)
-    play.network.wedge("prefill")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    outcome, waited = await play.timed(play.start("r"))
-    assert isinstance(outcome, TransferFailedError), "the agent was made anew in time"
     in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from inside import before_connecting, begin_copies_by, take_all, time_out
-from stage import SOON, Cache, Copied, Gate, eventually, quarantined, quiet
+from stage import SOON, Cache, Copied, Gate, eventually, quiet
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
 from kvxfer.copy.mover import Copy
@@ -327,24 +327,6 @@ async def test_pull_in_doubt_on_both_sides_until_the_read_has_ended(stage, sourc
     copied = Copied(target).bring(source, [2], [3], range(4))
     await decode.fetch(prefill.engine.ticket("again"), [3], tokens=range(4), timeout=5)
     copied.check()
-
-
-async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="staged", **SOON)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("decode")
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
-    await eventually(lambda: stage.network.held("decode"))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert decode.describe()["metrics"]["quarantined_bytes"] == quarantined(decode, "receive") > 0
-    assert not decode.describe()["custody"].holders
-    untouched = Copied(target)
-    stage.network.release("decode")
-    await quiet(prefill, decode)
-    assert decode.describe()["metrics"]["quarantined_bytes"] == 0
-    untouched.check()
 
 
 async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warned_of(stage, source, target):

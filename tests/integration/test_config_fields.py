@@ -22,20 +22,17 @@ from certificates import Authority
 from far import Far, Ranks
 from stage import KEY, Cache, Copied, Gate, raised
 from traced import Spans
-from wire import SIZES, play
+from wire import SIZES, TIMES, play
 
 from kvxfer import (
     Code,
     Config,
     ConfigError,
-    Expired,
     FabricError,
     IntegrityError,
     KvxferError,
-    MemoryInDoubt,
     MismatchError,
     RefusedError,
-    Released,
     RequestError,
     TicketError,
     TransferFailedError,
@@ -80,10 +77,6 @@ def field(name, *values, virtual=True, marks=(), defect=""):
     return note
 
 
-def about(seconds):
-    return pytest.approx(seconds, abs=0.05)
-
-
 # --- who a worker is
 
 
@@ -116,11 +109,6 @@ async def another_dtype_is_converted(play):
     assert "convert=True" in str(await raised(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
 
 
-def damaged(play):
-    """What is fetched next arrives with a bit flipped."""
-    play.network.damage_next("decode", byte=3)
-
-
 @field("traces")
 async def spans_are_exported(play):
     spans = Spans()
@@ -132,7 +120,7 @@ async def spans_are_exported(play):
 @field("integrity")
 async def what_arrives_damaged_is_found(play):
     await play.pair(route="staged", decode={"integrity": "full"})
-    damaged(play)
+    play.network.damage_next("decode", byte=3)
     play.prefill.offer("r", [1, 2], tokens=8)
     assert (await raised(play.start("r"), IntegrityError)).code is Code.INTEGRITY
 
@@ -166,20 +154,6 @@ async def ranks_of_an_engine_share_the_work(play):
     assert [peer.split("@")[0] for peer in result.stats.peers] == ["duo[0/2]", "duo[1/2]"]
 
 
-@field("world")
-async def an_offer_waits_for_every_rank_that_decodes(play):
-    prefill = await play.worker("prefill", Cache())
-    _, ranks = await duo(play)
-    card = EngineCard.of([rank.card for rank in ranks])
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    for rank in ranks:
-        rank.join(card, key=KEY)
-        assert not offer.wait_end().done()
-        await rank.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
-        await asyncio.sleep(1)
-    assert isinstance(await offer.released(), Released)
-
-
 # --- where it listens, and whom it trusts
 
 
@@ -188,16 +162,6 @@ async def a_socket_at_a_path(play):
     await play.pair(prefill={"listen": f"unix:{play.folder}/here"})
     assert play.prefill.card.endpoint == f"unix:{play.folder}/here"
     await play.bring("r")
-
-
-@field("listen")
-async def a_socket_at_a_port(play):
-    play.prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0")
-    play.decode = await play.worker("decode", play.target)
-    host, _, port = play.prefill.card.endpoint.rpartition(":")
-    assert (host, int(port) > 0) == ("tcp:127.0.0.1", True)
-    play.prefill.offer("r", [1, 2], tokens=8)
-    await play.decode.fetch(play.prefill.engine.ticket("r"), [3, 4], tokens=range(8))
 
 
 @field("advertise")
@@ -333,19 +297,6 @@ async def frames_come_as_often(play):
         assert 110 <= frames <= 121
 
 
-@field("revoke_timeout")
-async def evidence_is_waited_for_so_long(play):
-    await play.pair(route="direct", revoke_timeout=4)
-    play.network.hold("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r")
-    await play.until(lambda: play.network.held("decode"))
-    transfer.cancel()
-    error, waited = await play.timed(transfer)
-    assert isinstance(error, MemoryInDoubt)
-    assert waited == about(4)
-
-
 @field("grant_lease", 4.9, 5.1)
 async def a_grant_may_be_used_so_long(fires, play):
     await play.pair(route="direct", decode={"grant_lease": 5})
@@ -374,51 +325,6 @@ async def what_was_announced_may_be_read_so_long(fires, play):
     else:
         error = await raised(transfer, TransferFailedError)
         assert error.reason is Code.TIMEOUT
-
-
-@field("offer_lease")
-async def a_claim_is_renewed_as_often(play):
-    await play.pair(peer_timeout=100, offer_lease=10)
-    play.prefill.offer("r", [1], tokens=4)
-    claim = play.decode.claim(play.ticket("r"))
-    await asyncio.sleep(10.1)
-    assert play.prefill.describe()["metrics"]["frames_received"]["Claim"] == 1 + 10
-    claim.close()
-
-
-@field("unclaimed_timeout")
-async def an_offer_is_kept_so_long_for_its_first_claim(play):
-    await play.pair(prefill={"unclaimed_timeout": 45})
-    ending, waited = await play.timed(play.prefill.offer("r", [1], tokens=4).released())
-    assert isinstance(ending, Expired)
-    assert waited == about(45)
-
-
-@field("connect_timeout")
-async def a_stranger_is_listened_to_no_longer(play):
-    await play.pair(prefill={"connect_timeout": 2})
-    began = play.now
-    reader, writer = await asyncio.open_unix_connection(play.prefill.card.endpoint.removeprefix("unix:"))
-    assert await reader.read() == b""
-    assert play.now - began == about(12)
-    writer.close()
-
-
-@field("no_progress_timeout")
-async def a_post_stands_still_no_longer(play):
-    await play.pair(route="staged", prefill={"no_progress_timeout": 17})
-    play.network.wedge("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    error, waited = await play.timed(play.start("r"))
-    assert isinstance(error, TransferFailedError)
-    assert waited == about(17)
-
-
-@field("drain_timeout", 0, 6.5)
-async def a_drain_lasts_no_longer(seconds, play):
-    await play.pair(drain_timeout=seconds)
-    play.prefill.offer("r", [1], tokens=4)
-    assert await play.timed(play.prefill.drain()) == (False, about(seconds))
 
 
 # --- how many
@@ -703,4 +609,5 @@ async def test_it_takes_effect_in_real_time(case, tmp_path):
 
 
 def test_no_field_is_without_a_case():
-    assert {case.field for case in CASES} == {setting.name for setting in Config().effective()}
+    """Those of `TIMES` decide on when a caller of `test_bounds` hears."""
+    assert {case.field for case in CASES} | TIMES.keys() == {setting.name for setting in Config().effective()}

@@ -112,17 +112,11 @@ async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
     [
         ({}, {"dtype": torch.float32}, "default/k.dtype", ("float32", "int32")),
         ({"dim": 16}, {}, "default/k.dim", ("8", "16")),
-        ({"config": {"model": "a"}}, {"config": {"model": "b"}}, "model", ("b", "a")),
     ],
     ids=str,
 )
 async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs, ours, field, values, caplog):
-    prefill = await stage.worker(
-        "prefill", Cache(**{k: v for k, v in theirs.items() if k != "config"}), **theirs.get("config", {})
-    )
-    decode = await stage.worker(
-        "decode", Cache(**{k: v for k, v in ours.items() if k != "config"}), **ours.get("config", {})
-    )
+    prefill, decode = await stage.pair(Cache(**theirs), Cache(**ours))
     prefill.offer("r", [1], tokens=4)
     with pytest.raises(MismatchError) as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)

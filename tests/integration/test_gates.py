@@ -23,7 +23,7 @@ from inside import (
     unanswered,
 )
 from passing import enter
-from stage import Cache, Gate, eventually, frames, quarantined, quiet
+from stage import Broken, Cache, Gate, eventually, frames, quarantined, quiet
 from wire import play
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
@@ -418,13 +418,6 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
         for one in inside:
             one.leave()
     assert not any(key.is_open for key in opened)
-
-
-class Broken:
-    """An event of the caller's that cannot be queried."""
-
-    def query(self):
-        raise RuntimeError("it cannot be queried")
 
 
 async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):

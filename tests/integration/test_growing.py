@@ -38,7 +38,7 @@ async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer
     for tokens, blocks in STEPS:
         offer.extend(blocks, tokens=tokens)
         for layers in [[0], [1]] if by_layer else [None]:
-            offer.ready(layers=layers)
+            offer.ready(layers=layers, tokens=None if by_layer else tokens.stop)
         reached = Copied(target)
         reached.expected = {layer: memory.clone() for layer, memory in before.expected.items()}
         whole = tokens.stop // 4 * 4  # chunks end where blocks do
@@ -76,28 +76,6 @@ async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, rou
         first = stop
     offer.finish()
     assert (await transfer).stats.chunks == 12
-    await quiet(prefill, decode)
-
-
-async def test_a_layer_that_is_complete_can_be_used(stage):
-    source, target = Cache(layers=range(3)), Cache(layers=range(3))
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [3, 2], tokens=8, streaming=True)
-    offer.ready(layers=[0])
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
-    first = Copied(target)
-    first.expected[0] = Copied(target).bring(source, IDS, INTO, range(8)).expected[0]
-    await eventually(lambda: landed(first))
-    offer.ready()
-    offer.extend([1, 0], tokens=range(8, 16))
-    offer.ready(layers=[0])
-    first.bring(source, IDS, INTO, range(8))
-    first.expected[0] = Copied(target).bring(source, IDS, INTO, range(16)).expected[0]
-    await transfer.layers(0, 1)
-    first.check()
-    offer.ready()
-    offer.finish()
-    await transfer
     await quiet(prefill, decode)
 
 
@@ -159,32 +137,6 @@ async def test_padding_may_come_with_any_step(stage, route):
     offer.finish()
     assert (await transfer).stats.bytes == 2 * 8 * 2 * 4 * 8 * 4
     copied.check()
-    await quiet(prefill, decode)
-
-
-async def test_state_comes_with_the_last_step(stage):
-    def caches():
-        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
-
-    sources, targets = caches(), caches()
-    prefill, decode = await stage.pair(sources, targets)
-    offer = prefill.offer("r", streaming=True)
-    into = {"full": [1, 2], "state": [3]}
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), into, tokens=range(8), timeout=5)
-    copied = [Copied(target) for target in targets]
-    offer.extend({"full": [5], "state": []}, tokens=range(4))  # the slot is not known yet
-    offer.ready()
-    copied[0].bring(sources[0], [5], [1], range(4))
-    await eventually(lambda: landed(copied[0]))
-    copied[1].check()
-    offer.extend({"full": [6], "state": [2]}, tokens=range(4, 8))
-    offer.ready()
-    offer.finish()
-    await transfer
-    copied[0].bring(sources[0], [5, 6], [1, 2], range(8))
-    copied[1].bring(sources[1], [2], [3], range(1))
-    for one in copied:
-        one.check()
     await quiet(prefill, decode)
 
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-import torch
 from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told
 from stage import Cache, Copied, eventually, quiet
 from standing import Standing
-from stored import Converted, Stored
 
-from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError
+from kvxfer import FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError
 from kvxfer.copy.port import Direction
 from kvxfer.mapped import Window
 from kvxfer.protocol.framing import encode_body
@@ -220,31 +218,3 @@ async def test_a_copy_that_fails_fails_the_fetch(stage, source, target):
         await fetch
     await offer.withdraw()
     await quiet(prefill, decode)
-
-
-async def test_it_converts(stage):
-    given = Stored(torch.bfloat16, "head", blocks=14, block_tokens=16)
-    ours = Stored(torch.float8_e4m3fn, "tensor", seed=2, blocks=6, block_tokens=64, layout="HND", shared=True)
-    prefill, decode = await stage.pair(given, ours, decode={"convert": True})
-    ids, into, tokens = [9, 3, 1, 7, 5, 4, 8, 2, 6, 0, 11, 10, 13], [2, 0, 3, 1], range(5, 200)
-    copied = Converted(ours).bring(given, ids, into, tokens)
-    prefill.offer("r", ids, tokens=208)
-    result = await decode.fetch(prefill.engine.ticket("r"), into, tokens=tokens, timeout=5)
-    copied.check()
-    assert result.stats.route == "mapped"
-
-
-async def test_it_streams(stage, source, target):
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", streaming=True)
-    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
-    offer.extend(IDS[:1], tokens=range(4))
-    offer.ready(after=READY)
-    offer.extend(IDS[1:], tokens=range(4, 12))
-    offer.ready(layers=[1], after=READY)
-    offer.ready(layers=[0], after=READY)
-    offer.finish(payload=b"token")
-    result = await transfer
-    copied.check()
-    assert (result.stats.route, result.payload) == ("mapped", b"token")

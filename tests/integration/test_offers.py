@@ -50,18 +50,6 @@ def refused(code):
 # --- in any order
 
 
-async def test_a_fetch_may_come_before_its_offer(pair, source, target):
-    prefill, decode = pair
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4, 5], tokens=TOKENS, timeout=5)
-    await parked(prefill)
-    copied = Copied(target).bring(source, [1, 2], [4, 5], TOKENS)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await transfer
-    copied.check()
-    assert isinstance(await offer.released(), Released)
-    await quiet(*pair)
-
-
 def test_a_claim_may_come_before_its_offer(tmp_path):
     async def scenario(one):
         await one.pair(**FAST)
@@ -394,21 +382,6 @@ def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
     play(scenario, tmp_path)
 
 
-def test_a_transfer_at_work_keeps_its_offer(tmp_path):
-    async def scenario(one):
-        await one.pair(prefill=FAST, route="staged")
-        one.network.hold("decode")
-        offer = one.prefill.offer("r", [1], tokens=4)
-        transfer = one.start("r", [1], range(4))
-        await asyncio.sleep(2.5 * FAST["offer_lease"])
-        assert not offer.wait_end().done()
-        one.network.release("decode")
-        await transfer
-        assert isinstance(await offer.released(), Released)
-
-    play(scenario, tmp_path)
-
-
 async def test_decline_frees_at_once_though_a_transfer_runs(stage, pair):
     prefill, decode = pair
     offer = prefill.offer("r", [1], tokens=4, streaming=True)
@@ -518,18 +491,6 @@ async def test_another_decode_engine_takes_over(stage, source, target):
     await quiet(prefill, first, second)
 
 
-async def test_a_ticket_is_worth_nothing_after_the_release(pair):
-    prefill, decode = pair
-    offer = prefill.offer("r", [1], tokens=4)
-    await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    await offer.released()
-    with refused(Code.TICKET_RELEASED):
-        await decode.fetch(prefill.engine.ticket("r"), [2], tokens=range(4), timeout=5)
-    decode.claim(prefill.engine.ticket("r")).close()
-    await decode.decline(prefill.engine.ticket("r"))
-    await quiet(*pair)
-
-
 async def test_an_id_is_used_once(stage, source, target, monkeypatch):
     monkeypatch.setattr("kvxfer.config._MANY", 1)
     prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
@@ -584,37 +545,6 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
 
 
 # --- streaming
-
-
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
-async def test_streaming_step_by_step_and_by_tokens(stage, route):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4, 5, 6, 7], tokens=range(2, 14), timeout=5)
-    copied = Copied(target).bring(source, [3, 2, 1, 0], [4, 5, 6, 7], range(2, 14))
-    for start, stop, blocks in ((0, 3, [3]), (3, 4, []), (4, 9, [2, 1]), (9, 16, [0])):
-        offer.extend(blocks, tokens=range(start, stop))
-        offer.ready(tokens=stop)
-    offer.finish(b"done")
-    assert (await transfer).payload == b"done"
-    copied.check()
-    assert isinstance(await offer.released(), Released)
-
-
-async def test_a_prefix_goes_before_the_offer_is_complete(pair, source, target):
-    prefill, decode = pair
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4), timeout=5)
-    offer.extend([1], tokens=range(4))
-    offer.ready()
-    copied = Copied(target).bring(source, [1], [4], range(4))
-    await transfer.layers(0, 2)
-    copied.check()
-    offer.extend([2], tokens=range(4, 6))
-    offer.ready()
-    offer.finish()
-    await transfer
 
 
 async def test_streaming_mistakes_change_nothing(pair, source, target):

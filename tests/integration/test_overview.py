@@ -6,7 +6,7 @@ import threading
 import pytest
 from stage import Cache, eventually, quiet
 
-from kvxfer import BlockingWorker, ClosedError, Config, UnreachableError
+from kvxfer import BlockingWorker, ClosedError, Config
 from kvxfer.fabric.loopback import LoopbackTransport
 
 
@@ -51,35 +51,6 @@ async def test_a_transfer_that_waits_is_shown_on_both_sides_until_it_ends(stage)
     await transfer
     await quiet(prefill, decode)
     assert prefill.describe()["transfers"] == decode.describe()["transfers"] == []
-
-
-async def test_sessions_offers_and_claims_are_counted(stage):
-    prefill, decode = await stage.pair(Cache(), Cache())
-    await fetched(prefill, decode)
-    kept = prefill.offer("kept", [1], tokens=4)
-    claim = decode.claim(prefill.engine.ticket("kept"))
-    await eventually(lambda: prefill.describe()["metrics"]["offers_ended"] == {"released": 1})  # `Release` comes last
-    assert prefill.describe()["metrics"]["sessions_opened"] == {"send": 1}
-    assert (prefill.describe()["offers"], decode.describe()["claims"]) == (1, 1)
-    assert decode.describe()["metrics"]["sessions_opened"] == {"receive": 1}
-    claim.close()
-    await kept.withdraw()
-    assert prefill.describe()["metrics"]["offers_ended"] == {"released": 1, "withdrawn": 1}
-    assert prefill.describe()["offers"] == decode.describe()["claims"] == 0
-
-
-async def test_who_was_not_reached_is_named_until_he_is(stage):
-    prefill, decode = await stage.pair(Cache(), Cache())
-    ticket = prefill.engine.ticket("r") | {"endpoints": {"prefix": "unix:/nowhere"}}
-    fetching = decode.start_fetch(ticket, [3], tokens=range(4))
-    await eventually(lambda: decode.describe()["connecting"] == ["unix:/nowhere"] or fetching.done)
-    with pytest.raises(UnreachableError):
-        await fetching
-    assert decode.describe()["connecting"] == []
-    ((endpoint, seconds),) = decode.describe()["unreachable"].items()
-    assert (endpoint, 0 <= seconds <= 0.1) == ("unix:/nowhere", True)
-    await fetched(prefill, decode)
-    assert list(decode.describe()["unreachable"]) == ["unix:/nowhere"], "others are others"
 
 
 async def test_what_bounds_are_used_up_is_said(stage):

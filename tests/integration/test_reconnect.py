@@ -90,25 +90,13 @@ async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
     with pytest.raises(PeerLostError):
         await fetch
     assert fetch.memory_safe
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
+    await eventually(lambda: not prefill.describe()["sending"])
+    assert not awake(decode), "nothing of it is left here, and the answer is not heard"
     await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8), timeout=5)
     async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Released)
     await quiet(prefill, decode)
-
-
-async def test_who_only_asks_what_became_of_a_read_keeps_nobody_awake(stage):
-    """Nothing of the transfer is left at the decode rank, which does not hear the answer."""
-    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
-    offer = prefill.offer("r", [1], tokens=4)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [5], tokens=range(4), after=Gate(), timeout=5)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
-    cut(decode)
-    with pytest.raises(PeerLostError):
-        await transfer
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
-    await eventually(lambda: not prefill.describe()["sending"])
-    assert not awake(decode)
-    await offer.withdraw()
 
 
 @pytest.mark.usefixtures("no_locks")

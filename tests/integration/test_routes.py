@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from inside import factor, learn, met, overdue, run_on, sessions, staging
+from inside import factor, learn, met, overdue, run_on, staging
 from stage import Cache, Copied, Gate, eventually, quiet
 
 from kvxfer import READY, Released, Span
@@ -33,43 +33,6 @@ async def move(prefill, decode, source, target, ids, into, tokens, *, offered=No
     assert all(torch.equal(source.memory[layer], kept) for layer, kept in before.items())
     await quiet(prefill, decode)
     return result, ending
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ids", "into"),
-    [
-        (range(1), [3], [5]),
-        (range(4), [3], [0]),
-        (range(7), [3, 1], [15, 0]),
-        (range(2, 7), [3, 1], [15, 0]),
-        (range(5, 6), [3, 1], [7, 8]),
-        (range(64), list(range(15, -1, -1)), list(range(16))),
-        (range(33, 61), list(range(16)), [5, 3, 1, 0, 2, 4, 6, 8, 10, 12, 14, 7, 9, 11, 13, 15]),
-    ],
-    ids=str,
-)
-async def test_every_byte_of_a_request(stage, route, tokens, ids, into):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
-    await move(prefill, decode, source, target, ids, into, tokens, offered=len(ids) * 4)
-
-
-async def test_a_request_larger_than_the_arena_goes_through_it(stage):
-    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
-    config = {"route": "staged", "arena_bytes": "8KiB", "chunk_bytes": "1KiB", "window": 3}
-    prefill, decode = await stage.pair(source, target, **config)
-    result, ending = await move(prefill, decode, source, target, list(range(64)), list(range(64)), range(256))
-    assert result.stats.bytes == 2 * 2 * 256 * 4 * 8 * 4 > 8 * 8192
-    assert result.stats.chunks == ending.stats[0].chunks >= 128
-    written = [entry for entry in stage.network.log if entry.dst == "decode"]
-    assert len({entry.address for entry in written}) < 16  # the same extents again and again
-
-
-async def test_chunks_of_different_ends_agree(stage, route):
-    source, target = Cache(blocks=32), Cache(blocks=32)
-    sizes = {"chunk_bytes": "8KiB"}
-    prefill, decode = await stage.pair(source, target, route=route, prefill=sizes)
-    await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(9, 126), offered=128)
 
 
 async def test_several_groups_and_state_without_tokens(stage, route):
@@ -282,36 +245,6 @@ async def test_two_workers_that_fetch_from_each_other_with_small_arenas(stage):
     await quiet(left, right)
 
 
-async def test_a_worker_may_fetch_from_itself(stage, route):
-    cache = Cache()
-    worker = await stage.worker("one", cache, route=route)
-    copied = Copied(cache).bring(cache, [0, 1], [8, 9], range(6))
-    worker.offer("r", [0, 1], tokens=6)
-    await worker.fetch(worker.engine.ticket("r"), [8, 9], tokens=range(6), timeout=5)
-    copied.check()
-    await quiet(worker)
-
-
-async def test_200_fetches_at_once(stage, route):
-    source, target = Cache(blocks=256, heads=range(2)), Cache(blocks=256, heads=range(2), layout="HND")
-    prefill, decode = await stage.pair(source, target, route=route)
-    copied = Copied(target)
-    offers = []
-    for n in range(200):
-        offers.append(prefill.offer(f"r{n}", [n], tokens=4))
-        copied.bring(source, [n], [255 - n], range(n % 3, 4))
-    results = await asyncio.gather(
-        *(
-            decode.fetch(prefill.engine.ticket(f"r{n}"), [255 - n], tokens=range(n % 3, 4), timeout=20)
-            for n in range(200)
-        )
-    )
-    copied.check()
-    assert [result.request for result in results] == [f"r{n}" for n in range(200)]
-    assert {type(ending) for ending in await asyncio.gather(*(offer.released() for offer in offers))} == {Released}
-    await quiet(prefill, decode)
-
-
 @pytest.mark.parametrize("route", ["mapped", "staged", "direct", "pull"])
 async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
     """All chunks of both wait for their blocks; then the small one takes its turn after a few of the large one's."""
@@ -329,18 +262,6 @@ async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
     done = await small
     assert not large.done
     assert (await large).stats.chunks > 100 > done.stats.chunks
-
-
-async def test_links_and_lanes_are_opened_once(stage):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target)
-    for n in range(4):
-        prefill.offer(f"r{n}", [n], tokens=4)
-    fetches = [decode.fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=5) for n in range(4)]
-    await asyncio.gather(*fetches)
-    assert len(sessions(prefill)) == len(sessions(decode)) == 1
-    fabric = prefill.describe()["fabric"]
-    assert (fabric["lanes"], fabric["transport"]) == (1, "LoopbackTransport")
 
 
 async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from inside import borrow_thread, mover, posted, rebuild
-from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes
+from stage import DEFAULTS, SOON, Cache, Copied, eventually
 from standing import Stuck
 
 from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, Withdrawn, runtime
@@ -133,19 +133,6 @@ async def test_work_under_way_may_end(network):
         await asyncio.gather(*closing)
 
 
-async def test_a_drain_tells_when_all_is_done(network):
-    source, target = Cache(), Cache()
-    async with make("p", source, network) as prefill, make("d", target, network) as decode:
-        prefill.offer("r", [1], tokens=4)
-        draining = asyncio.create_task(prefill.drain())
-        await asyncio.sleep(0)
-        assert not draining.done()
-        await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
-        assert await draining is True
-        with pytest.raises(KvxferError, match="draining"):  # an offer that can never come
-            await decode.fetch(prefill.engine.ticket("s"), [3], tokens=range(4), timeout=5)
-
-
 async def test_an_exception_does_not_wait_for_the_drain(network):
     began = time.monotonic()
     offers = []
@@ -222,14 +209,6 @@ async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog
     assert transport.inside.is_set()
     assert "fabric_not_closed" not in caplog.text
     assert left() == NOTHING
-
-
-async def test_strangers_do_not_outlive_the_worker(network):
-    async with make("p", Cache(), network) as worker:
-        reader, writer = await asyncio.open_unix_connection(worker.card.endpoint[5:])
-        await eventually(lambda: handshakes(worker))
-    assert await reader.read() == b""
-    writer.close()
 
 
 async def test_closing_while_connecting(network):

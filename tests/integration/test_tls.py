@@ -81,14 +81,6 @@ async def test_many_requests_over_one_stream(stage, authority, monkeypatch):
     assert any(link.encrypted for link in paused)
 
 
-async def test_a_stream_that_was_cut_is_opened_again(stage, authority):
-    first, second, bring = await pair(stage, authority.issue(), authority.issue())
-    await bring("r")
-    cut(second)
-    await eventually(lambda: not sessions(first, second))
-    await bring("s")
-
-
 async def test_closing_says_goodbye(stage, authority, said):
     _, second, bring = await pair(stage, authority.issue(), authority.issue())
     await bring("r")

@@ -97,6 +97,7 @@ async def test_one_trace_over_both_sides(stage, spans, source, target, route):
                 assert side.start_time <= stage_span.start_time
                 assert stage_span.attributes["kvxfer.busy_seconds"] >= 0
                 assert stage_span.attributes["kvxfer.intervals"] >= 1
+    assert [inside.traced(worker) for worker in (prefill, decode)] == [0, 0]
 
 
 async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage, spans, source, target):
@@ -251,13 +252,6 @@ async def test_code_of_the_application_that_raises_harms_no_transfer(stage, span
     await moved(prefill, decode)
     assert spans.names == []
     assert {record.kvxfer["event"] for record in caplog.records if record.levelname == "ERROR"} == {"trace_failed"}
-
-
-async def test_nothing_is_kept_of_what_is_over(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target)
-    await moved(prefill, decode)
-    for worker in (prefill, decode):
-        assert inside.traced(worker) == 0
 
 
 OFF = """

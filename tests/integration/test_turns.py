@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from inside import keep_plans, pause_grants, resume_grants, take_all
-from stage import Cache, Copied, Gate, eventually, extents, quiet
+from stage import Broken, Cache, Copied, Gate, eventually, extents, quiet
 
 from kvxfer import KvxferError
 from kvxfer.plans.planning import Bound
@@ -85,13 +85,6 @@ async def test_what_is_to_be_announced_when_the_agent_was_made_anew_is_given_up_
     await eventually(lambda: not tasks_of_senders(), timeout=5)
     resume_grants(prefill)
     await quiet(prefill, decode)
-
-
-class Broken:
-    """An event of the caller's that cannot be asked."""
-
-    def query(self):
-        raise RuntimeError("no such event")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

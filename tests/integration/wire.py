@@ -15,6 +15,17 @@ from kvxfer import Config, Worker
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 
 SIZES = {"arena_bytes": "64KiB", "chunk_bytes": "2KiB"}
+TIMES = {
+    "peer_timeout": 7.0,
+    "revoke_timeout": 3.0,
+    "grant_lease": 900.0,
+    "offer_lease": 11.0,
+    "unclaimed_timeout": 23.0,
+    "connect_timeout": 2.0,
+    "no_progress_timeout": 13.0,
+    "drain_timeout": 4.0,
+}
+"""Unequal, so that none can be mistaken for another."""
 
 
 class Wire:

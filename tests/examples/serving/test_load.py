@@ -141,34 +141,9 @@ def test_the_command_compares_cases(tmp_path):
     report = tmp_path / "report.json"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "examples.serving.load", "--json", str(report)]
-    command += [
-        "--case",
-        "layers, TP 2:1",
-        "--cross-layer",
-        "--clients",
-        "2",
-        "--requests",
-        "2",
-        "--prompt",
-        "40",
-        "--tokens",
-        "4",
-        "--checks",
-        "1",
-    ]
-    command += [
-        "--layers",
-        "2",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--hidden",
-        "32",
-        "--verify",
-        "--dtype",
-        "bfloat16",
-    ]
+    options = "--cross-layer --clients 2 --requests 2 --prompt 40 --tokens 4 --checks 1 --verify --dtype bfloat16"
+    options += " --layers 2 --kv-heads 2 --head-dim 16 --hidden 32"
+    command += ["--case", "layers, TP 2:1", *options.split()]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -75,6 +75,11 @@ def said(at, **changes):
     return [Sight("x:1", {"monotonic": at, "workers": [worker]})]
 
 
+def transfer(seconds, **changes):
+    one = {"seconds": seconds, "side": "send", "request": "r", "peers": [], "route": "", "step": "asking"}
+    return one | {"in_doubt": False, "chunks_done": 0, "chunks": 1, "bytes": 0} | changes
+
+
 def moving(received, sent):
     return {
         "receive": {"bytes": {"staged": received}, "transfers": {"ok": 7, "timeout": 2}},
@@ -99,15 +104,7 @@ def test_quarantine_is_said():
 
 
 def test_a_terminal_obeys_nothing_that_a_peer_is_called():
-    one = {
-        "seconds": 1.0,
-        "side": "receive",
-        "request": "\x1b[2J[red]r",
-        "peers": ["\x07p"],
-        "route": "",
-        "step": "asking",
-    }
-    one |= {"in_doubt": True, "chunks_done": 0, "chunks": 0, "bytes": 0}
+    one = transfer(1.0, request="\x1b[2J[red]r", peers=["\x07p"], in_doubt=True)
     text = drawn(Top(["x:1"]), said(1.0, transfers=[one], receiving="\x1b]0;title"))
     assert "?[2J[red]r" in text
     assert "?]0;title+0" in text
@@ -116,9 +113,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_is_called():
 
 
 def test_what_is_too_much_is_counted():
-    one = {"side": "send", "request": "r", "peers": [], "route": "", "step": "asking", "in_doubt": False}
-    one |= {"chunks_done": 0, "chunks": 1, "bytes": 0}
-    many = [{**one, "seconds": float(second)} for second in range(25)]
+    many = [transfer(float(second)) for second in range(25)]
     text = drawn(Top(["x:1"]), said(1.0, transfers=many))
     assert "24.00 s" in text
     assert "4.00 s " not in text.replace("14.00 s", "").replace("24.00 s", "")
@@ -126,9 +121,7 @@ def test_what_is_too_much_is_counted():
 
 
 def test_more_than_a_page_says_is_counted():
-    one = {"side": "send", "request": "r", "peers": ["p"], "route": "staged", "step": "asking", "in_doubt": False}
-    one |= {"chunks_done": 0, "chunks": 1, "bytes": 0, "seconds": 1.0}
-    (sight,) = said(1.0, transfers=[one] * 1000)
+    (sight,) = said(1.0, transfers=[transfer(1.0)] * 1000)
     assert "and 980 more" in drawn(Top(["x:1"]), [sight])
     assert sight.status is not None
     workers = sight.status["workers"] * 100

@@ -5,23 +5,9 @@ All of it in one process, where gates are as between two; `tests/mapped/test_loc
 
 import asyncio
 
+import inside
 import pytest
 import torch
-from inside import (
-    allotted,
-    cut,
-    free_gates,
-    gates_of,
-    know_no_gates,
-    leaks,
-    live_in,
-    meet_keys_again,
-    met,
-    open_no_gates,
-    stop_listening,
-    tasks,
-    unanswered,
-)
 from passing import enter
 from stage import Broken, Cache, Gate, eventually, frames, quarantined, quiet
 from wire import play
@@ -197,7 +183,7 @@ def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
 @pytest.mark.parametrize("route", ["direct", "staged"])
 def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path, monkeypatch, route):
     """The doubt begins while the worker is closing: one look at the gate ends it."""
-    leaked = leaks(monkeypatch)
+    leaked = inside.leaks(monkeypatch)
 
     async def scenario(play):
         await play.pair(route=route, **TIMES, **caches(route))
@@ -223,7 +209,7 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
 @pytest.mark.parametrize("stuck", [False, True])
 def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monkeypatch, stuck):
     """What was in doubt for long is looked at once a second; closing does not wait for the next look."""
-    leaked = leaks(monkeypatch)
+    leaked = inside.leaks(monkeypatch)
 
     async def scenario(play):
         await play.pair(route="direct", **TIMES, **caches("direct"))
@@ -282,12 +268,12 @@ async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, ta
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
     assert {want.generation >> 32 for want in tap.of(Want)} == {SHARED_GATE + 1}
     await quiet(prefill, decode)
-    assert free_gates(prefill) == [SHARED_GATE + 1]
-    assert (free_gates(decode), gates_of(decode).allot()) == ([], SHARED_GATE + 1)  # the first of all
+    assert inside.free_gates(prefill) == [SHARED_GATE + 1]
+    assert (inside.free_gates(decode), inside.gates_of(decode).allot()) == ([], SHARED_GATE + 1)  # the first of all
 
 
 async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
-    know_no_gates(monkeypatch)
+    inside.know_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     prefill.offer("a", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
@@ -316,7 +302,7 @@ async def test_the_grants_of_a_transfer_name_one_gate_and_those_of_two_name_two(
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
 async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage, tap, monkeypatch, caplog, route):
-    open_no_gates(monkeypatch)
+    inside.open_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     for request in "ab":
         prefill.offer(request, [1, 2], tokens=8)
@@ -334,22 +320,22 @@ async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     prefill.offer("a", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
-    open_no_gates(monkeypatch)
+    inside.open_no_gates(monkeypatch)
     for worker, other in ((prefill, decode), (decode, prefill)):
-        assert met(worker).identity.incarnation.hex() == other.card.incarnation
-        meet_keys_again(worker)
+        assert inside.met(worker).identity.incarnation.hex() == other.card.incarnation
+        inside.meet_keys_again(worker)
     prefill.offer("b", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
 
 
 async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
-    gates = gates_of(decode)
+    gates = inside.gates_of(decode)
     for number in range(6):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8))
     await quiet(prefill, decode)
-    assert allotted(decode) <= 3  # one transfer after the other
+    assert inside.allotted(decode) <= 3  # one transfer after the other
     taken = [gates.allot() for _ in range(5)]
     assert len(set(taken)) == 5
     assert SHARED_GATE not in taken
@@ -366,31 +352,31 @@ async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_mor
         await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
     await offer.withdraw()
     await quiet(prefill, decode)
-    assert free_gates(prefill)
-    assert {await gates_of(prefill).revoke(number) for number in free_gates(prefill)} == {Revoked.IDLE}
+    assert inside.free_gates(prefill)
+    assert {await inside.gates_of(prefill).revoke(number) for number in inside.free_gates(prefill)} == {Revoked.IDLE}
 
 
 async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatch):
     """Route `pull`: the peer kept its blocks until it heard that nothing is read any more."""
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    live_in(process.pid, monkeypatch)
+    inside.live_in(process.pid, monkeypatch)
     try:
         prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
         prefill.offer("r", [1, 2], tokens=8)
         fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=Gate())
         await eventually(lambda: frames(decode, "Want"))
-        stop_listening(prefill)
-        cut(decode)
+        inside.stop_listening(prefill)
+        inside.cut(decode)
         with pytest.raises(PeerLostError):
             await fetch
         assert fetch.memory_safe
-        assert unanswered(decode)  # it may come back, and ask
+        assert inside.unanswered(decode)  # it may come back, and ask
     finally:
         process.kill()
         await process.wait()
-    await eventually(lambda: not unanswered(decode))
-    assert gates_of(decode).allot() == SHARED_GATE + 1
-    await eventually(lambda: not tasks(decode))
+    await eventually(lambda: not inside.unanswered(decode))
+    assert inside.gates_of(decode).allot() == SHARED_GATE + 1
+    await eventually(lambda: not inside.tasks(decode))
 
 
 @pytest.mark.parametrize("end", ["the process", "closing"])
@@ -399,30 +385,30 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     prefill.offer("r", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
-    peer = met(prefill)
-    keys, opened, inside = Keys(), [], []
+    peer = inside.met(prefill)
+    keys, opened, entered = Keys(), [], []
     for number in range(1, 4):
         keys.met(peer)
         opened.append(keys._keys[peer.identity.incarnation])
-        passage = keys.passage(peer, gates_of(decode).granted(number))
+        passage = keys.passage(peer, inside.gates_of(decode).granted(number))
         assert passage is not None
-        inside.append(enter(passage))
-        assert inside[-1]
+        entered.append(enter(passage))
+        assert entered[-1]
         keys.forget(peer)
     assert all(key.is_open for key in opened)
     if end == "closing":  # the mover has ended, inside of them
         keys.close()
-        for one in inside:
+        for one in entered:
             one._passage.give_back()
     else:  # the peer's process has ended, and the mover has forgotten what was in doubt
-        for one in inside:
+        for one in entered:
             one.leave()
     assert not any(key.is_open for key in opened)
 
 
 async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    gates = gates_of(decode)
+    gates = inside.gates_of(decode)
     for number in range(6):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         with pytest.raises(TransferFailedError, match="cannot be queried"):

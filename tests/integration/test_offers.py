@@ -2,20 +2,9 @@
 
 import asyncio
 
+import inside
 import pytest
 import torch
-from inside import (
-    before_connecting,
-    counters,
-    entry,
-    knows_layers,
-    leave,
-    overlook,
-    session,
-    sessions,
-    spawn,
-    wants_by_engine,
-)
 from stage import Cache, Copied, eventually, frames, is_quiet, quiet
 from wire import play
 
@@ -140,11 +129,11 @@ def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
             await one.bring("before")
         offer = one.prefill.offer("r", [1, 2], tokens=8)
         one.decode.claim(one.ticket("r"))
-        await one.until(lambda: sessions(one.prefill))
-        link = session(one.prefill)
+        await one.until(lambda: inside.sessions(one.prefill))
+        link = inside.session(one.prefill)
         await asyncio.sleep(100 * FAST["offer_lease"])
         assert not offer.wait_end().done()
-        assert sessions(one.prefill) == {link}
+        assert inside.sessions(one.prefill) == {link}
         await one.start("r")
         assert isinstance(await offer.released(), Released)
 
@@ -161,7 +150,7 @@ def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renewed(tmp
         await one.until(lambda: frames(one.prefill, "Claim"))
         if not claimed:
             claim.close()
-        one.stand_still(entry(offer).lease - one.now + beyond)
+        one.stand_still(inside.entry(offer).lease - one.now + beyond)
         await asyncio.sleep(0.9)
         assert not offer.wait_end().done()
         await asyncio.sleep(0.2)
@@ -180,15 +169,15 @@ def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_othe
         await one.pair(**PAUSED)
         first = one.prefill.offer("first", [1], tokens=4)
         claim = one.decode.claim(one.ticket("first"))
-        await one.until(lambda: entry(first).engine)
+        await one.until(lambda: inside.entry(first).engine)
         claim.close()
         await asyncio.sleep(0.5)
         second = one.prefill.offer("second", [1], tokens=4)
         one.decode.claim(one.ticket("second"))
-        await one.until(lambda: entry(second).engine)
-        overlook(one.prefill, first)
+        await one.until(lambda: inside.entry(second).engine)
+        inside.overlook(one.prefill, first)
         one.stand_still(100.0)
-        leave(one.prefill, first)
+        inside.leave(one.prefill, first)
         await asyncio.sleep(0.9)
         assert not first.wait_end().done()
         assert not second.wait_end().done()
@@ -218,7 +207,7 @@ def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_pat
         assert frames(seldom, "Claim") == 11  # 2 s, its own heartbeat
         for claim in claims:
             claim.close()
-        await one.until(lambda: not wants_by_engine(one.decode))  # one was being connected
+        await one.until(lambda: not inside.wants_by_engine(one.decode))  # one was being connected
 
     play(scenario, tmp_path)
 
@@ -229,13 +218,13 @@ def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path)
         ticket = one.ticket("r")
         elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
         claims = [one.decode.claim(each) for each in (ticket, elsewhere, ticket)]
-        assert (one.decode.describe()["claims"], wants_by_engine(one.decode)) == (1, [1, 0])
+        assert (one.decode.describe()["claims"], inside.wants_by_engine(one.decode)) == (1, [1, 0])
         for claim in claims:
             claim.close()
         assert one.decode.describe()["claims"] == 0
         await asyncio.sleep(1)
-        assert wants_by_engine(one.decode) == []
-        assert not sessions(one.decode)  # nobody was connected for nothing
+        assert inside.wants_by_engine(one.decode) == []
+        assert not inside.sessions(one.decode)  # nobody was connected for nothing
 
     play(scenario, tmp_path)
 
@@ -246,14 +235,14 @@ def test_a_worker_that_closes_connects_nobody_for_claims(tmp_path):
         one.decode.claim(one.ticket("r"))
         await one.until(lambda: frames(one.prefill, "Claim"))
         over = asyncio.Event()
-        spawn(one.decode, over.wait(), looks=True)
+        inside.spawn(one.decode, over.wait(), looks=True)
         closing = asyncio.ensure_future(one.decode.aclose(drain=False))
         await asyncio.sleep(10)
-        assert not sessions(one.prefill)
+        assert not inside.sessions(one.prefill)
         over.set()
         await closing
         await asyncio.sleep(10)
-        assert not sessions(one.prefill)
+        assert not inside.sessions(one.prefill)
 
     play(scenario, tmp_path)
 
@@ -266,17 +255,17 @@ def test_a_worker_that_closes_takes_no_request_over(tmp_path):
         second = await one.worker("second", Cache(layout="HND"))
         offer = one.prefill.offer("r", streaming=True)
         other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
-        await one.until(lambda: entry(offer).transfers)
+        await one.until(lambda: inside.entry(offer).transfers)
         may, over = asyncio.Event(), asyncio.Event()
-        before_connecting(one.decode, lambda _: may.wait())
+        inside.before_connecting(one.decode, lambda _: may.wait())
         one.decode.claim(one.ticket("r"))
         await asyncio.sleep(0.1)
-        spawn(one.decode, over.wait())  # as if a fetch was being ended
+        inside.spawn(one.decode, over.wait())  # as if a fetch was being ended
         closing = asyncio.ensure_future(one.decode.aclose(drain=False))
         await asyncio.sleep(0.1)
         may.set()
         await asyncio.sleep(1)
-        assert not entry(offer).superseded
+        assert not inside.entry(offer).superseded
         assert not other.done
         over.set()
         await closing
@@ -332,7 +321,7 @@ def test_leases_run_out_after_what_nobody_foresaw_as_one_did(tmp_path, monkeypat
             monkeypatch.undo()
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(counters(one.prefill), "offer_ended", fails_once)
+        monkeypatch.setattr(inside.counters(one.prefill), "offer_ended", fails_once)
         offers = [one.prefill.offer(name, [1, 2], tokens=8) for name in "abc"]
         await asyncio.sleep(10)
         offers.append(one.prefill.offer("d", [1, 2], tokens=8))
@@ -349,12 +338,12 @@ def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_pa
         one.network.hold("decode")
         offer = one.prefill.offer("r", [1], tokens=4)
         transfer = one.start("r", [1], range(4), keep=True)
-        await one.until(lambda: entry(offer).transfers)
+        await one.until(lambda: inside.entry(offer).transfers)
         await asyncio.sleep(20)
         one.stand_still(100.0)
         transfer.cancel()
         one.network.release("decode")
-        await one.until(lambda: not entry(offer).transfers)
+        await one.until(lambda: not inside.entry(offer).transfers)
         await asyncio.sleep(0.5)
         assert not offer.wait_end().done()
         assert isinstance(await offer.released(), Expired)
@@ -412,7 +401,7 @@ async def test_withdraw(stage, source, target, route, state):
         await parked(prefill, "Claim")
     elif state == "waiting":
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
-        await eventually(lambda: knows_layers(transfer) and frames(decode, "Accept"))
+        await eventually(lambda: inside.knows_layers(transfer) and frames(decode, "Accept"))
     elif state == "in flight":
         stage.network.hold("*")
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)

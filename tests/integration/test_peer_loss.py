@@ -3,26 +3,9 @@
 import asyncio
 from typing import Any
 
+import inside
 import pytest
 import torch
-from inside import (
-    answer_late,
-    before_hearing,
-    being_stopped,
-    consider_rebuilding,
-    cut,
-    hear_of_no_loss,
-    holds,
-    keep_agent,
-    never_come_back,
-    rebuild,
-    session,
-    sessions,
-    stop_listening,
-    time_out,
-    transport,
-    turn_deaf,
-)
 from stage import SOON, Cache, Copied, awake, eventually, is_quiet, quarantined, quiet
 
 from kvxfer import (
@@ -82,10 +65,10 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=60)
     offer, transfer = await begin(stage, prefill, decode, step)
     untouched = Copied(target)
-    cut({"prefill": prefill, "decode": decode}[side])
+    inside.cut({"prefill": prefill, "decode": decode}[side])
     if step == "in flight" and route != "staged":
         # a write (or our own read) is under way: the same incarnation is asked, and says when it has ended
-        await eventually(lambda: len(sessions(decode)) == 1)
+        await eventually(lambda: len(inside.sessions(decode)) == 1)
         for _ in range(20):
             await asyncio.sleep(0)
         assert not transfer.done
@@ -112,10 +95,12 @@ async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monk
     """Only that flow writes the blocks: the fetch does not wait for what the peer has still under way."""
     prefill, decode = await stage.pair(source, target, route="staged", revoke_timeout=60)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    answer = answer_late(decode, monkeypatch)
-    before = session(decode)
-    cut(decode)
-    await eventually(lambda: sessions(decode) and session(decode) is not before and being_stopped(prefill))
+    answer = inside.answer_late(decode, monkeypatch)
+    before = inside.session(decode)
+    inside.cut(decode)
+    await eventually(
+        lambda: inside.sessions(decode) and inside.session(decode) is not before and inside.being_stopped(prefill)
+    )
     assert not transfer.done
     answer()
     with pytest.raises(PeerLostError, match="hold no usable data"):
@@ -131,14 +116,14 @@ async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monk
 async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    cut(decode)
+    inside.cut(decode)
     with pytest.raises(MemoryInDoubt) as caught:
         await transfer
     assert isinstance(caught.value.__cause__, PeerLostError)
-    await eventually(lambda: len(sessions(decode)) == 1)
+    await eventually(lambda: len(inside.sessions(decode)) == 1)
     with pytest.raises(BlocksError):
         decode.offer("mine", [3], tokens=4)
-    cut(prefill)  # once more, while the answer is outstanding
+    inside.cut(prefill)  # once more, while the answer is outstanding
     await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Accept"] == 1)
     stage.network.release("*")
     async with asyncio.timeout(30):
@@ -151,8 +136,8 @@ async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source
     """Over TCP a read ends only if the other side makes progress, and until it has ended the reader says nothing."""
     prefill, decode = await stage.pair(source, target, route="pull", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    listen_again = turn_deaf(prefill) if returns == "in the doubt" else None  # it is not reached for a while
-    cut(decode)
+    listen_again = inside.turn_deaf(prefill) if returns == "in the doubt" else None  # it is not reached for a while
+    inside.cut(decode)
     withdrawing = asyncio.create_task(offer.withdraw())
     for waiting in (transfer, withdrawing):
         with pytest.raises(MemoryInDoubt) as caught:
@@ -171,8 +156,8 @@ async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source
 async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="pull", no_progress_timeout=0.6, **SOON)
     _, transfer = await begin(stage, prefill, decode, "in flight")
-    helped = holds(prefill)
-    cut(decode)
+    helped = inside.holds(prefill)
+    inside.cut(decode)
     with pytest.raises(MemoryInDoubt):
         await transfer
     await eventually(lambda: helped)
@@ -186,9 +171,9 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     withdrawing = asyncio.create_task(offer.withdraw())
     await eventually(lambda: offer.state.value == "ending")
-    old = sessions(prefill, decode)
-    cut(prefill)
-    await eventually(lambda: len(sessions(prefill) - old) == len(sessions(decode) - old) == 1)
+    old = inside.sessions(prefill, decode)
+    inside.cut(prefill)
+    await eventually(lambda: len(inside.sessions(prefill) - old) == len(inside.sessions(decode) - old) == 1)
     if route != "pull":  # there the question is put when our own reads have ended
         await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
     for _ in range(20):
@@ -206,8 +191,8 @@ async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="staged")
     offer = prefill.offer("r", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
-    cut(prefill)
-    await eventually(lambda: not prefill.describe()["fabric"]["lanes"] and not sessions(decode))
+    inside.cut(prefill)
+    await eventually(lambda: not prefill.describe()["fabric"]["lanes"] and not inside.sessions(decode))
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
 
@@ -239,7 +224,7 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
     waiting = asyncio.create_task(asyncio.wait_for(transfer, 30))
     closing = asyncio.create_task(decode.aclose())
     if step == "in flight":
-        await eventually(lambda: transfer.done or being_stopped(decode))
+        await eventually(lambda: transfer.done or inside.being_stopped(decode))
         stage.network.release("*")
     with pytest.raises(ClosedError, match="the worker was closed"):  # an error, not a cancellation of our task
         await waiting
@@ -261,9 +246,9 @@ async def test_the_decode_worker_vanishes_for_good(stage, source, target):
     fast = {"offer_lease": 0.2}
     prefill, decode = await stage.pair(source, target, prefill={"route": "staged", **fast}, **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    never_come_back(decode)
-    hear_of_no_loss(decode)
-    cut(decode)
+    inside.never_come_back(decode)
+    inside.hear_of_no_loss(decode)
+    inside.cut(decode)
     stage.network.disconnect("decode")
     async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Expired)
@@ -276,8 +261,8 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
     prefill, decode = await stage.pair(source, target, prefill=where, route="direct", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     ticket = prefill.engine.ticket("r")
-    stop_listening(prefill)
-    cut(prefill)
+    inside.stop_listening(prefill)
+    inside.cut(prefill)
     again = await stage.worker("again", source, route="direct", **where)
     with pytest.raises(MemoryInDoubt) as caught:
         await transfer
@@ -349,7 +334,7 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
     prefill, decode = await stage.pair(source, target, route=route, **{**SOON, "no_progress_timeout": 0.2})
     if route == "pull":
         pytest.skip("there the decode rank posts")
-    keep_agent(prefill)  # not yet
+    inside.keep_agent(prefill)  # not yet
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     for _ in range(3):  # the other chunk, and the write that would tell that all before it has ended
@@ -371,7 +356,7 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
             with pytest.raises(ClosedError, match="never reuse its blocks"):
                 await settling
         else:
-            consider_rebuilding(prefill)
+            inside.consider_rebuilding(prefill)
             async with asyncio.timeout(3):
                 await settling
             await eventually(lambda: prefill.describe()["metrics"]["agents_rebuilt"] == 1)
@@ -387,8 +372,8 @@ async def test_a_late_result_is_dropped_and_counted(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
-    session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
-    session(prefill).send(Arrived(2, 1), Arrived(99, 1))
+    inside.session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
+    inside.session(prefill).send(Arrived(2, 1), Arrived(99, 1))
     await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 4)
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
@@ -412,9 +397,9 @@ async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_
 
     def meanwhile(message):  # it was given up while the answer was on its way
         if isinstance(message, Accept):
-            transfer.cancel() if how == "cancelled" else time_out(decode)
+            transfer.cancel() if how == "cancelled" else inside.time_out(decode)
 
-    before_hearing(decode, meanwhile)
+    inside.before_hearing(decode, meanwhile)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=60)
     async with asyncio.timeout(10):
         with pytest.raises((asyncio.CancelledError, TimeoutError)):
@@ -434,15 +419,15 @@ async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, targ
     await prefill_brings(prefill, decode, "first")
     stage.network.need_target("decode")
     paused = True
-    target_side = transport(decode)
+    target_side = inside.transport(decode)
     progress, target_side.progress = target_side.progress, lambda: None if paused else progress()
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: prefill.describe()["sent_in_doubt"])
     if anew:  # as when it is crowded
-        rebuild(prefill, answered=True)
+        inside.rebuild(prefill, answered=True)
     else:
-        keep_agent(prefill)
+        inside.keep_agent(prefill)
         paused = False
     with pytest.raises(KvxferError, match="no progress") as caught:
         async with asyncio.timeout(10):

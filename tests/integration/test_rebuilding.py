@@ -4,37 +4,8 @@ import asyncio
 import itertools
 from types import SimpleNamespace
 
+import inside
 import pytest
-from inside import (
-    begin_rebuilding,
-    being_stopped,
-    build_without,
-    consider_rebuilding,
-    crowded_bytes,
-    cut,
-    free_gates,
-    gates_of,
-    granted_by,
-    hear,
-    hear_later,
-    keep_agent,
-    keep_gathers,
-    lose_unheard,
-    never_come_back,
-    note_rebuilt,
-    now,
-    pause_grants,
-    rebuild,
-    rebuild_at_once,
-    resume_grants,
-    session,
-    sessions,
-    take,
-    take_in_place,
-    take_in_place_if_free,
-    timers,
-    vanish,
-)
 from stage import Cache, Copied, eventually, quarantined, quiet
 
 from kvxfer import KvxferError, MemoryInDoubt, Released
@@ -95,7 +66,7 @@ async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_writte
     victim, prefill, decode = await company(stage, source, other, target, route=route)
     await brings(prefill, decode, other, target, "before")
     transfer = await in_flight(stage, victim, decode)
-    vanish(victim)
+    inside.vanish(victim)
     with pytest.raises(KvxferError) as caught:
         await transfer
     assert not isinstance(caught.value, MemoryInDoubt), "it was made anew in time"
@@ -120,9 +91,9 @@ async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, sou
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held("prefill"))
-    never_come_back(decode)
-    vanish(decode)
-    cut(prefill)
+    inside.never_come_back(decode)
+    inside.vanish(decode)
+    inside.cut(prefill)
     ending = asyncio.create_task(offer.withdraw())
     await eventually(ending.done)
     await quiet(prefill)
@@ -138,14 +109,14 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
         monkeypatch.setattr(assembly, "here", lambda: "")
     victim, prefill, decode = await company(stage, source, other, target, route="staged")
     transfer = await in_flight(stage, victim, decode)
-    vanish(victim)
+    inside.vanish(victim)
     with pytest.raises(KvxferError):
         await transfer
-    looked = now(decode) + 1.5 * TIMES["peer_timeout"]
-    await eventually(lambda: now(decode) > looked)
+    looked = inside.now(decode) + 1.5 * TIMES["peer_timeout"]
+    await eventually(lambda: inside.now(decode) > looked)
     assert decode.describe()["agent"] == {"rebuilt": 0, "wanted": 0, "paused": False}
     assert quarantined(decode, "receive")
-    rebuild(decode)  # for another reason
+    inside.rebuild(decode)  # for another reason
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, other, target, "after")
     assert quarantined(decode, "receive"), "and if it is done, it is no evidence"
@@ -174,7 +145,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held(far))
-    rebuild(poster)
+    inside.rebuild(poster)
     await eventually(lambda: poster.describe()["agent"]["rebuilt"])
     with pytest.raises(KvxferError) as raised:
         await transfer
@@ -192,7 +163,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
 async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, source, target, route, who, monkeypatch):
     prefill, decode = await stage.pair(source, target, route=route, chunk_bytes="1KiB", revoke_timeout=20.0)
     worker = {"decode": decode, "prefill": prefill}[who]
-    rebuild_at_once(worker, monkeypatch)
+    inside.rebuild_at_once(worker, monkeypatch)
     numbers, failed, stop = itertools.count(), [], asyncio.Event()
 
     async def keep_fetching(lane):
@@ -209,7 +180,7 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
         for lane in range(4):
             group.create_task(keep_fetching(lane))
         for wanted in range(1, 5):
-            rebuild(worker)
+            inside.rebuild(worker)
             await eventually(lambda wanted=wanted: worker.describe()["agent"]["rebuilt"] == wanted, timeout=20)
             enough = decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) + 20
             await eventually(
@@ -226,12 +197,12 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
 
 async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
     with monkeypatch.context() as patch:
-        build_without(Capability.RENEWED, patch)
+        inside.build_without(Capability.RENEWED, patch)
         prefill = await stage.worker("prefill", source, **TIMES)
     decode = await stage.worker("decode", target, **TIMES)
     await brings(prefill, decode, source, target, "before")
-    link = session(decode)
-    rebuild(decode)
+    link = inside.session(decode)
+    inside.rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     assert not link.is_open
     await brings(prefill, decode, source, target, "after")
@@ -240,10 +211,10 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
 async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, source, target, monkeypatch):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     with monkeypatch.context() as patch:
-        kept = hear_later(Role.SERVER, patch)
+        kept = inside.hear_later(Role.SERVER, patch)
         fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
         await eventually(lambda: kept)
-        rebuild(decode)
+        inside.rebuild(decode)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     for late in kept:
         late()
@@ -253,17 +224,17 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
 async def test_who_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, target):
     worker = await stage.worker("w", target)
     peer = SimpleNamespace(name="new", identity=SimpleNamespace(incarnation=b"new"))
-    pause_grants(worker)
-    assert take_in_place_if_free(worker, peer, 1) is None
-    resume_grants(worker)
-    take_in_place(worker, peer, 1).release()
+    inside.pause_grants(worker)
+    assert inside.take_in_place_if_free(worker, peer, 1) is None
+    inside.resume_grants(worker)
+    inside.take_in_place(worker, peer, 1).release()
 
 
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     await brings(prefill, decode, source, target, "before")
     transfer = await in_flight(stage, prefill, decode)
-    rebuild(decode)
+    inside.rebuild(decode)
     with pytest.raises(KvxferError, match="being rebuilt"):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
@@ -320,7 +291,7 @@ async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
     stage.network.break_next("decode", disconnected=True)
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-    rebuild(decode)
+    inside.rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, source, target, "after")
     await eventually(lambda: prefill.describe()["sent_in_doubt"] == prefill.describe()["places"] == gpus)
@@ -343,7 +314,7 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
     assert not decode.describe()["arena"]["receive"].quarantined_bytes
     assert not decode.describe()["custody"].doubtful_blocks
     async with asyncio.timeout(5):  # the prefill rank's mover gives the lock back a moment later, and says nothing
-        while {await gates_of(decode).revoke(number) for number in free_gates(decode)} != {Revoked.IDLE}:  # noqa: ASYNC110
+        while {await inside.gates_of(decode).revoke(number) for number in inside.free_gates(decode)} != {Revoked.IDLE}:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await brings(prefill, decode, source, target, "after", ids=(3, 4))
 
@@ -353,17 +324,17 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
 ):
     """On one host the agent of the peer is not needed for it; so that one's end tells nothing alone."""
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
-    keep_agent(prefill)
+    inside.keep_agent(prefill)
     prefill.offer("r", [1], tokens=4)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     stage.network.refuse_next("decode")  # the write that would tell that all before it has ended
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
-    rebuild(decode)
+    inside.rebuild(decode)
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
     assert prefill.describe()["sent_in_doubt"] == 1
     assert decode.describe()["arena"]["receive"].quarantined_bytes
-    consider_rebuilding(prefill)
+    inside.consider_rebuilding(prefill)
     await eventually(lambda: not prefill.describe()["sent_in_doubt"])
     await eventually(lambda: not decode.describe()["arena"]["receive"].quarantined_bytes)
     assert decode.describe()["agent"]["rebuilt"] == 1, "once is enough, in whatever order"
@@ -377,15 +348,15 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     prefill, decode = await stage.pair(source, target, route="staged", prefill=slow, decode=TIMES)
     await brings(prefill, decode, source, target, "there")
     await brings(decode, prefill, target, source, "and back")
-    late = keep_gathers(monkeypatch)  # a large plan, in a thread
+    late = inside.keep_gathers(monkeypatch)  # a large plan, in a thread
     prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: late)
     monkeypatch.undo()
 
-    never_come_back(decode)
-    (link,) = (link for link in sessions(decode) if link.role is Role.CLIENT)
-    stream = lose_unheard(link)
+    inside.never_come_back(decode)
+    (link,) = (link for link in inside.sessions(decode) if link.role is Role.CLIENT)
+    stream = inside.lose_unheard(link)
     with pytest.raises(KvxferError):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not quarantined(decode, "receive"))
@@ -402,13 +373,13 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
     """Nothing is posted under it: what was, is over as soon as its decode rank has a new agent."""
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     transfer = await in_flight(stage, prefill, decode)
-    (link,) = sessions(prefill)
+    (link,) = inside.sessions(prefill)
     transfer.cancel()
-    await eventually(lambda: being_stopped(prefill))
+    await eventually(lambda: inside.being_stopped(prefill))
     link.renewals += 1
     (number,) = (int(one["id"].rpartition("-")[2]) for one in prefill.describe()["transfers"])
-    hear(prefill, link, Reserve(number, 1, 1000, ring=[Grant(0, 1 << 20)]))
-    assert granted_by(prefill) == [0]
+    inside.hear(prefill, link, Reserve(number, 1, 1000, ring=[Grant(0, 1 << 20)]))
+    assert inside.granted_by(prefill) == [0]
     stage.network.release("decode")
     with pytest.raises(asyncio.CancelledError):
         await transfer
@@ -417,23 +388,23 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
 
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
     worker = await stage.worker("w", target, peer_timeout=50.0, revoke_timeout=20.0)
-    armed, capacity = timers(worker, monkeypatch), worker.describe()["arena"]["receive"].capacity_bytes
-    leave = rebuild(worker, urgent=False)
+    armed, capacity = inside.timers(worker, monkeypatch), worker.describe()["arena"]["receive"].capacity_bytes
+    leave = inside.rebuild(worker, urgent=False)
     assert armed[-1] == pytest.approx(50, abs=1)
-    rebuild(worker)()
+    inside.rebuild(worker)()
     assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
-    assert not begin_rebuilding(worker)  # by the timer of one that is over
+    assert not inside.begin_rebuilding(worker)  # by the timer of one that is over
     assert armed[-1] == pytest.approx(50, abs=1)
-    much = take(worker, "receive", crowded_bytes(capacity))
+    much = inside.take(worker, "receive", inside.crowded_bytes(capacity))
     much.quarantine()
-    rebuild(worker, urgent=False)()
+    inside.rebuild(worker, urgent=False)()
     assert armed[-1] == pytest.approx(50, abs=1), "not more than a quarter"
-    more = take(worker, "receive", 512)
+    more = inside.take(worker, "receive", 512)
     more.quarantine()
-    rebuild(worker, urgent=False)()
+    inside.rebuild(worker, urgent=False)()
     assert armed[-1] == pytest.approx(5, abs=1)
-    note_rebuilt(worker)
-    rebuild(worker)()
+    inside.note_rebuilt(worker)
+    inside.rebuild(worker)()
     assert armed[-1] == pytest.approx(50, abs=1), "not twice in a row"
     leave()
     for held in (much, more):

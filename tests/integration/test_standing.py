@@ -5,17 +5,8 @@ In virtual time. On GPUs the same is tried with streams that are held up (`tests
 
 import asyncio
 
+import inside
 import pytest
-from inside import (
-    begin_copies_by,
-    close_fabric_by,
-    holds_arena,
-    leaked,
-    live_where,
-    mapped_windows,
-    rebuild,
-    when_rebuilt,
-)
 from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
@@ -51,8 +42,8 @@ def held_of(play, side):
 async def rebuilt(play, worker):
     """Have its agent made anew, and see that it does not take longer than it may."""
     began, over = play.now, []
-    rebuild(worker)
-    when_rebuilt(worker, lambda: over.append(play.now))
+    inside.rebuild(worker)
+    inside.when_rebuilt(worker, lambda: over.append(play.now))
     await play.until(lambda: over)
     assert over[0] - began <= BOUNDS["rebuild"] + SLACK
     assert not worker.describe()["agent"]["paused"]
@@ -102,8 +93,8 @@ def test_no_agent_is_made_where_that_would_wait_for_it(tmp_path, monkeypatch, si
         copies, _, transfer = await standing(play, side, direction)
         worker, launched, over = getattr(play, side), play.now, []
         monkeypatch.setattr(copies.real, "standing", lambda since: bool(copies.held) and launched <= since)
-        rebuild(worker)
-        when_rebuilt(worker, lambda: over.append(play.now))
+        inside.rebuild(worker)
+        inside.when_rebuilt(worker, lambda: over.append(play.now))
         await play.until(lambda: worker.describe()["agent"]["paused"])
         await play.until(lambda: not worker.describe()["agent"]["paused"])
         copies.holding = False
@@ -155,7 +146,7 @@ def test_nobody_else_gets_its_memory_meanwhile(tmp_path, side, direction):
             return submit(job, direction)
 
         copies.holding = False
-        begin_copies_by(getattr(play, side), see)
+        inside.begin_copies_by(getattr(play, side), see)
         for number in range(24):  # more than the arena holds at once
             await play.bring(f"beside {number}", ids=(5, 6), into=(9, 10))
             if number == 12:
@@ -247,7 +238,7 @@ def test_so_is_one_whose_blocks_are_added_up(tmp_path):
 def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_evidence(tmp_path, gone, monkeypatch):
     if gone:  # and everybody is on a host of his own, so that a new agent ends what the peer may do
         names = iter(range(9))
-        live_where(lambda: f"boot-{next(names)} pid:[1]", monkeypatch)
+        inside.live_where(lambda: f"boot-{next(names)} pid:[1]", monkeypatch)
 
     async def scenario(play):
         copies, _, transfer = await standing(play, "decode", Direction.SCATTER)
@@ -284,14 +275,14 @@ def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, 
         copies, offer, transfer = await standing(play, side, direction)
         worker = getattr(play, side)
         if not transport:
-            close_fabric_by(worker, asyncio.Event().wait)
-        kept, before = held_of(play, side), len(leaked())
+            inside.close_fabric_by(worker, asyncio.Event().wait)
+        kept, before = held_of(play, side), len(inside.leaked())
         _, waited = await play.timed(worker.aclose(drain=False))
         assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK
         assert copies.held
         assert kept
-        assert len(leaked()) == before + 1
-        assert not holds_arena(worker)
+        assert len(inside.leaked()) == before + 1
+        assert not inside.holds_arena(worker)
         assert caplog.text.count("memory_leaked") == 1
         outcome = await raised(offer.released() if side == "prefill" else transfer)
         assert isinstance(outcome, MemoryInDoubt), outcome
@@ -308,14 +299,14 @@ def test_a_worker_that_closes_keeps_what_its_copy_writes_mapped_and_stays_inside
 
     async def scenario(play):
         copies, _, transfer = await standing(play, "prefill", Direction.GATHER, route="mapped")
-        mapped = mapped_windows(play.prefill)
+        mapped = inside.mapped_windows(play.prefill)
         assert len(mapped) == 1
         await play.prefill.aclose(drain=False)
         outcome = await raised(transfer)
         assert isinstance(outcome, MemoryInDoubt), outcome
         await asyncio.sleep(10 * TIMES["revoke_timeout"])
         assert not transfer.memory_safe
-        assert mapped_windows(play.prefill) == mapped
+        assert inside.mapped_windows(play.prefill) == mapped
         late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
         copies.go()
         late.check()

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 from inside import never_move, rebuild, when_rebuilt
 from stage import Gate, quarantined, raised
-from standing import Standing
 from wire import TIMES, deaf_port, play
 
 from kvxfer import (
@@ -27,7 +26,6 @@ from kvxfer import (
     Withdrawn,
 )
 from kvxfer import worker as assembly
-from kvxfer.copy.port import Direction
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
@@ -264,20 +262,6 @@ async def a_withdrawal_while_the_peer_reads(play):
     outcome, waited = await play.timed(offer.withdraw())
     assert isinstance(outcome, MemoryInDoubt)
     in_time("revoke", waited, least=BOUNDS["revoke"])
-
-
-@hears("revoke")
-async def a_withdrawal_while_our_own_copy_reads(play):
-    await play.pair(route="staged", **TIMES)
-    copies = Standing(play.prefill, Direction.GATHER)
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
-    await play.until(lambda: copies.held)
-    outcome, waited = await play.timed(offer.withdraw())
-    assert isinstance(outcome, MemoryInDoubt)
-    in_time("revoke", waited, least=BOUNDS["revoke"])
-    copies.go()
-    await outcome.settled()
 
 
 @hears("fetch")

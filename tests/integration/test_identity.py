@@ -346,19 +346,6 @@ async def test_nobody_comes_first(stage):
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
 
 
-async def test_a_worker_that_was_started_again(stage, tmp_path):
-    """It is another one, with a key of its own."""
-    listen = {"listen": f"unix:{tmp_path}/here"}
-    prefill, decode = await stage.pair(Cache(), Cache(), prefill=listen)
-    prefill.offer("r", [1], tokens=4)
-    await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4))
-    await prefill.aclose()
-    again = await stage.worker("prefill", Cache(), **listen)
-    assert again.card.incarnation != prefill.card.incarnation
-    again.offer("r", [1], tokens=4)
-    await decode.fetch(again.engine.ticket("r"), [3], tokens=range(4))
-
-
 ALIKE = 38428, 46513
 """Private keys whose public halves begin with the same 32 bits; it took a second to find them."""
 

@@ -64,22 +64,6 @@ async def test_a_release_may_come_before_its_offer(pair):
     assert isinstance(await offer.released(), Released)
 
 
-async def test_a_fetch_that_was_cancelled_before_its_offer_does_not_hold_it(pair, source, target):
-    prefill, decode = pair
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4), keep=True))
-    await parked(prefill)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await quiet(*pair)
-    offer = prefill.offer("r", [1], tokens=4)
-    copied = Copied(target).bring(source, [1], [4], range(4))
-    await decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4), timeout=5)
-    copied.check()
-    async with asyncio.timeout(30):
-        assert isinstance(await offer.released(), Released)
-
-
 async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair):
     prefill, decode = pair
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4), keep=True)
@@ -369,20 +353,6 @@ def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
         assert not offer.wait_end().done()
 
     play(scenario, tmp_path)
-
-
-async def test_decline_frees_at_once_though_a_transfer_runs(stage, pair):
-    prefill, decode = pair
-    offer = prefill.offer("r", [1], tokens=4, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
-    await parked(prefill)
-    await decode.decline(prefill.engine.ticket("r"))
-    async with asyncio.timeout(30):
-        assert isinstance(await offer.released(), Released)
-    with pytest.raises(TransferFailedError) as caught:
-        await transfer
-    assert caught.value.reason is Code.TICKET_RELEASED
-    await quiet(*pair)
 
 
 # --- withdrawn in every state

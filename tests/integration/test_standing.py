@@ -11,7 +11,7 @@ from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
 
-from kvxfer import BlocksError, ClosedError, Config, KvxferError, MemoryInDoubt, Released, Withdrawn
+from kvxfer import BlocksError, ClosedError, Config, KvxferError, MemoryInDoubt, Released
 from kvxfer.copy.port import Direction
 
 TOKENS = range(8)
@@ -335,35 +335,5 @@ def test_a_worker_that_closes_stays_inside_of_the_gate_of_a_post_that_it_leaves_
         await play.decode.aclose(drain=False)
         with pytest.raises(ClosedError, match="never reuse"):
             await outcome.settled()
-
-    play(scenario, tmp_path)
-
-
-@pytest.mark.parametrize(("side", "direction"), SIDES)
-def test_draining_is_bounded_and_what_ends_later_comes_back(tmp_path, side, direction):
-    async def scenario(play):
-        copies, offer, transfer = await standing(play, side, direction)
-        done, waited = await play.timed(getattr(play, side).drain())
-        assert not done
-        assert waited <= TIMES["drain_timeout"] + SLACK
-        copies.go()
-        await transfer
-        assert isinstance(await offer.released(), Released)
-        assert await getattr(play, side).drain()
-        await quiet(play)
-
-    play(scenario, tmp_path)
-
-
-def test_one_that_ends_in_time_leaves_no_doubt(tmp_path):
-    async def scenario(play):
-        copies, offer, transfer = await standing(play, "prefill", Direction.GATHER)
-        ending = asyncio.ensure_future(offer.withdraw())
-        await asyncio.sleep(TIMES["revoke_timeout"] / 2)
-        copies.go()
-        assert isinstance(await ending, Withdrawn)
-        assert isinstance(await raised(transfer), KvxferError)
-        await asyncio.sleep(TIMES["revoke_timeout"])
-        await quiet(play)
 
     play(scenario, tmp_path)

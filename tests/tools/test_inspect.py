@@ -30,7 +30,7 @@ from kvxfer.protocol.messages import (
     Welcome,
     pack_u32,
 )
-from kvxfer.tools.inspect import describe, from_hex, registry_name
+from kvxfer.tools.inspect import describe, from_hex
 from proto.frames import BODY, invalid, valid
 
 SECRET = bytes(range(0xA0, 0xC0))
@@ -53,11 +53,6 @@ def damaged(data):
             next(frames)
         except StopIteration as end:
             return end.value
-
-
-def test_registry_names():
-    assert registry_name(KvAgentResult) == "KV_AGENT_RESULT"
-    assert registry_name(Ping) == "PING"
 
 
 @pytest.mark.parametrize("entry", valid(), ids=lambda entry: entry["name"])
@@ -184,15 +179,6 @@ def test_a_peers_text_cannot_steer_a_terminal():
     text = "\n".join(lines(Goodbye(reason="\x1b[2J\r\n\x07"), Release(TicketRef("\x1b[31m", 0, b""))))
     assert not [character for character in text if ord(character) < 32 and character != "\n"]
     assert "'\\x1b[2J" in text
-
-
-def test_several_frames_in_a_row():
-    heads = [line for line in lines(Ping(), Cancel(1), Ping()) if line.startswith("frame")]
-    assert heads == [
-        "frame 0 at byte 0: 2 bytes, tag 4 PING",
-        "frame 1 at byte 6: 4 bytes, tag 13 CANCEL",
-        "frame 2 at byte 14: 2 bytes, tag 4 PING",
-    ]
 
 
 def test_the_frame_after_a_damaged_one_is_described():

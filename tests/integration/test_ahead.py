@@ -6,7 +6,7 @@ import pytest
 from inside import bound_in_place, hear, send_by, session, take_all_in_place
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, extents, in_place, is_quiet, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
 from kvxfer.errors import Code, TransferFailedError
@@ -204,23 +204,21 @@ async def test_no_lease_is_longer_than_a_frame_can_say(stage, tap):
     assert tap.of(Fetch)[0].lease_ms == FOREVER_MS
 
 
-def test_the_lease_counts_from_the_fetch(tmp_path, tap):
-    async def scenario(one):
-        source, target = caches()
-        await one.pair(source=source, target=target, route="direct")
-        after = Gate()
-        one.prefill.offer("r", HELD, tokens=30, after=after)
-        tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=200)
-        transfer = begin(one.prefill, one.decode)
-        await one.until(lambda: tap.of(Accept))
-        assert tap.of(Accept)[0].ahead
-        await asyncio.sleep(0.25)
-        after.fired = True
-        with pytest.raises(TransferFailedError, match="lease ran out"):
-            await transfer
-        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
-
-    play(scenario, tmp_path)
+@virtual
+async def test_the_lease_counts_from_the_fetch(one, tap):
+    source, target = caches()
+    await one.pair(source=source, target=target, route="direct")
+    after = Gate()
+    one.prefill.offer("r", HELD, tokens=30, after=after)
+    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=200)
+    transfer = begin(one.prefill, one.decode)
+    await one.until(lambda: tap.of(Accept))
+    assert tap.of(Accept)[0].ahead
+    await asyncio.sleep(0.25)
+    after.fired = True
+    with pytest.raises(TransferFailedError, match="lease ran out"):
+        await transfer
+    await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
 
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
@@ -240,19 +238,17 @@ async def test_a_fetch_that_is_cancelled_at_any_time_leaves_nothing(stage, route
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(tmp_path):
-    async def scenario(play):
-        await play.pair(route="direct", peer_timeout=3)
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8)
-        play.wire.silence()
-        transfer = play.start("r")
-        with pytest.raises(MemoryInDoubtError) as caught:
-            await transfer
-        assert not transfer.memory_safe
-        play.wire.speak()
-        await caught.value.settled()  # the same incarnation never heard of it
-        assert transfer.memory_safe
-        await play.bring("r2")
-
-    play(scenario, tmp_path)
+@virtual
+async def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(play):
+    await play.pair(route="direct", peer_timeout=3)
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    play.wire.silence()
+    transfer = play.start("r")
+    with pytest.raises(MemoryInDoubtError) as caught:
+        await transfer
+    assert not transfer.memory_safe
+    play.wire.speak()
+    await caught.value.settled()  # the same incarnation never heard of it
+    assert transfer.memory_safe
+    await play.bring("r2")

@@ -4,7 +4,7 @@ import pytest
 from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, quarantined, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import PeerLostError
 from kvxfer.errors import TransferFailedError
@@ -179,19 +179,17 @@ async def test_a_grant_of_staging_memory_covers_staged_chunks(stage, tap, route,
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_the_blocks(tmp_path):
-    async def scenario(play):
-        await play.pair(route="staged", peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8)
-        play.wire.silence()
-        transfer = play.start("r")
-        with pytest.raises(PeerLostError):
-            await transfer
-        assert transfer.memory_safe
-        assert quarantined(play.decode, "receive") > 0
-        play.wire.speak()
-        await play.until(lambda: not quarantined(play.decode, "receive"))  # the same incarnation never heard of it
-        await play.bring("r2")
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_the_blocks(play):
+    await play.pair(route="staged", peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    play.wire.silence()
+    transfer = play.start("r")
+    with pytest.raises(PeerLostError):
+        await transfer
+    assert transfer.memory_safe
+    assert quarantined(play.decode, "receive") > 0
+    play.wire.speak()
+    await play.until(lambda: not quarantined(play.decode, "receive"))  # the same incarnation never heard of it
+    await play.bring("r2")

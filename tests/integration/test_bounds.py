@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from inside import never_move, rebuild, when_rebuilt
 from stage import Gate, quarantined, raised
-from wire import TIMES, deaf_port, play
+from wire import TIMES, deaf_port, play, virtual
 
 from kvxfer import (
     Code,
@@ -434,22 +434,19 @@ async def closing_with_an_event_that_never_fires(play):
 
 
 @pytest.mark.parametrize("moves", [1.1, 0.9])
-def test_a_link_is_slow_and_not_stuck_if_it_moves_in_time_what_is_under_way(tmp_path, moves):
+@virtual
+async def test_a_link_is_slow_and_not_stuck_if_it_moves_in_time_what_is_under_way(play, moves):
     """Two chunks of one part each: the second one ends when both have moved."""
-
-    async def scenario(play):
-        await play.pair(route="staged", **TIMES)
-        play.network.pace("*", moves * 4096 / CONFIG.no_progress_timeout, lambda: play.now)
-        play.prefill.offer("r", [1, 2], tokens=8)
-        outcome, waited = await play.timed(play.start("r"))
-        if moves > 1:
-            assert outcome.stats.bytes == 4096
-            assert waited > CONFIG.no_progress_timeout / 2  # it was slow
-        else:
-            assert isinstance(outcome, TransferFailedError)
-            assert "no progress for 13 s" in str(outcome)
-
-    play(scenario, tmp_path)
+    await play.pair(route="staged", **TIMES)
+    play.network.pace("*", moves * 4096 / CONFIG.no_progress_timeout, lambda: play.now)
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r"))
+    if moves > 1:
+        assert outcome.stats.bytes == 4096
+        assert waited > CONFIG.no_progress_timeout / 2  # it was slow
+    else:
+        assert isinstance(outcome, TransferFailedError)
+        assert "no progress for 13 s" in str(outcome)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from passing import enter
 from stage import Broken, Cache, Gate, eventually, frames, quarantined, quiet
-from wire import play
+from wire import play, virtual
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.mapped.locks import Key, LockFile, Revoked
@@ -35,149 +35,134 @@ def unchanged(target, before):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(tmp_path, route):
+@virtual
+async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
     """It holds the grant and waits for its own event: by the peer's word alone that would last until it speaks."""
-
-    async def scenario(play):
-        await play.pair(route=route, **TIMES, **caches(route))
-        await play.bring("r0")
-        computed = Gate()
-        play.prefill.offer("r", [1, 2], tokens=8, after=computed)
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Accept") == 2)
-        play.wire.silence()
-        with pytest.raises(PeerLostError):
-            await transfer
-        assert transfer.memory_safe
-        await quiet(play.decode)
-        before = frozen(play.target)
-        computed.fired = True  # what it would have written goes nowhere
-        await play.until(lambda: not play.prefill.describe()["sending"])
-        assert unchanged(play.target, before)
-        play.wire.speak()
-        await play.until(lambda: not play.decode.describe()["connecting"])  # that was begun while the peer was silent
-        await play.bring("r2")
-
-    play(scenario, tmp_path)
+    await play.pair(route=route, **TIMES, **caches(route))
+    await play.bring("r0")
+    computed = Gate()
+    play.prefill.offer("r", [1, 2], tokens=8, after=computed)
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Accept") == 2)
+    play.wire.silence()
+    with pytest.raises(PeerLostError):
+        await transfer
+    assert transfer.memory_safe
+    await quiet(play.decode)
+    before = frozen(play.target)
+    computed.fired = True  # what it would have written goes nowhere
+    await play.until(lambda: not play.prefill.describe()["sending"])
+    assert unchanged(play.target, before)
+    play.wire.speak()
+    await play.until(lambda: not play.decode.describe()["connecting"])  # that was begun while the peer was silent
+    await play.bring("r2")
 
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
-def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(tmp_path, route):
-    async def scenario(play):
-        await play.pair(route=route, **TIMES, **caches(route))
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8)
-        play.network.hold("*")
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Accept") == 2)
-        play.wire.silence()
-        expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
-        with pytest.raises(expected) as caught:
-            await transfer
-        assert transfer.memory_safe is (route == "staged")
-        assert bool(quarantined(play.decode, "receive")) is (route == "staged")
-        play.network.release("*")
-        if isinstance(caught.value, MemoryInDoubtError):
-            await caught.value.settled()
-        await play.until(lambda: not play.decode.describe()["in_doubt"])
-        assert not quarantined(play.decode, "receive")
-        await quiet(play.decode)
-
-    play(scenario, tmp_path)
-
-
-def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(tmp_path):
-    """Its blocks may not be written yet, so it reads nothing; by its word alone they would be in doubt."""
-
-    async def scenario(play):
-        await play.pair(route="pull", **TIMES)
-        await play.bring("r0")
-        offer = play.prefill.offer("r", [1, 2], tokens=8)
-        before = frames(play.decode, "Want")
-        free = Gate()
-        transfer = play.start("r", after=free)
-        await play.until(lambda: frames(play.decode, "Want") > before)
-        play.wire.silence()
-        await play.until(lambda: not play.prefill.describe()["sending"])
-        ending, seconds = await play.timed(offer.withdraw())
-        assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
-        unwritten = frozen(play.target)
-        free.fired = True
-        with pytest.raises(PeerLostError):
-            await transfer
-        assert unchanged(play.target, unwritten)
-        await quiet(play.prefill)
-
-    play(scenario, tmp_path)
-
-
-def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(tmp_path):
-    async def scenario(play):
-        await play.pair(route="pull", **TIMES)
-        await play.bring("r0")
-        offer = play.prefill.offer("r", [1, 2], tokens=8)
-        before = frames(play.decode, "Want")
-        play.network.hold("*")
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Want") > before)
-        play.wire.silence()
-        await play.until(lambda: not play.prefill.describe()["sending"])
-        with pytest.raises(MemoryInDoubtError) as caught:
-            await offer.withdraw()
-        play.network.release("*")
+@virtual
+async def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(play, route):
+    await play.pair(route=route, **TIMES, **caches(route))
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    play.network.hold("*")
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Accept") == 2)
+    play.wire.silence()
+    expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
+    with pytest.raises(expected) as caught:
+        await transfer
+    assert transfer.memory_safe is (route == "staged")
+    assert bool(quarantined(play.decode, "receive")) is (route == "staged")
+    play.network.release("*")
+    if isinstance(caught.value, MemoryInDoubtError):
         await caught.value.settled()
-        with pytest.raises(MemoryInDoubtError) as own:  # its own read, which went on until now
-            await transfer
-        await own.value.settled()
-        await quiet(play.prefill)
-        assert not play.prefill.describe()["sent_in_doubt"]
-
-    play(scenario, tmp_path)
+    await play.until(lambda: not play.decode.describe()["in_doubt"])
+    assert not quarantined(play.decode, "receive")
+    await quiet(play.decode)
 
 
-def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given_up(tmp_path):
+@virtual
+async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
+    """Its blocks may not be written yet, so it reads nothing; by its word alone they would be in doubt."""
+    await play.pair(route="pull", **TIMES)
+    await play.bring("r0")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    before = frames(play.decode, "Want")
+    free = Gate()
+    transfer = play.start("r", after=free)
+    await play.until(lambda: frames(play.decode, "Want") > before)
+    play.wire.silence()
+    await play.until(lambda: not play.prefill.describe()["sending"])
+    ending, seconds = await play.timed(offer.withdraw())
+    assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
+    unwritten = frozen(play.target)
+    free.fired = True
+    with pytest.raises(PeerLostError):
+        await transfer
+    assert unchanged(play.target, unwritten)
+    await quiet(play.prefill)
+
+
+@virtual
+async def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(play):
+    await play.pair(route="pull", **TIMES)
+    await play.bring("r0")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    before = frames(play.decode, "Want")
+    play.network.hold("*")
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Want") > before)
+    play.wire.silence()
+    await play.until(lambda: not play.prefill.describe()["sending"])
+    with pytest.raises(MemoryInDoubtError) as caught:
+        await offer.withdraw()
+    play.network.release("*")
+    await caught.value.settled()
+    with pytest.raises(MemoryInDoubtError) as own:  # its own read, which went on until now
+        await transfer
+    await own.value.settled()
+    await quiet(play.prefill)
+    assert not play.prefill.describe()["sent_in_doubt"]
+
+
+@virtual
+async def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given_up(play):
     """The reader is there, and answers; only that it reads nothing any more it cannot say."""
-
-    async def scenario(play):
-        await play.pair(route="pull", **TIMES, offer_lease=6)
-        await play.bring("r0")
-        offer = play.prefill.offer("r", [1, 2], tokens=8)
-        play.network.hold("*")
-        transfer = play.start("r")
-        await play.until(lambda: play.network.held("*"))
-        transfer.cancel()
-        with pytest.raises(MemoryInDoubtError) as reading:
-            await transfer
-        with pytest.raises(MemoryInDoubtError) as read:
-            await asyncio.wait_for(offer.released(), play.prefill.config.bounds()["released_by_lease"])
-        assert set(read.value.blocks["default"]) == {1, 2}
-        assert frames(play.prefill, "Cancel") == 0
-        play.network.release("*")
-        await reading.value.settled()
-        await read.value.settled()
-        await quiet(play.prefill, play.decode)
-        assert not play.prefill.describe()["sent_in_doubt"]
-
-    play(scenario, tmp_path)
+    await play.pair(route="pull", **TIMES, offer_lease=6)
+    await play.bring("r0")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    play.network.hold("*")
+    transfer = play.start("r")
+    await play.until(lambda: play.network.held("*"))
+    transfer.cancel()
+    with pytest.raises(MemoryInDoubtError) as reading:
+        await transfer
+    with pytest.raises(MemoryInDoubtError) as read:
+        await asyncio.wait_for(offer.released(), play.prefill.config.bounds()["released_by_lease"])
+    assert set(read.value.blocks["default"]) == {1, 2}
+    assert frames(play.prefill, "Cancel") == 0
+    play.network.release("*")
+    await reading.value.settled()
+    await read.value.settled()
+    await quiet(play.prefill, play.decode)
+    assert not play.prefill.describe()["sent_in_doubt"]
 
 
-def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
-    async def scenario(play):
-        await play.pair(route="pull", **TIMES)
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8)
-        before = frames(play.decode, "Want")
-        play.network.hold("*")
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Want") > before)
-        play.wire.silence()
-        _, seconds = await play.timed(play.prefill.aclose(drain=False))
-        assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
-        play.network.release("*")
-        with pytest.raises(PeerLostError):
-            await transfer
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_worker_closes_though_a_silent_reader_reads(play):
+    await play.pair(route="pull", **TIMES)
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    before = frames(play.decode, "Want")
+    play.network.hold("*")
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Want") > before)
+    play.wire.silence()
+    _, seconds = await play.timed(play.prefill.aclose(drain=False))
+    assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
+    play.network.release("*")
+    with pytest.raises(PeerLostError):
+        await transfer
 
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
@@ -237,19 +222,17 @@ def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monk
     assert bool(leaked) is stuck
 
 
-def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(tmp_path):
-    async def scenario(play):
-        await play.pair(route="direct", **TIMES)
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Accept") == 2)
-        play.wire.cut()
-        outcome, seconds = await play.timed(transfer)
-        assert isinstance(outcome, PeerLostError)
-        assert seconds < 0.1  # nobody has to be reached for that
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(play):
+    await play.pair(route="direct", **TIMES)
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Accept") == 2)
+    play.wire.cut()
+    outcome, seconds = await play.timed(transfer)
+    assert isinstance(outcome, PeerLostError)
+    assert seconds < 0.1  # nobody has to be reached for that
 
 
 async def test_the_first_grant_of_all_names_a_gate(stage, tap):

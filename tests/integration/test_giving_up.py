@@ -9,7 +9,7 @@ import itertools
 import pytest
 from inside import before_connecting, being_stopped, connect, keep_gathers, keep_scatters, unanswered
 from stage import SOON, Cache, Copied, Tap, eventually, frames, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import (
     READY,
@@ -351,34 +351,32 @@ async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(s
 
 
 @pytest.mark.parametrize("again", ["fetch", "claim", "keep", "nothing"])
-def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_lease(tmp_path, again):
-    async def scenario(one):
-        await one.pair(offer_lease=60.0)
-        offer = one.prefill.offer("r", streaming=True)
-        outcome, _ = await one.timed(one.start("r", timeout=1.0, keep=again == "keep"))
-        assert isinstance(outcome, TransferTimeoutError)
-        ended = one.now
-        await asyncio.sleep(1.5)
-        assert offer.state.value == "live"
-        if again == "fetch":
-            offer.extend([1, 2], tokens=range(8))
-            offer.ready(after=READY)
-            offer.finish()
-            await one.start("r")
-            assert isinstance(await offer.released(), Released)
-        elif again == "claim":
-            with contextlib.closing(one.decode.claim(one.ticket("r"))):
-                await asyncio.sleep(200.0)
-                assert offer.state.value == "live"
-            assert isinstance(await offer.released(), Released)
-        elif again == "keep":
-            assert isinstance(await offer.released(), Expired)
-            assert one.now - ended >= 50
-        else:
-            assert isinstance(await offer.released(), Released)
-            assert 2.0 <= one.now - ended <= 2.1
-
-    play(scenario, tmp_path)
+@virtual
+async def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_lease(one, again):
+    await one.pair(offer_lease=60.0)
+    offer = one.prefill.offer("r", streaming=True)
+    outcome, _ = await one.timed(one.start("r", timeout=1.0, keep=again == "keep"))
+    assert isinstance(outcome, TransferTimeoutError)
+    ended = one.now
+    await asyncio.sleep(1.5)
+    assert offer.state.value == "live"
+    if again == "fetch":
+        offer.extend([1, 2], tokens=range(8))
+        offer.ready(after=READY)
+        offer.finish()
+        await one.start("r")
+        assert isinstance(await offer.released(), Released)
+    elif again == "claim":
+        with contextlib.closing(one.decode.claim(one.ticket("r"))):
+            await asyncio.sleep(200.0)
+            assert offer.state.value == "live"
+        assert isinstance(await offer.released(), Released)
+    elif again == "keep":
+        assert isinstance(await offer.released(), Expired)
+        assert one.now - ended >= 50
+    else:
+        assert isinstance(await offer.released(), Released)
+        assert 2.0 <= one.now - ended <= 2.1
 
 
 async def fails(one, timeout, **options):
@@ -392,42 +390,38 @@ async def fails(one, timeout, **options):
     ("retry", "kept"),
     [("fails", False), ("fails, kept", True), ("cancelled, kept", True), ("fails, kept, under a claim", True)],
 )
-def test_who_tries_again_decides_anew_what_becomes_of_a_request(tmp_path, retry, kept):
-    async def scenario(one):
-        await one.pair(offer_lease=60.0)
-        offer = one.prefill.offer("r", streaming=True)
-        await fails(one, 1.0)
-        await asyncio.sleep(0.9)
-        keep = retry.endswith("kept") or "kept," in retry
-        with contextlib.ExitStack() as claims:
-            if "claim" in retry:
-                claims.enter_context(contextlib.closing(one.decode.claim(one.ticket("r"))))
-            if retry.startswith("fails"):
-                await fails(one, 1.0, keep=keep)
-            else:
-                transfer = one.start("r", keep=keep)
-                await asyncio.sleep(0.5)
-                transfer.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await transfer
-            ended = one.now
-            await asyncio.sleep(3.0 if "claim" in retry else 0.0)
-        assert isinstance(await offer.released(), Expired if kept else Released)
-        assert one.now - ended >= (50.0 if kept else 1.95)
-
-    play(scenario, tmp_path)
+@virtual
+async def test_who_tries_again_decides_anew_what_becomes_of_a_request(one, retry, kept):
+    await one.pair(offer_lease=60.0)
+    offer = one.prefill.offer("r", streaming=True)
+    await fails(one, 1.0)
+    await asyncio.sleep(0.9)
+    keep = retry.endswith("kept") or "kept," in retry
+    with contextlib.ExitStack() as claims:
+        if "claim" in retry:
+            claims.enter_context(contextlib.closing(one.decode.claim(one.ticket("r"))))
+        if retry.startswith("fails"):
+            await fails(one, 1.0, keep=keep)
+        else:
+            transfer = one.start("r", keep=keep)
+            await asyncio.sleep(0.5)
+            transfer.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await transfer
+        ended = one.now
+        await asyncio.sleep(3.0 if "claim" in retry else 0.0)
+    assert isinstance(await offer.released(), Expired if kept else Released)
+    assert one.now - ended >= (50.0 if kept else 1.95)
 
 
-def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(tmp_path):
-    async def scenario(one):
-        await one.pair(offer_lease=60.0)
-        offer = one.prefill.offer("r", streaming=True)
-        failed = await fails(one, 1.0)
-        await one.decode.aclose()
-        assert isinstance(await offer.released(), Released)
-        assert one.now - failed < 1.0
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(one):
+    await one.pair(offer_lease=60.0)
+    offer = one.prefill.offer("r", streaming=True)
+    failed = await fails(one, 1.0)
+    await one.decode.aclose()
+    assert isinstance(await offer.released(), Released)
+    assert one.now - failed < 1.0
 
 
 @pytest.mark.parametrize("keep", [keep_gathers, keep_scatters])

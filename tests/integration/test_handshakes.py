@@ -12,7 +12,7 @@ from certificates import Authority
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
 from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
 from kvxfer import worker as assembly
@@ -89,79 +89,70 @@ def welcome_of(worker):
 
 
 @pytest.mark.parametrize("silent_after", ["connect", "Hello", "Welcome"])
-def test_a_prefill_rank_that_falls_silent_in_its_handshake(tmp_path, silent_after):
+@virtual
+async def test_a_prefill_rank_that_falls_silent_in_its_handshake(one, tmp_path, silent_after):
     """Whatever the stage, the fetch hears of it within the same bound, and of the stage."""
-
-    async def scenario(one):
-        await one.pair(decode={"connect_timeout": 1})
-        stranger = Stranger(silent_after, welcome_of(one.prefill))
-        server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
-        ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
-        began = one.now
-        transfers = [one.decode.start_fetch(ticket, [n], tokens=BLOCK) for n in range(3)]
-        errors = await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
-        assert {type(error) for error in errors} == {UnreachableError}
-        assert 6 <= one.now - began < 6.5
-        where = "greeted" if silent_after == "Welcome" else "new"
-        assert f"no handshake within 6 s (it stopped at '{where}')" in str(errors[0])
-        assert stranger.streams == 1
-        assert unconnected(one.decode)
-        server.close()
-
-    play(scenario, tmp_path)
+    await one.pair(decode={"connect_timeout": 1})
+    stranger = Stranger(silent_after, welcome_of(one.prefill))
+    server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
+    ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
+    began = one.now
+    transfers = [one.decode.start_fetch(ticket, [n], tokens=BLOCK) for n in range(3)]
+    errors = await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
+    assert {type(error) for error in errors} == {UnreachableError}
+    assert 6 <= one.now - began < 6.5
+    where = "greeted" if silent_after == "Welcome" else "new"
+    assert f"no handshake within 6 s (it stopped at '{where}')" in str(errors[0])
+    assert stranger.streams == 1
+    assert unconnected(one.decode)
+    server.close()
 
 
-def test_who_refuses_handshakes_over_and_over_is_left_in_peace(tmp_path):
+@virtual
+async def test_who_refuses_handshakes_over_and_over_is_left_in_peace(one, tmp_path):
     """Ten seconds of fetches, one every 10 ms: each hears at once, and there are few attempts."""
-
-    async def scenario(one):
-        await one.pair()
-        stranger = Stranger("refuses", None)
-        server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
-        ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
-        began, fetches, wait = one.now, 0, 0.0
-        while one.now < began + 10:
-            error, waited = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
-            assert isinstance(error, UnreachableError)
-            assert waited < 0.1
-            wait = error.retry_after or 0.0
-            assert 0 < wait <= 2
-            fetches += 1
-            await asyncio.sleep(0.01)
-        assert fetches > 500
-        assert 5 <= stranger.streams <= 20
-        # who follows the hint gets through to another attempt
-        before = stranger.streams
-        await asyncio.sleep(wait)
-        await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
-        assert stranger.streams == before + 1
-        server.close()
-
-    play(scenario, tmp_path)
+    await one.pair()
+    stranger = Stranger("refuses", None)
+    server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
+    ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
+    began, fetches, wait = one.now, 0, 0.0
+    while one.now < began + 10:
+        error, waited = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+        assert isinstance(error, UnreachableError)
+        assert waited < 0.1
+        wait = error.retry_after or 0.0
+        assert 0 < wait <= 2
+        fetches += 1
+        await asyncio.sleep(0.01)
+    assert fetches > 500
+    assert 5 <= stranger.streams <= 20
+    # who follows the hint gets through to another attempt
+    before = stranger.streams
+    await asyncio.sleep(wait)
+    await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+    assert stranger.streams == before + 1
+    server.close()
 
 
-def test_an_engine_that_has_restarted_is_met_at_once(tmp_path):
+@virtual
+async def test_an_engine_that_has_restarted_is_met_at_once(one, tmp_path):
     """A ticket of a new epoch tells that somebody is there again: no wait for the last failure's end."""
-
-    async def scenario(one):
-        await one.pair(prefill={"listen": f"unix:{tmp_path}/p"})
-        ticket = one.prefill.engine.ticket("r")
-        await one.prefill.aclose()
-        for _ in range(8):
-            error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
-            assert isinstance(error, UnreachableError)
-            assert one.decode.describe()["unreachable"]
-            await asyncio.sleep(error.retry_after or 0.0)
+    await one.pair(prefill={"listen": f"unix:{tmp_path}/p"})
+    ticket = one.prefill.engine.ticket("r")
+    await one.prefill.aclose()
+    for _ in range(8):
         error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
-        assert error.retry_after > 0.5
-        again = await one.worker("again", one.source, engine="prefill", listen=f"unix:{tmp_path}/p")
-        again.offer("r", [1, 2], tokens=8)
-        copied = Copied(one.target).bring(one.source, [1, 2], [3, 4], range(8))
-        await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
-        copied.check()
-        assert not one.decode.describe()["unreachable"]
-
-    play(scenario, tmp_path)
+        assert isinstance(error, UnreachableError)
+        assert one.decode.describe()["unreachable"]
+        await asyncio.sleep(error.retry_after or 0.0)
+    error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+    assert error.retry_after > 0.5
+    again = await one.worker("again", one.source, engine="prefill", listen=f"unix:{tmp_path}/p")
+    again.offer("r", [1, 2], tokens=8)
+    copied = Copied(one.target).bring(one.source, [1, 2], [3, 4], range(8))
+    await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
+    copied.check()
+    assert not one.decode.describe()["unreachable"]
 
 
 async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
@@ -328,37 +319,32 @@ def slow(monkeypatch, seconds):
     monkeypatch.setattr(DeterministicRuntime, "in_thread", in_thread)
 
 
-def test_a_long_look_is_no_silence(tmp_path, monkeypatch):
+@virtual
+async def test_a_long_look_is_no_silence(one, monkeypatch):
     """Each end looks at the other for longer than either may be silent, and begins when the other one does not."""
-
-    async def scenario(one):
-        slow(monkeypatch, 50.0)
-        await one.pair(prefill={"peer_timeout": 20.0}, decode={"peer_timeout": 6.0})
-        met = one.now
-        await one.bring("r")
-        assert one.now - met >= 50
-        assert [len(sessions(worker)) for worker in (one.prefill, one.decode)] == [1, 1]
-
-    play(scenario, tmp_path)
+    slow(monkeypatch, 50.0)
+    await one.pair(prefill={"peer_timeout": 20.0}, decode={"peer_timeout": 6.0})
+    met = one.now
+    await one.bring("r")
+    assert one.now - met >= 50
+    assert [len(sessions(worker)) for worker in (one.prefill, one.decode)] == [1, 1]
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
-def test_a_worker_closes_while_a_look_is_taken(tmp_path, monkeypatch, which):
-    async def scenario(one):
-        await one.pair()
-        slow(monkeypatch, 3.0)
-        transfer = one.decode.start_fetch(one.ticket("r"), [1], tokens=BLOCK)
-        await asyncio.sleep(1)
-        closed, other = (one.prefill, one.decode) if which == "prefill" else (one.decode, one.prefill)
-        assert handshakes(closed)
-        await closed.aclose(drain=False)
-        with pytest.raises(KvxferError):
-            await transfer
-        assert unconnected(closed)
-        await asyncio.sleep(5)
-        assert unconnected(other)
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_worker_closes_while_a_look_is_taken(one, monkeypatch, which):
+    await one.pair()
+    slow(monkeypatch, 3.0)
+    transfer = one.decode.start_fetch(one.ticket("r"), [1], tokens=BLOCK)
+    await asyncio.sleep(1)
+    closed, other = (one.prefill, one.decode) if which == "prefill" else (one.decode, one.prefill)
+    assert handshakes(closed)
+    await closed.aclose(drain=False)
+    with pytest.raises(KvxferError):
+        await transfer
+    assert unconnected(closed)
+    await asyncio.sleep(5)
+    assert unconnected(other)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import random
 import pytest
 from inside import cut_session, early_places, entry, give_up_claims, kept_of_peers, sessions, withdraw_all
 from stage import KEY, Cache, Copied, Tap, eventually, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import Expired, KvxferError, PeerLostError, Released, TransferFailedError
 from kvxfer.protocol.messages import Abandon, Cancel, Fetch
@@ -26,43 +26,40 @@ def split(count):
 
 
 @pytest.mark.parametrize("retried", [False, True], ids=["given up", "retried elsewhere"])
-def test_a_decode_rank_dies_after_another_has_released(tmp_path, retried):
+@virtual
+async def test_a_decode_rank_dies_after_another_has_released(one, retried):
     """The offer waits for the release of the dead one no longer than its lease, and less if another engine takes it."""
-
-    async def scenario(one):
-        one.source = Cache(heads=range(8))
-        one.prefill = await one.worker("prefill", one.source)
-        caches = [Cache(heads=heads) for heads in split(2)]
-        ranks = [
-            await one.worker(f"decode{rank}", cache, engine="decode", rank=rank, world=2)
-            for rank, cache in enumerate(caches)
-        ]
-        card = EngineCard.of([rank.card for rank in ranks])
-        for rank in ranks:
-            rank.join(card, key=KEY)
-        wires = [await one.wire_to(one.prefill, f"wire{n}") for n in range(2)]
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        for rank, wire in zip(ranks, wires, strict=True):
-            rank.claim(one.ticket("r", wire))
-        await one.until(lambda: len(sessions(one.prefill)) == 2)
-        await ranks[0].start_fetch(one.ticket("r", wires[0]), [3, 4], tokens=TOKENS)
-        await one.until(lambda: entry(offer).released_ranks == {0})
-        wires[1].cut()  # for good: nobody comes back on it
-        began = one.now
-        if retried:
-            cache = Cache(heads=range(8), layout="HND")
-            alone = await one.worker("alone", cache)
-            copied = Copied(cache).bring(one.source, [1, 2], [5, 6], TOKENS)
-            await alone.start_fetch(one.prefill.engine.ticket("r"), [5, 6], tokens=TOKENS)
-            copied.check()
-            assert isinstance(await offer.released(), Released)
-            assert one.now - began < 1
-            return
-        assert isinstance(await offer.released(), Expired)
-        assert one.now - began <= one.prefill.config.bounds()["released_by_lease"]
-        one.prefill.offer("s", [1, 2], tokens=8)  # the blocks are the caller's
-
-    play(scenario, tmp_path)
+    one.source = Cache(heads=range(8))
+    one.prefill = await one.worker("prefill", one.source)
+    caches = [Cache(heads=heads) for heads in split(2)]
+    ranks = [
+        await one.worker(f"decode{rank}", cache, engine="decode", rank=rank, world=2)
+        for rank, cache in enumerate(caches)
+    ]
+    card = EngineCard.of([rank.card for rank in ranks])
+    for rank in ranks:
+        rank.join(card, key=KEY)
+    wires = [await one.wire_to(one.prefill, f"wire{n}") for n in range(2)]
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    for rank, wire in zip(ranks, wires, strict=True):
+        rank.claim(one.ticket("r", wire))
+    await one.until(lambda: len(sessions(one.prefill)) == 2)
+    await ranks[0].start_fetch(one.ticket("r", wires[0]), [3, 4], tokens=TOKENS)
+    await one.until(lambda: entry(offer).released_ranks == {0})
+    wires[1].cut()  # for good: nobody comes back on it
+    began = one.now
+    if retried:
+        cache = Cache(heads=range(8), layout="HND")
+        alone = await one.worker("alone", cache)
+        copied = Copied(cache).bring(one.source, [1, 2], [5, 6], TOKENS)
+        await alone.start_fetch(one.prefill.engine.ticket("r"), [5, 6], tokens=TOKENS)
+        copied.check()
+        assert isinstance(await offer.released(), Released)
+        assert one.now - began < 1
+        return
+    assert isinstance(await offer.released(), Expired)
+    assert one.now - began <= one.prefill.config.bounds()["released_by_lease"]
+    one.prefill.offer("s", [1, 2], tokens=8)  # the blocks are the caller's
 
 
 # --- one of four senders fails
@@ -174,90 +171,84 @@ async def test_an_engine_of_another_size_tries_again(stage, first, second):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_renewal_shortens_a_lease(tmp_path, seed):
+@virtual
+async def test_no_renewal_shortens_a_lease(one, seed):
     """Whoever renews it, however, and whenever: after the first claim, it only grows while it lives."""
-
-    async def scenario(one):
-        draw = random.Random(seed)
-        await one.pair(prefill={"offer_lease": 20, "unclaimed_timeout": 90})
-        other = await one.worker("other", Cache())
-        offer = one.prefill.offer("r", streaming=True)
-        offer.extend([1, 2], tokens=TOKENS)
-        engines = dict.fromkeys((one.decode, other))
-        for worker in engines:
-            worker.claim(one.prefill.engine.ticket("r"))
-        await one.until(lambda: entry(offer).engine is not None)
-        lease, transfers, grown = entry(offer).lease, [], 8
-        for _ in range(60):
-            await asyncio.sleep(draw.uniform(0, 3))
-            act = draw.randrange(4)
-            if act == 0:
-                draw.choice(list(engines)).claim(one.prefill.engine.ticket("r"))
-            elif act == 1 and not transfers:
-                transfers.append(one.decode.start_fetch(one.prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
-            elif act == 2 and grown < 28:
-                offer.extend([3 + grown // 4], tokens=range(grown, grown + 4))
-                grown += 4
-                offer.ready(tokens=grown)
-            elif act == 3 and transfers:
-                transfers.pop().cancel()
-            await asyncio.sleep(0)
-            assert entry(offer).lease >= lease
-            lease = entry(offer).lease
-            assert not offer.wait_end().done()
-
-    play(scenario, tmp_path, seed=seed)
+    draw = random.Random(seed)
+    await one.pair(prefill={"offer_lease": 20, "unclaimed_timeout": 90})
+    other = await one.worker("other", Cache())
+    offer = one.prefill.offer("r", streaming=True)
+    offer.extend([1, 2], tokens=TOKENS)
+    engines = dict.fromkeys((one.decode, other))
+    for worker in engines:
+        worker.claim(one.prefill.engine.ticket("r"))
+    await one.until(lambda: entry(offer).engine is not None)
+    lease, transfers, grown = entry(offer).lease, [], 8
+    for _ in range(60):
+        await asyncio.sleep(draw.uniform(0, 3))
+        act = draw.randrange(4)
+        if act == 0:
+            draw.choice(list(engines)).claim(one.prefill.engine.ticket("r"))
+        elif act == 1 and not transfers:
+            transfers.append(one.decode.start_fetch(one.prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+        elif act == 2 and grown < 28:
+            offer.extend([3 + grown // 4], tokens=range(grown, grown + 4))
+            grown += 4
+            offer.ready(tokens=grown)
+        elif act == 3 and transfers:
+            transfers.pop().cancel()
+        await asyncio.sleep(0)
+        assert entry(offer).lease >= lease
+        lease = entry(offer).lease
+        assert not offer.wait_end().done()
 
 
 # --- what comes before the offer, and twice
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_twice(tmp_path, seed):
+@virtual
+async def test_any_order_twice(one, seed):
     """Claims, fetches, cancels and releases of the same requests in any order, each often more than once."""
-
-    async def scenario(one):
-        draw = random.Random(seed)
-        await one.pair(prefill={"unclaimed_timeout": 30}, decode={"peer_timeout": 10})
-        names, offers, transfers = [f"r{n}" for n in range(6)], {}, []
-        free = [[n] for n in range(16)]
-        for _ in range(120):
-            name = draw.choice(names)
-            ticket = one.ticket(name)
-            act = draw.choice(["claim", "fetch", "cancel", "decline", "offer", "wait"])
-            if act == "claim":
-                claim = one.decode.claim(ticket)
-                if draw.random() < 0.5:
-                    claim.close()
-            elif act == "fetch" and free:
-                ids = free.pop()
-                transfer = one.decode.start_fetch(ticket, ids, tokens=range(4), timeout=draw.choice([0.5, 20]))
-                transfer.outcome.add_done_callback(lambda _, ids=ids: free.append(ids))
-                transfers.append(transfer)
-            elif act == "cancel" and transfers:
-                victim = draw.choice(transfers)
-                victim.cancel()
-                victim.cancel()
-            elif act == "decline":
-                await one.decode.decline(ticket)
-                await one.decode.decline(ticket)
-            elif act == "offer" and name not in offers:
-                offers[name] = one.prefill.offer(name, [names.index(name)], tokens=4)
-            else:
-                await asyncio.sleep(draw.uniform(0, 1))
-        await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
-        await asyncio.gather(*(offer.withdraw() for offer in offers.values()))
-        give_up_claims(one.decode)
-        await one.until(lambda: not one.prefill.describe()["parked"], seconds=60)
-        for worker in (one.prefill, one.decode):
-            seen = worker.describe()
-            assert seen["sending"] == seen["receiving"] == seen["in_doubt"] == seen["offers"] == 0
-            assert not seen["custody"].holders
-            for share in (seen["arena"]["send"], seen["arena"]["receive"]):
-                assert share.free_bytes == share.capacity_bytes
-        assert one.prefill.describe()["places"] == early_places(one.prefill) == 0
-
-    play(scenario, tmp_path, seed=seed)
+    draw = random.Random(seed)
+    await one.pair(prefill={"unclaimed_timeout": 30}, decode={"peer_timeout": 10})
+    names, offers, transfers = [f"r{n}" for n in range(6)], {}, []
+    free = [[n] for n in range(16)]
+    for _ in range(120):
+        name = draw.choice(names)
+        ticket = one.ticket(name)
+        act = draw.choice(["claim", "fetch", "cancel", "decline", "offer", "wait"])
+        if act == "claim":
+            claim = one.decode.claim(ticket)
+            if draw.random() < 0.5:
+                claim.close()
+        elif act == "fetch" and free:
+            ids = free.pop()
+            transfer = one.decode.start_fetch(ticket, ids, tokens=range(4), timeout=draw.choice([0.5, 20]))
+            transfer.outcome.add_done_callback(lambda _, ids=ids: free.append(ids))
+            transfers.append(transfer)
+        elif act == "cancel" and transfers:
+            victim = draw.choice(transfers)
+            victim.cancel()
+            victim.cancel()
+        elif act == "decline":
+            await one.decode.decline(ticket)
+            await one.decode.decline(ticket)
+        elif act == "offer" and name not in offers:
+            offers[name] = one.prefill.offer(name, [names.index(name)], tokens=4)
+        else:
+            await asyncio.sleep(draw.uniform(0, 1))
+    await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
+    await asyncio.gather(*(offer.withdraw() for offer in offers.values()))
+    give_up_claims(one.decode)
+    await one.until(lambda: not one.prefill.describe()["parked"], seconds=60)
+    for worker in (one.prefill, one.decode):
+        seen = worker.describe()
+        assert seen["sending"] == seen["receiving"] == seen["in_doubt"] == seen["offers"] == 0
+        assert not seen["custody"].holders
+        for share in (seen["arena"]["send"], seen["arena"]["receive"]):
+            assert share.free_bytes == share.capacity_bytes
+    assert one.prefill.describe()["places"] == early_places(one.prefill) == 0
 
 
 # --- peers that are gone

@@ -6,7 +6,7 @@ import inside
 import pytest
 import torch
 from stage import Cache, Copied, eventually, frames, is_quiet, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import (
     BlocksError,
@@ -39,21 +39,19 @@ def refused(code):
 # --- in any order
 
 
-def test_a_claim_may_come_before_its_offer(tmp_path):
-    async def scenario(one):
-        await one.pair(**FAST)
-        claim = one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        await one.until(lambda: frames(one.prefill, "Claim") >= 12)  # many renewals: longer than any lease
-        assert not offer.wait_end().done()
-        claim.close()
-        claim.close()
-        ending = await offer.released()
-        assert isinstance(ending, Expired)
-        assert "stopped renewing" in ending.reason
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_claim_may_come_before_its_offer(one):
+    await one.pair(**FAST)
+    claim = one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    await one.until(lambda: frames(one.prefill, "Claim") >= 12)  # many renewals: longer than any lease
+    assert not offer.wait_end().done()
+    claim.close()
+    claim.close()
+    ending = await offer.released()
+    assert isinstance(ending, Expired)
+    assert "stopped renewing" in ending.reason
 
 
 async def test_a_release_may_come_before_its_offer(pair):
@@ -103,256 +101,227 @@ async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, sour
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["reached for it", "connected before"])
-def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
+@virtual
+async def test_leases_are_renewed_as_often_as_their_owner_asks_for(one, known):
     """The decode engine's own heartbeat is longer than any lease of the prefill engine, and than its patience."""
     patient = {"peer_timeout": 200.0, "offer_lease": 200.0}
-
-    async def scenario(one):
-        await one.pair(prefill=FAST, decode=patient)
-        if known:
-            await one.bring("before")
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        one.decode.claim(one.ticket("r"))
-        await one.until(lambda: inside.sessions(one.prefill))
-        link = inside.session(one.prefill)
-        await asyncio.sleep(100 * FAST["offer_lease"])
-        assert not offer.wait_end().done()
-        assert inside.sessions(one.prefill) == {link}
-        await one.start("r")
-        assert isinstance(await offer.released(), Released)
-
-    play(scenario, tmp_path)
+    await one.pair(prefill=FAST, decode=patient)
+    if known:
+        await one.bring("before")
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    one.decode.claim(one.ticket("r"))
+    await one.until(lambda: inside.sessions(one.prefill))
+    link = inside.session(one.prefill)
+    await asyncio.sleep(100 * FAST["offer_lease"])
+    assert not offer.wait_end().done()
+    assert inside.sessions(one.prefill) == {link}
+    await one.start("r")
+    assert isinstance(await offer.released(), Released)
 
 
 @pytest.mark.parametrize("beyond", [0.06, 0.9, 1.1, 100.0])
 @pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "given up"])
-def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renewed(tmp_path, claimed, beyond):
-    async def scenario(one):
-        await one.pair(**PAUSED)
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        claim = one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        if not claimed:
-            claim.close()
-        one.stand_still(inside.entry(offer).lease - one.now + beyond)
-        await asyncio.sleep(0.9)
-        assert not offer.wait_end().done()
-        await asyncio.sleep(0.2)
-        assert offer.wait_end().done() != claimed
-        if claimed:
-            await one.start("r")
-            assert isinstance(await offer.released(), Released)
-
-    play(scenario, tmp_path)
-
-
-def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_others(tmp_path):
-    """It has its own offer looked at, at once, and that one's lease was over before theirs."""
-
-    async def scenario(one):
-        await one.pair(**PAUSED)
-        first = one.prefill.offer("first", [1], tokens=4)
-        claim = one.decode.claim(one.ticket("first"))
-        await one.until(lambda: inside.entry(first).engine)
+@virtual
+async def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renewed(one, claimed, beyond):
+    await one.pair(**PAUSED)
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    claim = one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    if not claimed:
         claim.close()
-        await asyncio.sleep(0.5)
-        second = one.prefill.offer("second", [1], tokens=4)
-        one.decode.claim(one.ticket("second"))
-        await one.until(lambda: inside.entry(second).engine)
-        inside.overlook(one.prefill, first)
-        one.stand_still(100.0)
-        inside.leave(one.prefill, first)
-        await asyncio.sleep(0.9)
-        assert not first.wait_end().done()
-        assert not second.wait_end().done()
-        await one.start("second", [3], range(4))
-
-    play(scenario, tmp_path)
+    one.stand_still(inside.entry(offer).lease - one.now + beyond)
+    await asyncio.sleep(0.9)
+    assert not offer.wait_end().done()
+    await asyncio.sleep(0.2)
+    assert offer.wait_end().done() != claimed
+    if claimed:
+        await one.start("r")
+        assert isinstance(await offer.released(), Released)
 
 
-def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_path):
+@virtual
+async def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_others(one):
+    """It has its own offer looked at, at once, and that one's lease was over before theirs."""
+    await one.pair(**PAUSED)
+    first = one.prefill.offer("first", [1], tokens=4)
+    claim = one.decode.claim(one.ticket("first"))
+    await one.until(lambda: inside.entry(first).engine)
+    claim.close()
+    await asyncio.sleep(0.5)
+    second = one.prefill.offer("second", [1], tokens=4)
+    one.decode.claim(one.ticket("second"))
+    await one.until(lambda: inside.entry(second).engine)
+    inside.overlook(one.prefill, first)
+    one.stand_still(100.0)
+    inside.leave(one.prefill, first)
+    await asyncio.sleep(0.9)
+    assert not first.wait_end().done()
+    assert not second.wait_end().done()
+    await one.start("second", [3], range(4))
+
+
+@virtual
+async def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(one):
     """An engine that asks for frequent signs of life costs others nothing, whether they are there or not."""
-
-    async def scenario(one):
-        often = {"peer_timeout": 1.0, "offer_lease": 5.0}
-        await one.pair(prefill=often, decode={"peer_timeout": 40.0})
-        seldom, lost = [await one.worker(name, Cache(), engine=name) for name in ("seldom", "lost")]
-        wire = await one.wire_to(lost, "lost-wire")
-        wire.silence()  # connected, and no answer
-        claims = [one.decode.claim(one.ticket("r")), one.decode.claim(seldom.engine.ticket("r"))]
-        reaching = []
-        for n in range(200):
-            ticket = lost.engine.ticket(f"r{n}") | {"endpoints": {"prefix": wire.endpoint}}
-            claims.append(one.decode.claim(ticket))
-            await asyncio.sleep(0.1)
-            reaching.append(sum("claim at" in task.get_name() for task in asyncio.all_tasks()))
-        assert max(reaching) == 1
-        assert 180 <= frames(one.prefill, "Claim") <= 205
-        assert frames(seldom, "Claim") == 11  # 2 s, its own heartbeat
-        for claim in claims:
-            claim.close()
-        await one.until(lambda: not inside.wants_by_engine(one.decode))  # one was being connected
-
-    play(scenario, tmp_path)
+    often = {"peer_timeout": 1.0, "offer_lease": 5.0}
+    await one.pair(prefill=often, decode={"peer_timeout": 40.0})
+    seldom, lost = [await one.worker(name, Cache(), engine=name) for name in ("seldom", "lost")]
+    wire = await one.wire_to(lost, "lost-wire")
+    wire.silence()  # connected, and no answer
+    claims = [one.decode.claim(one.ticket("r")), one.decode.claim(seldom.engine.ticket("r"))]
+    reaching = []
+    for n in range(200):
+        ticket = lost.engine.ticket(f"r{n}") | {"endpoints": {"prefix": wire.endpoint}}
+        claims.append(one.decode.claim(ticket))
+        await asyncio.sleep(0.1)
+        reaching.append(sum("claim at" in task.get_name() for task in asyncio.all_tasks()))
+    assert max(reaching) == 1
+    assert 180 <= frames(one.prefill, "Claim") <= 205
+    assert frames(seldom, "Claim") == 11  # 2 s, its own heartbeat
+    for claim in claims:
+        claim.close()
+    await one.until(lambda: not inside.wants_by_engine(one.decode))  # one was being connected
 
 
-def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path):
-    async def scenario(one):
-        await one.pair()
-        ticket = one.ticket("r")
-        elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
-        claims = [one.decode.claim(each) for each in (ticket, elsewhere, ticket)]
-        assert (one.decode.describe()["claims"], inside.wants_by_engine(one.decode)) == (1, [1, 0])
-        for claim in claims:
-            claim.close()
-        assert one.decode.describe()["claims"] == 0
-        await asyncio.sleep(1)
-        assert inside.wants_by_engine(one.decode) == []
-        assert not inside.sessions(one.decode)  # nobody was connected for nothing
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(one):
+    await one.pair()
+    ticket = one.ticket("r")
+    elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
+    claims = [one.decode.claim(each) for each in (ticket, elsewhere, ticket)]
+    assert (one.decode.describe()["claims"], inside.wants_by_engine(one.decode)) == (1, [1, 0])
+    for claim in claims:
+        claim.close()
+    assert one.decode.describe()["claims"] == 0
+    await asyncio.sleep(1)
+    assert inside.wants_by_engine(one.decode) == []
+    assert not inside.sessions(one.decode)  # nobody was connected for nothing
 
 
-def test_a_worker_that_closes_connects_nobody_for_claims(tmp_path):
-    async def scenario(one):
-        await one.pair()
-        one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        over = asyncio.Event()
-        inside.spawn(one.decode, over.wait(), looks=True)
-        closing = asyncio.ensure_future(one.decode.aclose(drain=False))
-        await asyncio.sleep(10)
-        assert not inside.sessions(one.prefill)
-        over.set()
-        await closing
-        await asyncio.sleep(10)
-        assert not inside.sessions(one.prefill)
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_worker_that_closes_connects_nobody_for_claims(one):
+    await one.pair()
+    one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    over = asyncio.Event()
+    inside.spawn(one.decode, over.wait(), looks=True)
+    closing = asyncio.ensure_future(one.decode.aclose(drain=False))
+    await asyncio.sleep(10)
+    assert not inside.sessions(one.prefill)
+    over.set()
+    await closing
+    await asyncio.sleep(10)
+    assert not inside.sessions(one.prefill)
 
 
-def test_a_worker_that_closes_takes_no_request_over(tmp_path):
+@virtual
+async def test_a_worker_that_closes_takes_no_request_over(one):
     """Though it was about to connect for a claim, of a request that is another engine's by now."""
-
-    async def scenario(one):
-        await one.pair()
-        second = await one.worker("second", Cache(layout="HND"))
-        offer = one.prefill.offer("r", streaming=True)
-        other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
-        await one.until(lambda: inside.entry(offer).transfers)
-        may, over = asyncio.Event(), asyncio.Event()
-        inside.before_connecting(one.decode, lambda _: may.wait())
-        one.decode.claim(one.ticket("r"))
-        await asyncio.sleep(0.1)
-        inside.spawn(one.decode, over.wait())  # as if a fetch was being ended
-        closing = asyncio.ensure_future(one.decode.aclose(drain=False))
-        await asyncio.sleep(0.1)
-        may.set()
-        await asyncio.sleep(1)
-        assert not inside.entry(offer).superseded
-        assert not other.done
-        over.set()
-        await closing
-        offer.extend([1, 2], tokens=TOKENS)
-        offer.ready()
-        offer.finish()
-        await other
-
-    play(scenario, tmp_path)
+    await one.pair()
+    second = await one.worker("second", Cache(layout="HND"))
+    offer = one.prefill.offer("r", streaming=True)
+    other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
+    await one.until(lambda: inside.entry(offer).transfers)
+    may, over = asyncio.Event(), asyncio.Event()
+    inside.before_connecting(one.decode, lambda _: may.wait())
+    one.decode.claim(one.ticket("r"))
+    await asyncio.sleep(0.1)
+    inside.spawn(one.decode, over.wait())  # as if a fetch was being ended
+    closing = asyncio.ensure_future(one.decode.aclose(drain=False))
+    await asyncio.sleep(0.1)
+    may.set()
+    await asyncio.sleep(1)
+    assert not inside.entry(offer).superseded
+    assert not other.done
+    over.set()
+    await closing
+    offer.extend([1, 2], tokens=TOKENS)
+    offer.ready()
+    offer.finish()
+    await other
 
 
 @pytest.mark.parametrize("how", ["declined", "fetched in vain"])
-def test_a_claim_ends_with_what_ends_its_request(tmp_path, how):
-    async def scenario(one):
-        await one.pair()
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        if how == "declined":
-            await one.decode.decline(one.ticket("r"))
-        else:
-            await offer.withdraw()
-            with refused(Code.OFFER_WITHDRAWN):
-                await one.start("r")
-        before = frames(one.prefill, "Claim")
-        await asyncio.sleep(100)
-        assert frames(one.prefill, "Claim") == before
-        assert one.decode.describe()["claims"] == 0
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_claim_ends_with_what_ends_its_request(one, how):
+    await one.pair()
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    if how == "declined":
+        await one.decode.decline(one.ticket("r"))
+    else:
+        await offer.withdraw()
+        with refused(Code.OFFER_WITHDRAWN):
+            await one.start("r")
+    before = frames(one.prefill, "Claim")
+    await asyncio.sleep(100)
+    assert frames(one.prefill, "Claim") == before
+    assert one.decode.describe()["claims"] == 0
 
 
-def test_a_lease_that_a_claim_begins_ends_though_nobody_would_have_claimed_it_for_longer(tmp_path):
-    async def scenario(one):
-        await one.pair(prefill=PAUSED | {"unclaimed_timeout": 1000.0})
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        claim = one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        claim.close()
-        await asyncio.sleep(PAUSED["offer_lease"] + 0.1)
-        assert offer.wait_end().done()
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_lease_that_a_claim_begins_ends_though_nobody_would_have_claimed_it_for_longer(one):
+    await one.pair(prefill=PAUSED | {"unclaimed_timeout": 1000.0})
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    claim = one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    claim.close()
+    await asyncio.sleep(PAUSED["offer_lease"] + 0.1)
+    assert offer.wait_end().done()
 
 
-def test_leases_run_out_after_what_nobody_foresaw_as_one_did(tmp_path, monkeypatch):
-    async def scenario(one):
-        await one.pair(prefill=PAUSED)
-        unforeseen = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context["exception"]))
+@virtual
+async def test_leases_run_out_after_what_nobody_foresaw_as_one_did(one, monkeypatch):
+    await one.pair(prefill=PAUSED)
+    unforeseen = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context["exception"]))
 
-        def fails_once(*_):
-            monkeypatch.undo()
-            raise OSError("no space left on device")
+    def fails_once(*_):
+        monkeypatch.undo()
+        raise OSError("no space left on device")
 
-        monkeypatch.setattr(inside.counters(one.prefill), "offer_ended", fails_once)
-        offers = [one.prefill.offer(name, [1, 2], tokens=8) for name in "abc"]
-        await asyncio.sleep(10)
-        offers.append(one.prefill.offer("d", [1, 2], tokens=8))
-        await asyncio.sleep(10)
-        assert [offer.wait_end().done() for offer in offers[1:]] == [True, True, True]
-        assert [type(error) for error in unforeseen] == [OSError]
-
-    play(scenario, tmp_path)
+    monkeypatch.setattr(inside.counters(one.prefill), "offer_ended", fails_once)
+    offers = [one.prefill.offer(name, [1, 2], tokens=8) for name in "abc"]
+    await asyncio.sleep(10)
+    offers.append(one.prefill.offer("d", [1, 2], tokens=8))
+    await asyncio.sleep(10)
+    assert [offer.wait_end().done() for offer in offers[1:]] == [True, True, True]
+    assert [type(error) for error in unforeseen] == [OSError]
 
 
-def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_path):
-    async def scenario(one):
-        await one.pair(route="staged", **PAUSED)
-        one.network.hold("decode")
-        offer = one.prefill.offer("r", [1], tokens=4)
-        transfer = one.start("r", [1], range(4), keep=True)
-        await one.until(lambda: inside.entry(offer).transfers)
-        await asyncio.sleep(20)
-        one.stand_still(100.0)
-        transfer.cancel()
-        one.network.release("decode")
-        await one.until(lambda: not inside.entry(offer).transfers)
-        await asyncio.sleep(0.5)
-        assert not offer.wait_end().done()
-        assert isinstance(await offer.released(), Expired)
-
-    play(scenario, tmp_path)
+@virtual
+async def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(one):
+    await one.pair(route="staged", **PAUSED)
+    one.network.hold("decode")
+    offer = one.prefill.offer("r", [1], tokens=4)
+    transfer = one.start("r", [1], range(4), keep=True)
+    await one.until(lambda: inside.entry(offer).transfers)
+    await asyncio.sleep(20)
+    one.stand_still(100.0)
+    transfer.cancel()
+    one.network.release("decode")
+    await one.until(lambda: not inside.entry(offer).transfers)
+    await asyncio.sleep(0.5)
+    assert not offer.wait_end().done()
+    assert isinstance(await offer.released(), Expired)
 
 
 @pytest.mark.parametrize("away", [0.5, 3.0, 20.0])
-def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
+@virtual
+async def test_claims_are_renewed_soon_after_a_rank_was_away(one, away):
     """However seldom this side would speak by itself."""
-
-    async def scenario(one):
-        await one.pair(prefill={"offer_lease": 25.0}, decode={"peer_timeout": 200.0, "offer_lease": 200.0})
-        offer = one.prefill.offer("r", [1, 2], tokens=8)
-        one.decode.claim(one.ticket("r"))
-        await one.until(lambda: frames(one.prefill, "Claim"))
-        one.wire.cut()
-        await asyncio.sleep(away)
-        await one.wire_to(one.prefill)
-        before = frames(one.prefill, "Claim")
-        await one.until(lambda: frames(one.prefill, "Claim") > before, seconds=4.1)
-        await asyncio.sleep(100)
-        assert not offer.wait_end().done()
-
-    play(scenario, tmp_path)
+    await one.pair(prefill={"offer_lease": 25.0}, decode={"peer_timeout": 200.0, "offer_lease": 200.0})
+    offer = one.prefill.offer("r", [1, 2], tokens=8)
+    one.decode.claim(one.ticket("r"))
+    await one.until(lambda: frames(one.prefill, "Claim"))
+    one.wire.cut()
+    await asyncio.sleep(away)
+    await one.wire_to(one.prefill)
+    before = frames(one.prefill, "Claim")
+    await one.until(lambda: frames(one.prefill, "Claim") > before, seconds=4.1)
+    await asyncio.sleep(100)
+    assert not offer.wait_end().done()
 
 
 # --- withdrawn in every state
@@ -579,29 +548,26 @@ async def test_state_is_never_that_of_another_token(stage):
 
 
 @pytest.mark.parametrize("ending", [Released, Expired, Withdrawn])
-def test_streaming_goes_on_after_an_offer_has_ended_by_itself(tmp_path, ending):
+@virtual
+async def test_streaming_goes_on_after_an_offer_has_ended_by_itself(one, ending):
     """A model's hooks cannot know that the decode engine needs no more, or gave up."""
-
-    async def scenario(one):
-        await one.pair(prefill=FAST)
-        offer = one.prefill.offer("r", streaming=True)
-        offer.extend([1], tokens=range(4))
-        if ending is Released:
-            await one.decode.decline(one.ticket("r"))
-        elif ending is Withdrawn:
-            await offer.withdraw()
-        assert isinstance(await offer.released(), ending)
-        calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
-        for call in calls:
-            if ending is Withdrawn:
-                with pytest.raises(RequestError, match="is ended"):
-                    call()
-            else:
+    await one.pair(prefill=FAST)
+    offer = one.prefill.offer("r", streaming=True)
+    offer.extend([1], tokens=range(4))
+    if ending is Released:
+        await one.decode.decline(one.ticket("r"))
+    elif ending is Withdrawn:
+        await offer.withdraw()
+    assert isinstance(await offer.released(), ending)
+    calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
+    for call in calls:
+        if ending is Withdrawn:
+            with pytest.raises(RequestError, match="is ended"):
                 call()
-        assert offer.tokens == 4
-        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
-
-    play(scenario, tmp_path)
+        else:
+            call()
+    assert offer.tokens == 4
+    await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
 
 
 async def test_a_ticket_that_is_fetched_twice_at_once_is_released_though_both_end_in_one_turn(pair):

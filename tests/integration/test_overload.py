@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from inside import early_places, entry, queues, renew_claims, service
 from stage import Cache, Copied, eventually, quiet
-from wire import play
+from wire import virtual
 
 from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released
 from kvxfer import blocking as polling
@@ -62,84 +62,78 @@ async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
     assert early_places(prefill) == 0
 
 
-def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
+@virtual
+async def test_under_overload_nothing_grows_and_a_retry_cures_all(one):
     """Three decode workers want 240 requests of a prefill worker that takes eight transfers at a time."""
     clients, each, limit = 3, 80, 8
+    await one.pair(prefill={"max_transfers": limit}, source=Cache(blocks=each))
+    caches = [Cache(blocks=each) for _ in range(clients)]
+    decodes = [await one.worker(f"decode{n}", cache) for n, cache in enumerate(caches)]
+    copied = [Copied(cache).bring(one.source, [*range(each)], [*range(each)], range(4 * each)) for cache in caches]
+    most, refused, done = Counter(), Counter(), Counter()
 
-    async def scenario(one):
-        await one.pair(prefill={"max_transfers": limit}, source=Cache(blocks=each))
-        caches = [Cache(blocks=each) for _ in range(clients)]
-        decodes = [await one.worker(f"decode{n}", cache) for n, cache in enumerate(caches)]
-        copied = [Copied(cache).bring(one.source, [*range(each)], [*range(each)], range(4 * each)) for cache in caches]
-        most, refused, done = Counter(), Counter(), Counter()
+    def measure():
+        seen = one.prefill.describe()
+        now = {
+            "transfers": seen["sending"],
+            "early": seen["parked"],
+            "waiting": seen["arena"]["send"].waiting_requests,
+            **queues(one.prefill),
+        }
+        for name, value in now.items():
+            most[name] = max(most[name], value)
 
-        def measure():
-            seen = one.prefill.describe()
-            now = {
-                "transfers": seen["sending"],
-                "early": seen["parked"],
-                "waiting": seen["arena"]["send"].waiting_requests,
-                **queues(one.prefill),
-            }
-            for name, value in now.items():
-                most[name] = max(most[name], value)
+    received = service(one.prefill).received
 
-        received = service(one.prefill).received
+    def counted(link, message):
+        received(link, message)
+        measure()
 
-        def counted(link, message):
-            received(link, message)
-            measure()
+    service(one.prefill).received = counted
 
-        service(one.prefill).received = counted
+    async def fetch(client, number):
+        request = f"r{client}-{number}"
+        while True:
+            try:
+                await decodes[client].fetch(one.ticket(request), [number], tokens=BLOCK)
+            except RefusedError as error:
+                refused[client, error.reason] += 1
+                await asyncio.sleep(error.retry_after * (1 + number / each))
+            else:
+                done[client] += 1
+                return
 
-        async def fetch(client, number):
-            request = f"r{client}-{number}"
-            while True:
-                try:
-                    await decodes[client].fetch(one.ticket(request), [number], tokens=BLOCK)
-                except RefusedError as error:
-                    refused[client, error.reason] += 1
-                    await asyncio.sleep(error.retry_after * (1 + number / each))
-                else:
-                    done[client] += 1
-                    return
-
-        wanted = asyncio.gather(*(fetch(client, n) for client in range(clients) for n in range(each)))
-        await asyncio.sleep(0.5)  # all have asked; nothing is on offer yet
-        assert most["transfers"] == most["early"] <= limit
-        offers = [one.prefill.offer(f"r{client}-{n}", [n], tokens=4) for client in range(clients) for n in range(each)]
-        await wanted
-        assert {type(await offer.released()) for offer in offers} == {Released}
-        for expected in copied:
-            expected.check()
-        assert done == dict.fromkeys(range(clients), each)
-        assert refused.keys() == {(client, Code.TOO_MANY) for client in range(clients)}
-        assert most["transfers"] <= limit
-        assert most["early"] <= limit
-        assert most["waiting"] <= limit * one.prefill.config.window
-        assert most["unsent"] < 65536
-        assert most["timers"] <= 2 * (len(offers) + limit)
-        assert sending(one.prefill) == 0
-
-    play(scenario, tmp_path)
+    wanted = asyncio.gather(*(fetch(client, n) for client in range(clients) for n in range(each)))
+    await asyncio.sleep(0.5)  # all have asked; nothing is on offer yet
+    assert most["transfers"] == most["early"] <= limit
+    offers = [one.prefill.offer(f"r{client}-{n}", [n], tokens=4) for client in range(clients) for n in range(each)]
+    await wanted
+    assert {type(await offer.released()) for offer in offers} == {Released}
+    for expected in copied:
+        expected.check()
+    assert done == dict.fromkeys(range(clients), each)
+    assert refused.keys() == {(client, Code.TOO_MANY) for client in range(clients)}
+    assert most["transfers"] <= limit
+    assert most["early"] <= limit
+    assert most["waiting"] <= limit * one.prefill.config.window
+    assert most["unsent"] < 65536
+    assert most["timers"] <= 2 * (len(offers) + limit)
+    assert sending(one.prefill) == 0
 
 
-def test_a_parked_fetch_whose_time_has_passed_is_dropped(tmp_path):
+@virtual
+async def test_a_parked_fetch_whose_time_has_passed_is_dropped(one):
     """Though its decode rank says nothing: it frees its place long before the offer would have to come."""
-
-    async def scenario(one):
-        await one.pair(revoke_timeout=50, peer_timeout=200, unclaimed_timeout=500)
-        transfer = one.start("r", timeout=5)
-        await one.until(lambda: sending(one.prefill))
-        one.wire.silence()
-        began = one.now
-        await one.until(lambda: not sending(one.prefill))
-        assert 5 <= one.now - began <= 5 + one.prefill.config.heartbeat + 0.1
-        assert not one.prefill.describe()["parked"]
-        (error,) = await asyncio.gather(transfer.outcome, return_exceptions=True)
-        assert isinstance(error, KvxferError)
-
-    play(scenario, tmp_path)
+    await one.pair(revoke_timeout=50, peer_timeout=200, unclaimed_timeout=500)
+    transfer = one.start("r", timeout=5)
+    await one.until(lambda: sending(one.prefill))
+    one.wire.silence()
+    began = one.now
+    await one.until(lambda: not sending(one.prefill))
+    assert 5 <= one.now - began <= 5 + one.prefill.config.heartbeat + 0.1
+    assert not one.prefill.describe()["parked"]
+    (error,) = await asyncio.gather(transfer.outcome, return_exceptions=True)
+    assert isinstance(error, KvxferError)
 
 
 async def test_thousands_of_claims_in_one_frame(stage):

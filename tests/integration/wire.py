@@ -6,6 +6,7 @@ over the loopback network, which has faults of its own.
 
 import asyncio
 import contextlib
+import inspect
 import socket
 from pathlib import Path
 
@@ -188,6 +189,22 @@ def play(scenario, folder, *, seed=0):
             await scenario(one)
 
     simulate(run, seed=seed)
+
+
+def virtual(test):
+    """An async test in virtual time: its first argument is the `Play`, fixtures and parameters (`seed`) follow."""
+
+    _, *others = inspect.signature(test).parameters.values()
+    asked = [one.name for one in others]
+
+    def played(**given):
+        mine = {name: given[name] for name in asked}
+        play(lambda one: test(one, **mine), given["tmp_path"], seed=given.get("seed", 0))
+
+    folder = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    played.__signature__ = inspect.Signature([folder, *(one for one in others if one.name != "tmp_path")])
+    played.__name__, played.__doc__, played.__module__ = test.__name__, test.__doc__, test.__module__
+    return played
 
 
 @contextlib.contextmanager

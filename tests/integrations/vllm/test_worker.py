@@ -149,23 +149,6 @@ def test_layers_are_ready_one_by_one_then_all(side):
     ]
 
 
-def test_an_offer_that_ends_before_its_request_is_told_afterwards_once(side):
-    service = begun(side, growing())
-    service.events = [OfferReleased("name", service.offers[0], ())]
-    assert side.poll(()) == (set(), set())
-    assert side.poll({"r", "unknown"}) == ({"r"}, set())
-    assert side.poll({"r"}) == (set(), set())
-
-
-def test_an_offer_in_doubt_is_told_once_it_is_settled(side):
-    service = begun(side, growing())
-    (offer,) = service.offers
-    service.events = [OfferInDoubt("name", offer, doubt())]
-    assert side.poll({"r"}) == (set(), set())
-    service.events = [OfferSettled("name", offer)]
-    assert side.poll(()) == ({"r"}, set())
-
-
 def test_an_offer_that_cannot_be_made_holds_nothing(side):
     side._worker.refuses = BusyError("nobody polls")
     begun(side, growing(last=False))
@@ -204,17 +187,6 @@ def test_a_preempted_offer_that_has_long_been_in_doubt_stops_the_engine(side):
         side.preempt(Orders(preempted=["r"]))
     service.events = [OfferSettled("name", service.offers[0])]
     side.poll(())
-
-
-def test_a_preempted_offer_of_a_request_that_was_aborted_is_waited_for_and_told(side):
-    service = begun(side, growing())
-    service.events = [OfferWithdrawn("name", service.offers[0])]
-    orders = Orders(preempted=["r"], withdraws=["r"])
-    side.preempt(orders)
-    assert service.events == [], "nobody reads the blocks when this returns"
-    side.begin_step(orders)
-    assert side.poll({"r"}) == ({"r"}, set())
-    assert side.poll(()) == (set(), set())
 
 
 def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):

@@ -1,4 +1,4 @@
-"""Workers over NIXL on CPU memory, two engines in two processes: every byte, and what happens when one is killed."""
+"""A worker over NIXL on CPU memory that is its own peer. Two processes are played by the rows and the faults."""
 
 import importlib.util
 
@@ -6,26 +6,15 @@ import pytest
 import torch
 from scene import SIZES
 
-from kvxfer import (
-    READY,
-    CacheTensor,
-    Config,
-    Worker,
-    shared_empty,
-)
+from kvxfer import READY, CacheTensor, Config, Worker, shared_empty
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
     pytest.mark.timeout(60),
 ]
 
-ROUTES = ["staged", "direct", "pull"]
 
-
-"""Scheduling comes on top of every bound, and these tests share their cores."""
-
-
-@pytest.mark.parametrize("route", [*ROUTES, "mapped"])
+@pytest.mark.parametrize("route", ["staged", "direct", "pull", "mapped"])
 async def test_a_worker_may_fetch_from_itself(route):
     """NIXL refuses to be told what it is itself."""
     cache = shared_empty((2, 8, 16, 2, 8)).fill_(7.0)

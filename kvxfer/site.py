@@ -445,12 +445,7 @@ def resolve(future: "asyncio.Future[_T]", value: _T) -> None:
 
 
 class _Begun(Coroutine[Any, Any, Any]):
-    """A coroutine that has come to its first wait.
-
-    Args:
-        work: Which.
-        waits: What it has yielded there.
-    """
+    """A coroutine that has come to its first wait, and what it has yielded there."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], waits: Any) -> None:
         self.__qualname__ = getattr(work, "__qualname__", "")  # by which debuggers show a task

@@ -67,11 +67,7 @@ class Span:
 
     @classmethod
     def unpacked(cls, packed: bytes, first_token: int) -> "Span":
-        """Of ids that have travelled.
-
-        Raises:
-            ValueError: If they are cut.
-        """
+        """Of ids that have travelled; they must be whole."""
         span = cls(np.frombuffer(packed, "<u4").astype(np.int64), first_token)
         vars(span)["packed"] = packed
         return span

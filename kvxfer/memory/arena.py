@@ -557,11 +557,7 @@ class Share:
     # --- the life of an extent: an `InvariantError` if it is stale, of another share, or in another state
 
     def write(self, extent: Extent, more: int = 0) -> list[Extent]:
-        """RESERVED -> WRITING: call it before anybody is told the address.
-
-        Returns:
-            The extent, and up to `more` like it, WRITING too, as far as there are any right now, and nobody waits.
-        """
+        """RESERVED -> WRITING, before anybody is told the address: it, and up to `more` like it that are free now."""
         self._move(extent, ExtentState.WRITING)
         found, peer, length = [extent], extent.peer, extent.length
         contenders = len(self._accounts)

@@ -318,8 +318,6 @@ class ThreadRuntime:
         How many this runtime has at a time is its own limit. The usual one is the application's, all of whose threads
         may be waiting for what is to be done here.
         """
-        if asyncio.current_task() is None:  # whoever begins a task takes its first step by itself, and anyio needs one
-            await asyncio.sleep(0)
         return await anyio.to_thread.run_sync(lambda: self._lent(work), limiter=self._limiter)
 
     def _lent(self, work: Callable[[], _T]) -> _T:

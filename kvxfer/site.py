@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
@@ -444,28 +444,6 @@ def resolve(future: "asyncio.Future[_T]", value: _T) -> None:
         future.set_result(value)
 
 
-class _Begun(Coroutine[Any, Any, Any]):
-    """A coroutine that has come to its first wait, and what it has yielded there."""
-
-    def __init__(self, work: Coroutine[Any, Any, Any], waits: Any) -> None:
-        self.__qualname__ = getattr(work, "__qualname__", "")  # by which debuggers show a task
-        self._work: Final = work
-        self._waits: Final = [waits]  # which the task has not seen yet
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._work.__await__()
-
-    def send(self, value: Any) -> Any:
-        return self._waits.pop() if self._waits else self._work.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        self._waits.clear()
-        return self._work.throw(*error)
-
-    def close(self) -> None:
-        self._work.close()
-
-
 class Tasks:
     """Tasks that the worker owns: whoever waits for them only looks on, and closing waits for all of them."""
 
@@ -510,14 +488,6 @@ class Tasks:
 
         task.add_done_callback(ended)
         return task
-
-    def begin(self, work: Coroutine[Any, Any, Any], name: str) -> None:
-        """As `spawn`; but what comes before its first wait is done right now, and must not let out an exception."""
-        try:
-            waits = work.send(None)
-        except (StopIteration, asyncio.CancelledError):
-            return
-        self.spawn(_Begun(work, waits), name)
 
     async def drain(self, timeout: float, *, spare: bool = True) -> bool:
         """Wait for every task, also those that are started meanwhile. False if some did not end in time.

@@ -85,7 +85,7 @@ class Batch:
         variants: What the kernel has to be compiled for.
         count: How many copies there are.
         out: int64: what is said of each, then their words; as `binding.fill` writes them.
-        from_nic: As of a plan.
+        from_nic: As of tables.
 
     Attributes:
         said: The first of these, int64 (copies, numbers).
@@ -111,7 +111,7 @@ class Batch:
         Args:
             tables: Of each copy.
             sizes: Bytes that each carries, and staging that it takes; if nothing is said, what it writes, and none.
-            from_nic: As of a plan; also if any of these says so.
+            from_nic: As of tables; also if any of these says so.
         """
         kinds = dict.fromkeys(launch.variant.elements for one in tables for launch in one.launches)
         variants = Variants(list(kinds) or [BYTES])
@@ -474,7 +474,7 @@ class Cut:
             chunks: Which.
             addresses: For each of them its place in staging; of copies in place any number.
             regions: Of copies in place, where this process addresses destinations differently.
-            from_nic: As of a plan.
+            from_nic: As of tables.
         """
         template, grid, count = self._plan.template, self._grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)

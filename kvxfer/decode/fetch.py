@@ -402,8 +402,7 @@ class Fetch:
             role.succeeded(self)
         self._tell()
         if self._error is None:  # when whoever awaits the fetch has gone on, perhaps with another one
-            role.unreleased.setdefault(self.demand.ticket.key, []).append(self)
-            site.loop.call_soon(self.release)
+            site.loop.call_soon(self._release)
         if self._unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
         elif self._error is not None and not (self.demand.keep or self._superseded):
@@ -480,11 +479,10 @@ class Fetch:
             finished=self._site.now(),
         )
 
-    def release(self) -> None:
-        """Tell every prefill rank that nothing more of the request is needed: once, for all that have fetched it."""
-        for fetch in self._role.unreleased.pop(self.demand.ticket.key, ()):
-            for link in fetch.links:
-                link.send(wire.Release(fetch.ref))
+    def _release(self) -> None:
+        """Tell every prefill rank that nothing more of the request is needed."""
+        for link in self.links:
+            link.send(wire.Release(self.ref))
 
     # --- what its receivers say
 

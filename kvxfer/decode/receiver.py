@@ -243,7 +243,8 @@ class Grants:
             if extent.state is ExtentState.QUARANTINED:
                 self.desk.settle(extent)
                 written = [one for one in written if one is not extent]
-        self.desk.release(*written)
+        if written:
+            self.desk.release(*written)
 
 
 def named(ring: Sequence[Extent]) -> list[wire.Grant]:

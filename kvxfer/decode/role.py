@@ -348,7 +348,6 @@ class Decode:
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Receiver] = {}
-        self.unreleased: Final[dict[TicketKey, list[Fetch]]] = {}  # that have succeeded in this turn
         self._recoveries: Final = Recoveries(site, peers)
         self._claims: Final = Claims(site, peers)
 
@@ -394,8 +393,6 @@ class Decode:
         site.custody.hold(ident, written)
         fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
         self._claims.note_fetch(ticket.key, given_up=False)
-        for before in self.unreleased.get(ticket.key, ())[:1]:  # no prefill rank is to hear of this one before that
-            before.release()
         for older in self._of_ticket.get(ticket.key, ()):
             older.supersede()
         if (later := self._later.pop(ticket.key, None)) is not None:

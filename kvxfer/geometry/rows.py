@@ -65,13 +65,6 @@ class Span:
         """The ids as they travel and are hashed: 4 bytes each, little-endian."""
         return np.asarray(self.ids).astype("<u4").tobytes()
 
-    @classmethod
-    def unpacked(cls, packed: bytes, first_token: int) -> "Span":
-        """Of ids that have travelled; they must be whole."""
-        span = cls(np.frombuffer(packed, "<u4").astype(np.int64), first_token)
-        vars(span)["packed"] = packed
-        return span
-
 
 Blocks: TypeAlias = Ids | Span | Mapping[str, Ids | Span]
 """What a caller may pass for `blocks`: ids for a cache of one group, or ids (or a `Span`) by group."""

@@ -191,8 +191,12 @@ class Link(asyncio.Protocol):
         stream = self._transport
         return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
-    def send(self, *messages: wire.Message) -> bool:
+    def send(self, *messages: wire.Message, soon: bool = False) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.
+
+        Args:
+            *messages: Which.
+            soon: They may wait for the end of this turn of the loop, or for what is sent before that.
 
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
@@ -203,8 +207,10 @@ class Link(asyncio.Protocol):
         for message in messages:
             session.send(message, self._runtime.now())
             self._handler.frames_sent[type(message).__name__] += 1
-        if not self._handling:
-            self.flush()
+        if soon:
+            self._loop.call_soon(self._flush)
+        elif not self._handling:
+            self._flush()
         return True
 
     def close(self, reason: str = "") -> None:
@@ -239,7 +245,7 @@ class Link(asyncio.Protocol):
             stream.write(encode(wire.Goodbye(error.code, str(error))))
             self._fail(error)
             return
-        self.flush()
+        self._flush()
         self._arm()
 
     def data_received(self, data: bytes) -> None:
@@ -285,7 +291,7 @@ class Link(asyncio.Protocol):
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         finally:
             self._handling = False
-        self.flush()
+        self._flush()
         if self._rest is not None and self._transport is not None and self._meeting is None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
@@ -348,7 +354,7 @@ class Link(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has."""
         self._writable = True
-        self.flush()
+        self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
@@ -370,8 +376,8 @@ class Link(asyncio.Protocol):
                 reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
             )
 
-    def flush(self) -> None:
-        """Write a slice of what is left to send, now; behind the last one, close the stream of a link that is gone."""
+    def _flush(self) -> None:
+        """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
         if session is None or not (session.unsent_bytes or self._failure):
             return
@@ -391,7 +397,7 @@ class Link(asyncio.Protocol):
 
     def _write_on(self) -> None:
         self._slicing = False
-        self.flush()
+        self._flush()
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -413,7 +419,7 @@ class Link(asyncio.Protocol):
         except KvxferError as error:
             self._fail(error, cut=True)  # who is silent does not read what is left to send either
             return
-        self.flush()
+        self._flush()
         self._arm()
 
     def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
@@ -429,7 +435,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
         elif self._transport is not None and self._session is None:
             self._transport.close()
-        self.flush()
+        self._flush()
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect

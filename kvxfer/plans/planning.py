@@ -289,7 +289,8 @@ def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
     for span in spans:
         if len(span.ids) % _ID_BYTES:
             raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
-        decoded[span.group] = Span.unpacked(span.ids, span.first_token)
+        made = decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
+        vars(made)["packed"] = span.ids  # as they came
     if len(decoded) != len(spans):
         raise ProtocolError("a group has two block lists in one frame")
     return decoded
@@ -705,7 +706,7 @@ class Bound:
         return self._tables(Kind.GATHER, chunks, addresses)
 
     def scatters(self, chunks: range, addresses: Sequence[int], *, from_nic: bool = False) -> "Batch":
-        """For each of these chunks, staging at an address into destination blocks; as of a plan `from_nic`."""
+        """For each of these chunks, staging at an address into destination blocks; as of tables `from_nic`."""
         return self._tables(Kind.SCATTER, chunks, addresses, from_nic=from_nic)
 
     def _tables(

@@ -172,7 +172,7 @@ class Prefill:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._beginning = 0  # transfers that were begun in this turn of the loop
+        self._beginning = 0  # transfers in the next turn of the loop
         self._waiting: Final[deque[Sender]] = deque()  # those that begin in a later one
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 

@@ -388,9 +388,9 @@ class Sender:
     # --- a transfer, in order
 
     def begin(self) -> None:
-        """Go, up to where it waits for something, unless it has ended already."""
+        """Go, in the loop's next turn, unless it has ended already."""
         if self.machine.state is SendState.PARKED:
-            self.site.tasks.begin(self._see_through(), f"kvxfer send {self.machine.transfer}")
+            self.site.tasks.spawn(self._see_through(), f"kvxfer send {self.machine.transfer}")
 
     async def run(self) -> None:
         """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
@@ -494,9 +494,8 @@ class Sender:
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
-        self._say(machine.accept(message))
-        if not message.ahead or choice.route not in IN_PLACE:  # else to move it is more urgent
-            self.link.flush()
+        # in place nothing waits for that: to move it is more urgent
+        self._say(machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
             self._take(machine.granted, self._ahead_until, fetch.generation, fresh=True)
 
@@ -1142,9 +1141,9 @@ class Sender:
             _log.error("task_failed", task=f"kvxfer send {self.machine.transfer}", error=repr(error), exc_info=error)
             self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
-    def _say(self, messages: list[wire.Message]) -> None:
+    def _say(self, messages: list[wire.Message], *, soon: bool = False) -> None:
         if messages:
-            self.link.send(*messages)
+            self.link.send(*messages, soon=soon)
         if self.machine.state is SendState.ENDED and self.stats is None:
             self._finish()
 

@@ -229,8 +229,8 @@ RECEIVER = {
     "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
     "scattered": Step("receiver", _STAGED, _before(Receiver, "_moved")),
-    "to be released": Step("receiver", EVERY, _before(Fetch, "release")),
-    "release sent": Step("receiver", EVERY, _after(Fetch, "release")),
+    "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
+    "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
 }
 
 STEPS = {("sender", name): step for name, step in SENDER.items()} | {

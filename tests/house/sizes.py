@@ -19,8 +19,8 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (13, 13),
     "modules in the core": (74, 65),
-    "lines in the core": (35_045, 18_000),
-    "lines in kvxfer/": (50_265, 30_000),
+    "lines in the core": (35_010, 18_000),
+    "lines in kvxfer/": (50_230, 30_000),
     "floors of imports": (17, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (44, 12),

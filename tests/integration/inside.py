@@ -136,7 +136,7 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
 def fall_silent(worker: Any) -> None:
     """It says nothing more in any session, and hears all."""
     for link in worker._service.links:
-        link._tick = link.flush = lambda: None
+        link._tick = link._flush = lambda: None
         link._timer.cancel()
 
 

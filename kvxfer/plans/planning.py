@@ -255,7 +255,7 @@ def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists |
     found: list[wire.Span] = []
     for group in groups:
         span = spans[group]
-        packed = span.packed if said is None else span.packed[_ID_BYTES * len(said[group].ids) :]
+        packed = span.packed if said is None else Span(span.ids[len(said[group].ids) :]).packed
         if said is None or packed:
             found.append(wire.Span(group, span.first_token, packed))
     return found

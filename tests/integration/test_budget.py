@@ -80,7 +80,7 @@ async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, c
 @pytest.mark.parametrize("route", FURTHER)
 async def test_a_further_chunk_stays_within_its_budget(stage, route, caplog):
     caplog.set_level(logging.WARNING, "kvxfer")
-    few, many, each = 8, 40, 4  # chunks, and blocks of one
+    few, many, each = 8, 160, 4  # chunks, and blocks of one; how much of their news comes singly evens out over many
     source, target = (Cache(shared=True, blocks=many * each) for _ in range(2))
     nbytes = sum(memory.nbytes for memory in source.memory.values()) // many
     sizes = {"chunk_bytes": nbytes, "arena_bytes": 64 * nbytes}

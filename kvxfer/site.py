@@ -1,10 +1,9 @@
 """What one open worker has: books, threads, clock and tasks, shared by its sending and its receiving side."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
@@ -281,8 +280,6 @@ class Desk:
         self._deciding = False
         self._again = False
         self._paused = False
-        self.emptied: Callable[[], object] | None = None
-        """Called when the last extent was given back: for a desk that is kept for those alone."""
 
     def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted, *, owner: object = None) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
@@ -338,8 +335,6 @@ class Desk:
             self.share.release(extent)
         if self._waiting:
             self.advance()
-        if self.emptied is not None:
-            self._end_if_empty()
 
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
@@ -352,7 +347,6 @@ class Desk:
         self.share.settle(extent)
         self._metrics.settled(extent.length)
         self.advance()
-        self._end_if_empty()
 
     def advance(self) -> None:
         """Let the books decide who is next, and tell them."""
@@ -381,10 +375,6 @@ class Desk:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-
-    def _end_if_empty(self) -> None:
-        if self.emptied is not None and not self.share.extents():
-            self.emptied()
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -418,8 +408,6 @@ class Desk:
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
-IN_PLACE_BYTES: Final = 4 << 30
-"""Bytes of blocks that one peer may be writing in place at a time."""
 _SMALL_PLAN: Final = 16_384
 """Table rows up to which a plan is made on the loop, where so many take 0.4 ms; larger ones go to a worker thread."""
 _AT_ONCE_BYTES: Final = 4096
@@ -547,7 +535,7 @@ class Site:
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
         lookouts: Tasks that look for evidence: closing does not wait for them, but has them look once more.
-        in_place_desks: By incarnation of the peer, what it may write in place at once.
+        written: By incarnation of the peer, bytes of blocks that it may be writing in place.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         found: By incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped.
         draining: True once new work is refused.
@@ -587,7 +575,7 @@ class Site:
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
     lookouts: Tasks = field(default_factory=Tasks)
-    in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
+    written: Counter[bytes] = field(default_factory=Counter[bytes])
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     found: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
     draining: bool = False
@@ -664,8 +652,6 @@ class Site:
         self.here.add(peer.identity.incarnation)
         self.found.clear()
         self.plans.meet(peer, agreed)
-        if (desk := self.in_place_desks.get(peer.identity.incarnation)) is not None:
-            desk.emptied = None
         self.mappings.met(peer, agreed.geometry)
         self.keys.met(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
@@ -788,27 +774,15 @@ class Site:
         passes = gate != SHARED_GATE and peer.identity.incarnation in self.fenced
         return self.gates.granted(gate) if passes else 0
 
-    def in_place_desk(self, peer: PeerInfo) -> Desk:
-        """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""
-        key = peer.identity.incarnation
-        if key not in self.in_place_desks:
-            share = Share("in-place", base=0, capacity=IN_PLACE_BYTES, sole=True)
-            desk = self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
-            if self.rebuilds.paused:
-                desk.pause()
-        return self.in_place_desks[key]
-
     def pause(self) -> None:
         """The agent is about to be made anew: grant nothing that is reached through it."""
         self.rebuilds.begin()
-        for desk in (self.receive_desk, *self.in_place_desks.values()):
-            desk.pause()
+        self.receive_desk.pause()
 
     def resume(self, *, done: bool) -> None:
         """It has been, or could not be: go on."""
         self.rebuilds.end(done=done)
-        for desk in (self.receive_desk, *self.in_place_desks.values()):
-            desk.resume()
+        self.receive_desk.resume()
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
@@ -824,11 +798,6 @@ class Site:
         self.estimates.forget(key)
         for sending in (True, False):
             self.warming.pop((key, sending), None)
-        desk = self.in_place_desks.get(key)
-        if desk is not None and not desk.share.extents():
-            del self.in_place_desks[key]
-        elif desk is not None:  # what is in doubt counts, should the peer come back
-            desk.emptied = partial(self.in_place_desks.pop, key, None)
 
     @property
     def arena(self) -> wire.MemorySpan:

@@ -893,7 +893,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
             "receive": site.receive_desk.share.snapshot(),
         },
         "in_place": site.in_place,
-        "in_place_shares": {key.hex(): desk.share.snapshot() for key, desk in site.in_place_desks.items()},
+        "written": {key.hex(): nbytes for key, nbytes in site.written.items()},
         "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
         "fabric": {
             "transport": "NIXL" if parts.transport is None else type(parts.transport).__name__,

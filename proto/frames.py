@@ -147,7 +147,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     state = [Selection("state", "ssm", "", pack_u32([2]), 0, 64)]
     spans = [Span("state", 0, pack_u32([0xFFFF_FFFF]))]
     yield "fetch_at_its_bounds", Fetch(MAX_U64, longest, state, spans, 0, 0xFFFF_FFFF, [], MAX_U64, 0xFFFF_FFFF)
-    bounds = (33_554_432, 10_000, 1 << 32)
+    bounds = (33_554_432, 10_000)
     ahead = Fetch(1, TICKET, keys, GROUPS, 0, 48, [Route.MAPPED], *bounds, 30_000, 5 << 32 | 1, DIGEST)
     yield "fetch_that_grants_ahead", ahead
     extent = (30_000, 0, DIGEST, [PLACE, PLACE], 4, bytes(range(1, 17)))

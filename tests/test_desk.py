@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 async def desk():
     clock = Clock()
-    made = Desk(Share("receive", base=PAGE, capacity=4 * PAGE, sole=True), clock, asyncio.get_running_loop(), Metrics())
+    made = Desk(Share("receive", base=PAGE, capacity=4 * PAGE), clock, asyncio.get_running_loop(), Metrics())
     made.clock = clock
     yield made
     made.close()
@@ -34,7 +34,7 @@ async def desk():
 async def test_who_waits_is_told_once_and_in_turn(desk):
     told = []
     desk.ask("a", 4 * PAGE, 1.0, told.append)
-    waiting = [desk.ask("a", 2 * PAGE, 9.0, told.append) for _ in range(3)]
+    waiting = [desk.ask(peer, 2 * PAGE, 9.0, told.append) for peer in "abc"]
     assert None not in waiting
     assert len(told) == 1
     desk.clock.time = 0.5

@@ -1,6 +1,7 @@
 """What of a ring is given back, and when: never what the peer may still write."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,10 @@ PAGE = 4096
 
 @pytest.fixture
 async def grants():
-    share = Share("receive", base=PAGE, capacity=8 * PAGE, sole=True)
+    share = Share("receive", base=PAGE, capacity=12 * PAGE)
     desk = Desk(share, lambda: 0.0, asyncio.get_running_loop(), Metrics())
-    site: Any = SimpleNamespace(receive_desk=desk, lease_ms=lambda held: 1000)
-    peer: Any = SimpleNamespace(account="peer", name="peer")
+    site: Any = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000)
+    peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
     yield Grants(site, peer)
     desk.close()
 
@@ -40,8 +41,8 @@ async def test_chunks_take_turns(grants):
     assert [place.address for place in grants.places(range(5, 12))] == [*first, *first, first[0]]
 
 
-async def test_no_more_places_than_there_is_memory(grants):
-    assert len(hold(grants, 100)) == 8
+async def test_no_more_places_than_one_peer_may_hold(grants):
+    assert len(hold(grants, 100)) == 9
 
 
 @pytest.mark.parametrize("granted", range(1, 13))
@@ -53,10 +54,10 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
         grants.settle(range(arrived, granted), lost=True)
         kept = sorted(ring[chunk % places] for chunk in range(arrived, granted))
         assert held(grants, ExtentState.QUARANTINED) == kept
-        assert grants.desk.share.snapshot().free_bytes == (8 - len(kept)) * PAGE
+        assert grants.desk.share.snapshot().free_bytes == (12 - len(kept)) * PAGE
     grants.settle(range(granted, granted), lost=False)
     assert not grants
-    assert grants.desk.share.snapshot().free_bytes == 8 * PAGE
+    assert grants.desk.share.snapshot().free_bytes == 12 * PAGE
 
 
 def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():

@@ -48,7 +48,7 @@ from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Stat
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import IN_PLACE_BYTES, Desk, Site, Tally, no_hold, resolve
+from kvxfer.site import Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -138,28 +138,26 @@ _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveSta
 
 
 class Grants:
-    """What one transfer puts into its peer's hands: staging memory, or in place its part of what the peer may write.
+    """What one transfer puts into its peer's hands: staging memory. In place its part is counted, and no more.
 
     On `staged` chunks take turns in a ring of extents: the peer writes a place, our own copy reads it, and then the
     peer may write it again. Its mover and ours see to that; here the ring is one thing, in the peer's hands until all
-    that was granted has been copied, or the transfer is over there and our copies are here. In place there are no
-    addresses, and an extent is the admission of so many bytes.
+    that was granted has been copied, or the transfer is over there and our copies are here.
 
     Attributes:
         desk: Where it comes from.
-        staged: Whether it is staging memory.
         ahead: What `Fetch` grants before any answer.
         ring: What chunks take turns in.
         lease_ms: For how long `Fetch` grants, from its arrival on.
     """
 
     def __init__(self, site: Site, peer: PeerInfo) -> None:
-        self.desk: Desk = site.receive_desk
-        self.staged = True
+        self.desk: Final = site.receive_desk
+        self.lease_ms = 0
         self.ahead: Sequence[Extent] = ()
         self.ring: Sequence[Extent] = ()
-        self.lease_ms = 0
         self._first = 0  # the chunk that the first place was for
+        self._in_place = 0  # bytes of blocks that the peer may write
         self._site: Final = site
         self._peer: Final = peer
 
@@ -167,18 +165,17 @@ class Grants:
         """Whether it has any memory."""
         return bool(self.ahead or self.ring)
 
-    def choose(self, *, staged: bool) -> None:
-        """It is known where memory comes from."""
-        self.staged = staged
-        self.desk = self._site.receive_desk if staged else self._site.in_place_desk(self._peer)
-
     def take_ahead(self, nbytes: int, most: int = 1) -> bool:
         """Grant so much, up to so many times, with the question, if it is free right now."""
         extent = self.desk.take(self._peer.account, max(1, nbytes))
         if extent is not None:
             self.ahead = self.desk.write(extent, most - 1)
-            self.lease_ms = self.next_lease_ms()
         return extent is not None
+
+    def write_in_place(self, nbytes: int) -> None:
+        """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
+        self._in_place += nbytes
+        self._site.written[self._peer.identity.incarnation] += nbytes
 
     def use_ahead(self) -> None:
         """The peer uses what `Fetch` granted."""
@@ -189,15 +186,26 @@ class Grants:
         ahead, self.ahead = self.ahead, ()
         if ahead:
             self._give_back(ahead)
+        if self._in_place:
+            self._end_in_place()
+
+    def _end_in_place(self) -> None:
+        """The peer writes none of the caller's blocks any more."""
+        nbytes, self._in_place = self._in_place, 0
+        written, key = self._site.written, self._peer.identity.incarnation
+        written[key] -= nbytes
+        if not written[key]:
+            del written[key]
 
     def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
         self.ring, self._first = self.desk.write(extent, most - 1), chunk
-        return named(self.ring) if self.staged else []
+        return named(self.ring)
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
-        return self._site.lease_ms(self.desk.share.held_bytes(self._peer.account))
+        written = self._site.written.get(self._peer.identity.incarnation, 0)
+        return self._site.lease_ms(written + self.desk.share.held_bytes(self._peer.account))
 
     def places(self, chunks: range) -> list[Extent]:
         """Where chunks go, or are."""
@@ -205,7 +213,10 @@ class Grants:
 
     def let_go(self) -> None:
         """Nothing is in the peer's hands, and nothing is read: give the ring back."""
-        self._settle(range(0))
+        if self.ring:
+            self._settle(range(0))
+        if self._in_place:
+            self._end_in_place()
 
     def settle(self, hands: range, *, lost: bool) -> None:
         """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
@@ -329,6 +340,7 @@ class Receiver:
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
+        self._staged = self._routes[:1] == [Route.STAGED]  # whether what the peer writes is staging memory
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
         self._run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
         self._turns: Turns | None = None  # which it takes with the peer's
@@ -353,9 +365,9 @@ class Receiver:
         self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
         ahead = self._grant_ahead()
         name = f"{site.incarnation.hex()[:8]}-{number}"
-        routes = (Route.STAGED,) if self.grants.staged else self._routes
+        routes = (Route.STAGED,) if self._staged else self._routes
         self.exposure: Final = Exposure(site, link, name, self._safe, routes if ahead else ())
-        self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self.grants.staged else 0)
+        self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self._staged else 0)
 
     # --- what others ask
 
@@ -387,7 +399,7 @@ class Receiver:
             return True
         if self.machine.ended or not self.machine.exposed:
             return False
-        return not self.grants.staged if self.route is Route.UNKNOWN else self.route in IN_PLACE
+        return not self._staged if self.route is Route.UNKNOWN else self.route in IN_PLACE
 
     @property
     def quiet(self) -> bool:
@@ -422,7 +434,7 @@ class Receiver:
         """Ask, and grant with the question what may be granted."""
         site, demand, grants = self.site, self._demand, self.grants
         self._asked = site.now()
-        left, ahead, turns = self._fetch.deadline - self._asked, bool(grants.ahead), self._turns
+        left, ahead, turns = self._fetch.deadline - self._asked, self.machine.ahead, self._turns
         message = wire.Fetch(
             transfer=self.transfer,
             ticket=self._fetch.ref,
@@ -433,11 +445,10 @@ class Receiver:
             routes=self._routes,
             max_extent_bytes=site.place_bytes,
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
-            in_place_bytes=IN_PLACE_BYTES,
             lease_ms=grants.lease_ms,
             generation=self.exposure.grant(mapped=Route.MAPPED in self._routes) if ahead else 0,
             agreement=self._agreement if ahead else b"",
-            ring=named(grants.ahead) if grants.staged else [],
+            ring=named(grants.ahead),
             ring_chunks=self.machine.staging,
             token=b"" if turns is None else turns.token,
             fenced=site.keys.has(self.peer),
@@ -529,7 +540,7 @@ class Receiver:
     async def _go_on(self, bound: Bound | None) -> None:
         """Do all that can be done now, and wait for news."""
         machine = self.machine
-        if bound is None or not self.grants.staged or self.route is Route.PULL:
+        if bound is None or not self._staged:
             if bound is not None and self.route is Route.PULL:
                 await self._read(bound)
             if self._flushed < (arrived := machine.arrived):  # into the caller's blocks, once for all of it
@@ -544,12 +555,26 @@ class Receiver:
         if machine.chunks_done < there:
             await self._land(bound, there)
         if machine.chunks_done < machine.chunks:
-            if bound is not None and self.route is not Route.PULL and machine.granted < machine.chunks:
+            if bound is not None and self.route in IN_PLACE:
+                await self._grant_in_place(bound)
+            elif bound is not None and self._staged and machine.granted < machine.chunks:
                 await self._grant(bound)
-            if self._begun == machine.granted or not self.grants.staged or self.route is Route.PULL:
+            if self._begun == machine.granted or not self._staged:
                 await self._until_news()
             else:
                 await asyncio.sleep(0)
+
+    async def _grant_in_place(self, bound: Bound) -> None:
+        """Let the peer write chunks that are ready, once the caller's blocks may be written."""
+        machine, rebuilds = self.machine, self.site.rebuilds
+        if machine.granted == machine.ready:
+            return
+        await self._until_writable()
+        if rebuilds.paused and self.route is Route.DIRECT:
+            rebuilds.when_open(self._wake)
+        elif self.moving:
+            self.grants.write_in_place((machine.ready - machine.granted) * bound.most_bytes)
+            self._reserve(machine.ready)
 
     async def _grant(self, bound: Bound) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
@@ -561,10 +586,7 @@ class Receiver:
         machine, grants = self.machine, self.grants
         if not self.moving:
             raise asyncio.CancelledError
-        more = machine.granted < machine.ready
-        if more and not grants.staged:
-            await self._until_writable()
-        free = self._copied if grants.staged else machine.arrived
+        more, free = machine.granted < machine.ready, self._copied
         most = min(self.site.config.window, grants.desk.share.most(bound.most_bytes), machine.ready - machine.granted)
         contended = grants.desk.contended
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
@@ -576,13 +598,13 @@ class Receiver:
         elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)
         if self._room is not None:
-            token, agent = await self._named_turns() if grants.staged else (b"", "")
+            token, agent = await self._named_turns()
             extent, self._room, contended = self._room, None, grants.desk.contended
             ring = grants.hold(extent, most, machine.granted)
-            if ring:  # what is heard of chunks before there is a flow for them would be lost
-                self._turns = Turns(len(ring), machine.granted, token, agent)
-                self._go_by([], 0, self._turns)
-                self._grant_said.restart(machine.granted, self.site.now())
+            # now: what is heard of chunks before there is a flow for them would be lost
+            self._turns = Turns(len(ring), machine.granted, token, agent)
+            self._go_by([], 0, self._turns)
+            self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
@@ -627,7 +649,7 @@ class Receiver:
             return None
 
     def _ask_for_room(self, bound: Bound) -> None:
-        """Ask for memory, or admission in place, that holds any chunk. It is waited for no longer than `_patience`."""
+        """Ask for memory that holds any chunk. It is waited for no longer than `_patience`."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
         self._room = desk.take(account, nbytes)
@@ -655,7 +677,7 @@ class Receiver:
 
     def _say(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
         said, lease_ms = self._grant_said, self.grants.next_lease_ms()
-        said.copied = self._copied if self.grants.staged else 0
+        said.copied = self._copied if self._staged else 0
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
         gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
         self.link.send(*self.machine.grant(chunks, lease_ms, gate, ring, said.copied, token))
@@ -838,7 +860,7 @@ class Receiver:
     def _land_soon(self) -> None:
         """Something has come, or was copied: where that is the end, and nothing is compared, say so right now."""
         machine, there = self.machine, self._copied
-        if not self.grants.staged or self.route is Route.PULL:
+        if not self._staged:
             there = self._flushed if _by_nic(self, staged=False) else machine.arrived
         planned = not self._plans or (self._bound is not None and not self._stale)
         if machine.chunks_done < there == machine.chunks and planned and self.checking is None and self.moving:
@@ -856,10 +878,7 @@ class Receiver:
     @property
     def _patience(self) -> float:
         """Seconds that memory is waited for at most; infinity where the fetch has a time-out, which ends it."""
-        if self._fetch.deadline < math.inf:
-            return math.inf
-        before = 0 if self.grants.staged else self.grants.desk.share.held_bytes(self.peer.account)
-        return self.site.lease_ms(before) / 1000
+        return math.inf if self._fetch.deadline < math.inf else self.site.config.grant_lease
 
     async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
@@ -912,31 +931,32 @@ class Receiver:
         return f"kvxfer receive {self.transfer}"
 
     def _grant_ahead(self) -> int:
-        """Take memory, or admission, to be granted with the question; for how many chunks that is, if there is some.
+        """What may be granted with the question is; for how many chunks that is.
 
-        Where a route in place comes first that is admission for the whole transfer, and only if the caller's blocks may
-        be written now. Where `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two
-        agents can tell each other of the turns that are taken in it.
+        Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
+        `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
+        other of the turns that are taken in it.
         """
-        site, demand, first = self.site, self._demand, self._routes[0] if self._routes else Route.UNKNOWN
-        staged = first is Route.STAGED
-        if not staged and (first not in IN_PLACE or not has_fired(demand.after)):
+        site, demand, grants = self.site, self._demand, self.grants
+        writable = self._routes[:1] and self._routes[0] in IN_PLACE and has_fired(demand.after)
+        if not (self._staged or writable) or site.rebuilds.paused:
             return 0
         pair, most, token, agent = site.plans.incoming(self.peer, self._selections), 1, b"", ""
-        nbytes = pair.most_staged_bytes(demand.tokens) if staged else pair.most_bytes(demand.spans, demand.tokens)
-        grants = self.grants
-        grants.choose(staged=staged)
-        if staged and nbytes > site.place_bytes:
-            places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
-            most = min(site.config.window, grants.desk.share.most(nbytes), places)
-            token, agent = _token(None if self.checking is not None else self._agent())
-            if not token:
+        agreement = pair.agreement(demand.spans, demand.tokens)  # first: if it raises nothing is taken
+        if not self._staged:
+            grants.write_in_place(pair.most_bytes(demand.spans, demand.tokens))
+        else:
+            nbytes = pair.most_staged_bytes(demand.tokens)
+            if nbytes > site.place_bytes:
+                places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
+                most = min(site.config.window, grants.desk.share.most(nbytes), places)
+                token, agent = _token(None if self.checking is not None else self._agent())
+                if not token:
+                    return 0
+            if not grants.take_ahead(nbytes, most):
                 return 0
-        agreement = pair.agreement(demand.spans, demand.tokens)
-        if not grants.take_ahead(nbytes, most):  # last: what raises before has taken nothing
-            return 0
-        self._pair, self._agreement = pair, agreement
-        places = len(grants.ahead)
+        self._pair, self._agreement, grants.lease_ms = pair, agreement, grants.next_lease_ms()
+        places = len(grants.ahead) or 1
         if token:
             self._turns = Turns(places, 0, token, agent)
         return _TURNS * places if token and places == most and has_fired(demand.after) else places
@@ -958,6 +978,7 @@ class Receiver:
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
         self.route, self.why = message.route, message.why
+        self._staged = message.route is Route.STAGED
         self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
@@ -973,12 +994,10 @@ class Receiver:
             except KvxferError as error:
                 self._failed(error)
                 return
-            self._plans = grants.staged or self.checking is not None  # else the peer has compared what both mean by it
+            self._plans = self._staged or self.checking is not None  # else the peer has compared what both mean by it
             self.tally.pieces = message.pieces
         else:
             self.exposure.void()
-            if message.route is not Route.PULL:
-                grants.choose(staged=message.route is Route.STAGED)
         self._help()
         if message.spans:
             self._learn(message.spans)

@@ -414,7 +414,7 @@ class _Turn(Enum):
 class Share:
     """The books of one direction's share of the arena."""
 
-    def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16, sole: bool = False) -> None:
+    def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16) -> None:
         """Make the books of an empty share.
 
         Args:
@@ -422,7 +422,6 @@ class Share:
             base: Address of the first byte.
             capacity: Bytes from there on; what exceeds a multiple of `ALIGNMENT` is left unused.
             max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
-            sole: One peer has it to itself, so nothing is left for others while they do not wait.
 
         Raises:
             ConfigError: an argument is negative, the base is not aligned, or the share does not fit into 64-bit
@@ -438,7 +437,7 @@ class Share:
         self.base: Final = operator.index(base)
         self.capacity: Final = operator.index(capacity) // ALIGNMENT * ALIGNMENT
         self.max_overtakes: Final = max_overtakes
-        self._alone = self.capacity if sole else self.capacity * 3 // 4
+        self._alone = self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
         self._live: dict[int, Extent] = {}

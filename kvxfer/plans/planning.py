@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "IN_PLACE",
     "LISTED",
+    "UNBOUNDED",
     "Agreed",
     "Bound",
     "PairPlans",
@@ -310,6 +311,8 @@ IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 """Routes whose pieces are listed for the transport."""
+UNBOUNDED: Final = 1 << 62
+"""More bytes than any cache has: how large a chunk may be that takes no staging memory."""
 _LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""

@@ -55,6 +55,7 @@ from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
     IN_PLACE,
     LISTED,
+    UNBOUNDED,
     Bound,
     bind,
     block_pieces,
@@ -79,8 +80,6 @@ __all__ = ["RETRY_MS", "Answer", "Draft", "Sender", "answer"]
 
 # --- the answer
 
-_UNBOUNDED: Final = 1 << 62
-"""More bytes than any cache has."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
 """Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
 _MOST_STREAMED_CHUNKS: Final = 256
@@ -235,8 +234,7 @@ def _chunk_sizes(site: Site, fetch: wire.Fetch, route: Route, plan: TransferPlan
     """Bytes of a chunk: about, and at most."""
     config = site.config
     if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
-        limit = fetch.in_place_bytes or _UNBOUNDED
-        return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
+        return in_place_bytes(route, plan, config.in_place_chunk_bytes), UNBOUNDED
     limit = min(config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
     return limit, limit
 

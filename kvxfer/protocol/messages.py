@@ -428,7 +428,6 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     routes: Annotated[list[Route], msgspec.Meta(max_length=16)]
     max_extent_bytes: U64
     timeout_ms: U32
-    in_place_bytes: U64 = 0
     lease_ms: U32 = 0
     generation: U64 = 0
     agreement: Hash = b""

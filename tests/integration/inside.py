@@ -20,11 +20,9 @@ from apart import Apart, knows_apart
 from decoded import accesses
 from opened import singly
 
-from kvxfer import site
 from kvxfer import worker as assembly
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, _machines
-from kvxfer.decode import receiver
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
@@ -461,24 +459,6 @@ def take_all(worker: Any, side: str) -> Taken:
     return _all_of(_desk(worker, side))
 
 
-def take_all_in_place(worker: Any) -> Taken:
-    """All that its only peer may write in place is being written."""
-    (desk,) = worker._service.site.in_place_desks.values()
-    return _all_of(desk)
-
-
-def take_in_place_if_free(worker: Any, peer: Any, nbytes: int) -> Taken | None:
-    """A peer may write so much in place, if that may be granted now."""
-    return _taken(worker._service.site.in_place_desk(peer), peer.name, nbytes)
-
-
-def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken:
-    """The same where it may."""
-    taken = take_in_place_if_free(worker, peer, nbytes)
-    assert taken is not None
-    return taken
-
-
 def forget_peer(worker: Any, peer: Any) -> None:
     """The last session with a peer is lost."""
     worker._service.site.forget(peer)
@@ -901,7 +881,7 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     """How many things a worker keeps of its peers, by where."""
     site = worker._service.site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
-    found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._service.links)}
+    found = {"warming": len(site.warming), "written": len(site.written), "links": len(worker._service.links)}
     books |= {"gates": site.gates, "peers": worker._service.peers}
     for name, book in books.items():
         for field, value in vars(book).items():
@@ -1068,12 +1048,6 @@ def is_shut(passage: Any) -> bool:
     *_, granted, words_at, _ = passage.lend()
     passage.give_back()
     return not words_at or granted != ctypes.c_uint32.from_address(words_at).value + FIRST_GENERATION
-
-
-def bound_in_place(nbytes: int, monkeypatch: Any) -> None:
-    """So many bytes may a peer be writing in place at a time."""
-    for module in (site, receiver):
-        monkeypatch.setattr(module, "IN_PLACE_BYTES", nbytes)
 
 
 def never_move(seconds: float, monkeypatch: Any) -> None:

@@ -256,10 +256,9 @@ def extents(worker, side):
     return worker.describe()["arena"][side].extents
 
 
-def in_place(worker):
-    """What the only peer of a worker may write in place."""
-    (share,) = worker.describe()["in_place_shares"].values()
-    return share
+def written(worker):
+    """Bytes of its blocks that peers of a worker may be writing in place."""
+    return sum(worker.describe()["written"].values())
 
 
 def handshakes(worker):

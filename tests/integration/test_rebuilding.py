@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import inside
 import pytest
-from stage import Cache, Copied, eventually, quarantined, quiet
+from stage import Cache, Copied, eventually, quarantined, quiet, written
 
 from kvxfer import KvxferError, MemoryInDoubt, Released
 from kvxfer import worker as assembly
@@ -221,13 +221,15 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
     await fetching
 
 
-async def test_who_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, target):
-    worker = await stage.worker("w", target)
-    peer = SimpleNamespace(name="new", identity=SimpleNamespace(incarnation=b"new"))
-    inside.pause_grants(worker)
-    assert inside.take_in_place_if_free(worker, peer, 1) is None
-    inside.resume_grants(worker)
-    inside.take_in_place(worker, peer, 1).release()
+async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    await brings(prefill, decode, source, target, "before")
+    inside.pause_grants(decode)
+    fetching = asyncio.create_task(brings(prefill, decode, source, target, "meanwhile"))
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    assert not written(decode)
+    inside.resume_grants(decode)
+    await fetching
 
 
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):

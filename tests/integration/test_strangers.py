@@ -129,21 +129,6 @@ async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(s
     await eventually(lambda: not prefill.describe()["fabric"]["agents"])
 
 
-async def test_admission_in_place_is_kept_of_a_lost_peer_while_it_is_in_doubt(stage):
-    _, decode, peer = await met(stage)
-    before = decode.describe()["in_place_shares"].keys()
-    for number in range(MANY):
-        stranger = Stranger(peer, number).peer
-        granted = inside.take_in_place(decode, stranger, 64)
-        granted.write()
-        granted.quarantine("it is silent")
-        inside.forget_peer(decode, stranger)
-        share = decode.describe()["in_place_shares"][stranger.identity.incarnation.hex()]
-        assert share.quarantined_bytes  # should it come back, what it holds counts
-        granted.settle()
-        assert decode.describe()["in_place_shares"].keys() == before
-
-
 async def test_few_engines_take_an_offer_from_each_other(stage):
     prefill, decode, peer = await met(stage)
     offer = prefill.offer("r", [1], tokens=4)

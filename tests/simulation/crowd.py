@@ -9,6 +9,7 @@ it must be in a live grant.
 
 import itertools
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
@@ -33,18 +34,17 @@ class Books:
     def __init__(self):
         self.sending = Share("send", base=1 << 40, capacity=16 * UNIT)
         self.receiving = Share("receive", base=1 << 41, capacity=6 * UNIT)
-        self.in_place = Share("in place", base=0, capacity=6 * UNIT, sole=True)
         self.custody = Custody()
+        self._peers = itertools.count()
+        counts = SimpleNamespace(quarantined=lambda nbytes: None, settled=lambda nbytes: None)
+        # nobody waits here, so there is neither a loop nor a clock
+        desk = Desk(self.receiving, lambda: 0.0, None, counts)
+        self.site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda before: 1000 + before)
 
     def grants(self) -> Grants:
         """What one transfer puts into its peer's hands."""
-        counts = SimpleNamespace(quarantined=lambda nbytes: None, settled=lambda nbytes: None)
-        # nobody waits here, so there is neither a loop nor a clock
-        staged, in_place = (Desk(share, lambda: 0.0, None, counts) for share in (self.receiving, self.in_place))
-        site = SimpleNamespace(
-            receive_desk=staged, in_place_desk=lambda peer: in_place, lease_ms=lambda before: 1000 + before
-        )
-        return Grants(site, SimpleNamespace(account="a", name="a"))
+        peer = SimpleNamespace(account="a", name="a", identity=SimpleNamespace(incarnation=next(self._peers)))
+        return Grants(self.site, peer)
 
 
 class Kept(Pair):
@@ -69,13 +69,13 @@ class Kept(Pair):
         self.dead, self.late = False, 0
         books.custody.hold(name, {"g": [int(name)]})
         self.custody = "held"
-        self.grants.choose(staged=route is Route.STAGED)
-        ahead = ahead and (route is Route.DIRECT or (route is Route.STAGED and chunks == 1))
-        ahead = ahead and self.grants.take_ahead(UNIT)
+        if ahead and route is Route.DIRECT:
+            self.grants.write_in_place(chunks * UNIT)
+        else:
+            ahead = ahead and route is Route.STAGED and chunks == 1 and self.grants.take_ahead(UNIT)
         self.begin(route, chunks, ahead, sticky, troubles, [])
-        if ahead:
-            self.extents = dict.fromkeys(range(chunks), self.grants.ahead[0])
         if ahead and route is Route.STAGED:
+            self.extents = {0: self.grants.ahead[0]}
             self.where = {0: self.grants.ahead[0].address}
             fetch = self.to_sender.popleft()
             self.to_sender.append(msgspec.structs.replace(fetch, ring=[Grant(self.where[0], UNIT)], ring_chunks=1))
@@ -163,6 +163,8 @@ class Kept(Pair):
         """How many more chunks may be granted: in the ring that there is, or in a new one."""
         receiver, grants = self.receiver, self.grants
         wanted = receiver.ready - receiver.granted if self.running else 0
+        if not self.staged:
+            return wanted
         if wanted and grants.ring:
             return min(wanted, self.unoccupied + len(grants.ring) - receiver.granted)
         extent = grants.desk.take("a", UNIT) if wanted else None
@@ -174,6 +176,10 @@ class Kept(Pair):
     def grant(self, number):
         """As the worker does: also with others who wait for memory, so that it goes on only with a new ring."""
         receiver, grants, ring = self.receiver, self.grants, []
+        if not self.staged:
+            grants.write_in_place((receiver.ready - receiver.granted) * UNIT)
+            self.to_peer(receiver.grant(receiver.ready, grants.next_lease_ms()))
+            return
         if grants.ring and number % 4 == 3:
             if self.unoccupied < receiver.granted:
                 return
@@ -188,8 +194,7 @@ class Kept(Pair):
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
             self.extents[chunk] = grants.places(range(chunk, chunk + 1))[0]
-            if self.staged:
-                self.where[chunk] = self.extents[chunk].address
+            self.where[chunk] = self.extents[chunk].address
         self.to_peer(receiver.grant(upto, grants.next_lease_ms(), ring=ring))
 
     def deliver_to_receiver(self):
@@ -265,15 +270,23 @@ class Kept(Pair):
         grants = self.grants
         return set(grants.ahead) | set(grants.ring) | {self.extents[chunk] for chunk in self.copies}
 
+    @property
+    def written(self):
+        """Bytes that the peer may write in place, as counted."""
+        return self.books.site.written[self.grants._peer.identity.incarnation]
+
     # --- what must hold
 
     def check(self):
         self.settle()
         super().check()
         assert self.custody != "free" or not self.reading
-        for chunk in set() if self.route is Route.PULL else self.hands | self.zombies:
+        hands = self.hands | self.zombies
+        for chunk in hands if self.staged else ():
             assert self.extents[chunk].state in _LIVE, "it could be written outside of a live grant"
-            assert self.staged or self.custody != "free", "it could be written though the fetch is over"
+        if self.route is Route.DIRECT and hands:
+            assert self.custody != "free", "it could be written though the fetch is over"
+            assert self.written >= len(hands) * UNIT, "it counts no more, and could be written"
         for chunk in self.copies:
             assert self.extents[chunk].state is ExtentState.WRITING, "it is read all the same"
         for chunk, extent in self.shipped.items():
@@ -283,7 +296,7 @@ class Kept(Pair):
     def no_more_is_in_doubt_than_may_be_written(self):
         """Of a ring that is the places that are in the peer's hands, and those all."""
         machine = self.receiver
-        if self.route is Route.PULL:
+        if not self.staged:
             return
         theirs = {self.extents[chunk] for chunk in range(machine.arrived, machine.granted)}
         theirs.update(self.grants.ahead)
@@ -311,6 +324,7 @@ class Kept(Pair):
         assert self.receiver.ended or (self.receiver.state is ReceiveState.LOST and (self.zombies or self.dead))
         self.check()
         in_doubt = not self.receiver.ended
+        assert in_doubt or not self.written
         assert all(extent.state is ExtentState.QUARANTINED for extent in self.held)
         assert in_doubt or (not self.grants and self.custody == "free")
         assert set(self.shipped) == (self.zombies if self.staged and not self.dead else set())
@@ -342,8 +356,7 @@ class Crowd:
         books, of_decode = self.books, [extent for one in self.transfers for extent in one.held]
         for one in self.transfers:
             one.check()
-        live = [*books.receiving.extents(), *books.in_place.extents()]
-        self._check_share(live, of_decode)
+        self._check_share(books.receiving.extents(), of_decode)
         self._check_share(books.sending.extents(), [e for one in self.transfers for e in one.shipped.values()])
         holders = books.custody.snapshot().holders
         assert holders.keys() == {one.name for one in self.transfers if one.custody != "free"}

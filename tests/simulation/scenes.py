@@ -153,7 +153,7 @@ def play(scene, folder, *, seed=0, locks=True, apart=False, **settings):
             world = World(runtime, random.Random(7), ledger, folder)
             world.settings |= {"arena_bytes": "16KiB", "chunk_bytes": "4KiB"}
             world.settings |= {"grant_lease": 1.0, "window": 4, **settings}
-            world.in_place_bytes, world.apart = 1 << 20, apart
+            world.apart = apart
             world.layouts, world.layers, world.block_tokens, world.shared = ["NHD", "HND"], 2, [4], True
             await world.open(patch, (1, 1))
             one = Scene(world)

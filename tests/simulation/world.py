@@ -109,7 +109,6 @@ class World:
         errors: What went wrong, in words.
         trail: What was done, for whoever replays a seed.
         settings: Of every worker.
-        in_place_bytes: How many a peer may be writing in place at a time.
         layouts: Of which each engine has one.
         layers: How many there are.
         block_tokens: Of which each engine has one.
@@ -127,7 +126,6 @@ class World:
         self.tags = itertools.count(1)
         self.left: list[Rank] = []  # killed
         self.settings = self._draw_settings()
-        self.in_place_bytes = self.rnd.choice([2048, 1 << 20])
         self._folder = folder
         self._names = itertools.count()
         self.layouts = self.rnd.choice([["NHD", "HND"]] * 3 + [["MLA"]])
@@ -172,7 +170,6 @@ class World:
         """Open every engine; `shape` says how many ranks each has, if that is not to be drawn."""
         _make_sets_orderly(monkeypatch, self.loop)
         self.streams.install(monkeypatch)
-        inside.bound_in_place(self.in_place_bytes, monkeypatch)
         if self.apart:
             monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(self._names)} pid:[1]")
         if shape is None:

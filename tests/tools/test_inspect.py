@@ -104,7 +104,6 @@ def test_a_fetch():
         "  routes            [STAGED (1)]",
         "  max_extent_bytes  33554432 bytes",
         "  timeout_ms        10000 ms",
-        "  in_place_bytes    0 bytes",
         "  lease_ms          0 ms",
         "  generation        0",
         "  agreement         empty",

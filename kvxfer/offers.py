@@ -269,10 +269,11 @@ class Entry:
         self.doubtful.pop(transfer, None)
         if in_doubt:
             self.doubtful[transfer] = in_doubt
-        self.settle()
         if moved:
             self._book.touched(self)
-        if self.state is OfferState.LIVE and not self.transfers:
+        if self.state is not OfferState.LIVE:
+            self.settle()
+        elif not self.transfers:
             self._book.left(self)
 
     def forsake(self) -> None:

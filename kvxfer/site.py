@@ -543,6 +543,8 @@ class Site:
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
         place_bytes: How large a chunk may be in staging memory that peers write.
+        in_place_chunk_bytes: As of the settings.
+        sums_every: Likewise.
     """
 
     config: Config
@@ -584,12 +586,15 @@ class Site:
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
     place_bytes: int = field(init=False)
+    in_place_chunk_bytes: int = field(init=False)
+    sums_every: int = field(init=False)
     rebuilds: Rebuilds = field(init=False)
 
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()
         self.now = self.runtime.now
         self.place_bytes = min(self.config.chunk_bytes, self.receive_desk.share.capacity)
+        self.in_place_chunk_bytes, self.sums_every = self.config.in_place_chunk_bytes, self.config.sums_every
         self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 

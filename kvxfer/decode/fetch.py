@@ -314,8 +314,7 @@ class Fetch:
         if {receiver.machine.state for receiver in self.receivers} != {ReceiveState.DONE}:
             text = f"fetch of {self.transfer.request!r} came to its end before every byte had"
             self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
-        if self._error is None:  # else `changed` ends it, once nobody writes the blocks any more
-            self._end()
+        self.changed()
 
     async def _divided(self) -> tuple[Sequence[tuple[Selection, ...]], Sequence[Link | None]]:
         """What is needed of each prefill rank, and the links to those that could be reached."""
@@ -369,6 +368,7 @@ class Fetch:
     def _ask(self, shares: Sequence[tuple[Selection, ...]], links: Sequence[Link | None]) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
         self.transfer.state = TransferState.WAITING
+        sent = True
         try:
             for selections, link in zip(shares, links, strict=True):
                 if link is None:
@@ -377,52 +377,66 @@ class Fetch:
                 if selections:
                     receiver = self._role.receiver(link, selections, self)
                     self.receivers.append(receiver)
-                    receiver.ask()
+                    sent = receiver.ask() and sent
                     self.transfer.expect(dict.fromkeys(receiver.layers, 1))
                 else:
                     link.send(wire.Release(self.ref))
         finally:
             self._asked = True
-        self.changed()
+        if not sent:
+            self.changed()
 
-    def _end(self) -> None:
-        """Tell the caller, and keep in custody what may still be written. Once."""
-        if self.transfer.done:
+    def _succeed(self) -> None:
+        """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""
+        transfer, payload = self.transfer, b""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._site.custody.release(transfer.id)
+        tally, stats = self._counted()
+        self._count(stats, tally, None, None)
+        if _hears_info():
+            request = transfer.request
+            _log.info("fetch_ended", request=request, transfer=transfer.id, outcome="ok", **stats.log_fields())
+        for receiver in self.receivers:
+            payload = payload or receiver.machine.payload
+        self._role.succeeded(self)
+        transfer.succeed(FetchResult(transfer.request, payload, stats))
+        self._site.loop.call_soon(self._release)  # when whoever awaits it has gone on, perhaps with another one
+
+    def _end(self, error: Cause) -> None:
+        """Tell the caller why it failed, and keep in custody what may still be written. Once."""
+        site, role, transfer = self._site, self._role, self.transfer
+        if transfer.done:
             return
-        site, role = self._site, self._role
         for timer in (self._timer, self._revoke):
             if timer is not None:
                 timer.cancel()
+        tally, stats = self._counted()
+        transfer.failed_blocks = self._subject.blocks
         self._in_doubt = any(receiver.in_doubt for receiver in self.receivers)
         if self._in_doubt:
-            site.custody.doubt(self.transfer.id)
+            site.custody.doubt(transfer.id)
+            silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
+            who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
+            error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
         else:
-            site.custody.release(self.transfer.id)
-        if self._error is None:
-            role.succeeded(self)
-        self._tell()
-        if self._error is None:  # when whoever awaits the fetch has gone on, perhaps with another one
-            site.loop.call_soon(self._release)
+            site.custody.release(transfer.id)
+        error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
+        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
+        self._count(stats, tally, code, report)
+        say = _log.info if report.code is Code.CANCELLED else _log.warning
+        say("fetch_failed", **stats.log_fields(), **report.log_fields())
+        transfer.fail(error, report)
         if self._unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
-        elif self._error is not None and not (self.demand.keep or self._superseded):
+        elif not (self.demand.keep or self._superseded):
             role.failed(self)
         role.ended(self)
 
-    def _tell(self) -> None:
-        """Count it, log it, and tell its caller."""
-        site, transfer, error = self._site, self.transfer, self._error
-        tally, report = self._tally(), None
-        stats = self._stats(tally)
-        if error is not None:
-            transfer.failed_blocks = self._subject.blocks
-            if self._in_doubt:
-                silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
-                who = "a copy of our own" if any(r.copying for r in self.receivers) else "a silent peer"
-                error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
-            error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
-        code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        site.metrics.transfer_ended(
+    def _count(self, stats: TransferStats, tally: Tally, code: Code | None, report: FailureReport | None) -> None:
+        """It has ended: for whoever counts."""
+        transfer = self.transfer
+        self._site.metrics.transfer_ended(
             Ended(
                 side="receive",
                 code=code,
@@ -435,43 +449,18 @@ class Fetch:
         )
         for receiver in self.receivers:
             receiver.link.moved[receiver.route] += receiver.tally.bytes
-        self._log(stats, report)
-        if error is None or report is None:
-            payload = next((r.machine.payload for r in self.receivers if r.machine.payload), b"")
-            transfer.succeed(FetchResult(transfer.request, payload, stats))
-        else:
-            transfer.fail(error, report)
 
-    def _log(self, stats: TransferStats, report: FailureReport | None) -> None:
-        """The one line of this fetch."""
-        if report is not None:
-            say = _log.info if report.code is Code.CANCELLED else _log.warning
-            say("fetch_failed", **stats.log_fields(), **report.log_fields())
-        elif _hears_info():
-            _log.info(
-                "fetch_ended",
-                request=self.transfer.request,
-                transfer=self.transfer.id,
-                outcome="ok",
-                **stats.log_fields(),
-            )
-
-    def _tally(self) -> Tally:
-        """What all ranks' parts counted."""
-        if len(self.receivers) == 1:
-            return self.receivers[0].tally
-        tally = Tally()
-        for receiver in self.receivers:
-            tally.merge(receiver.tally)
-        return tally
-
-    def _stats(self, tally: Tally) -> TransferStats:
+    def _counted(self) -> tuple[Tally, TransferStats]:
+        """What all ranks' parts counted, and that as the caller sees it."""
         routes, whys, peers = set[str](), dict[str, None](), list[str]()
+        tally = self.receivers[0].tally if len(self.receivers) == 1 else Tally()
         for receiver in self.receivers:
             routes.add(ROUTE_NAMES[receiver.route])
             whys[receiver.why] = None
             peers.append(receiver.peer.name)
-        return tally.stats(
+            if tally is not receiver.tally:
+                tally.merge(receiver.tally)
+        return tally, tally.stats(
             route="+".join(sorted(filter(None, routes))),
             why="; ".join(filter(None, whys)),
             peers=tuple(peers),
@@ -501,14 +490,20 @@ class Fetch:
         """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""
         if self.transfer.done:
             self._role.ended(self)
-        elif self._asked:
-            self._collect_failures()
-            if self._error is not None:
-                self._wind_down(self._error)
-                if all(receiver.quiet for receiver in self.receivers):
-                    self._end()
-            elif self.receivers and not [one for one in self.receivers if one.machine.state is not ReceiveState.DONE]:
-                self._end()
+            return
+        if not self._asked:
+            return
+        self._collect_failures()
+        if self._error is not None:
+            self._wind_down(self._error)
+            if all(receiver.quiet for receiver in self.receivers):
+                self._end(self._error)
+            return
+        for receiver in self.receivers:
+            if receiver.machine.state is not ReceiveState.DONE or receiver.in_doubt:
+                return
+        if self.receivers:
+            self._succeed()
 
     def doubted(self, receiver: Receiver) -> None:
         """A rank says nothing more of its part."""
@@ -558,7 +553,7 @@ class Fetch:
         if self._asked:
             self.changed()
         else:  # nobody was asked for anything yet
-            self._end()
+            self._end(error)
             if self._task is not None:  # else it is in its first step, and comes to its end by itself
                 self._task.cancel()
 
@@ -591,7 +586,8 @@ class Fetch:
             if not receiver.quiet:
                 receiver.lost(silent)
         self._collect_failures()
-        self._end()
+        if self._error is not None:
+            self._end(self._error)
 
     # --- what becomes of its request, and of what it leaves in doubt
 

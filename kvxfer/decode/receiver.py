@@ -228,12 +228,16 @@ class Grants:
             lost: Whether it is lost.
         """
         if not lost:
-            self.void_ahead()
+            if self.ahead:
+                self.void_ahead()
+            elif self._in_place:
+                self._end_in_place()
+            hands = range(0)
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self._peer.name} is silent")
         if self.ring:
-            self._settle(hands if lost else range(0))
+            self._settle(hands)
 
     def _settle(self, hands: range) -> None:
         """Give back what the peer has not in its hands; quarantine the rest."""
@@ -327,12 +331,10 @@ class Receiver:
         self.route = Route.UNKNOWN
         self.why = ""
         self.layers: Final = sorted({layer for selection in selections for layer in selection.layers})
-        sums_every = site.config.sums_every
-        self.checking: Final = Checking(number, sums_every) if sums_every else None
+        self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
         self.grants: Final = Grants(site, link.peer)
         self._selections: Final = selections
         self._fetch: Final = fetch
-        self._demand: Final = fetch.demand
         # of a peer that was lost since it was looked up nothing is known any more
         self._routes: Final = site.routes(self.peer, trusted=link.trusted, sending=False) if link.is_open else []
         self._pair: PairPlan | None = None
@@ -340,7 +342,7 @@ class Receiver:
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
-        self._staged = self._routes[:1] == [Route.STAGED]  # whether what the peer writes is staging memory
+        self._staged = Route.STAGED in self._routes[:1]  # whether what the peer writes is staging memory
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
         self._run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
         self._turns: Turns | None = None  # which it takes with the peer's
@@ -430,9 +432,9 @@ class Receiver:
 
     # --- from the question to the last chunk
 
-    def ask(self) -> None:
-        """Ask, and grant with the question what may be granted."""
-        site, demand, grants = self.site, self._demand, self.grants
+    def ask(self) -> bool:
+        """Ask, and grant with the question what may be granted. False if the link is gone."""
+        site, demand, grants = self.site, self._fetch.demand, self.grants
         self._asked = site.now()
         left, ahead, turns = self._fetch.deadline - self._asked, self.machine.ahead, self._turns
         message = wire.Fetch(
@@ -454,10 +456,12 @@ class Receiver:
             fenced=site.keys.has(self.peer),
             trace=self._fetch.trace,
         )
-        if not self.link.send(message):  # lost since it was looked up: `lost` will not tell
-            self.machine.ahead = False
-            self._void_ahead()
-            self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
+        if self.link.send(message):
+            return True
+        self.machine.ahead = False
+        self._void_ahead()
+        self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
+        return False
 
     async def run(self) -> None:
         """Receive what was asked for. What fails stops all of it."""
@@ -488,7 +492,7 @@ class Receiver:
 
     async def _planned(self, message: wire.Accept) -> Bound:
         """Make the plan that the peer has made, once kernels are compiled for it."""
-        site, demand = self.site, self._demand
+        site, demand = self.site, self._fetch.demand
         warming = site.warming.get((self.peer.identity.incarnation, False))
         if warming is not None and not warming.done():
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
@@ -523,7 +527,7 @@ class Receiver:
             self._agreement, message.layers_per_chunk, message.tokens_per_chunk
         ):
             raise _plan_differs(message)
-        grid = _grid(pair, message, self._demand.tokens)
+        grid = _grid(pair, message, self._fetch.demand.tokens)
         if grid.chunks != message.chunks:
             raise _plan_differs(message)
         return grid
@@ -624,7 +628,7 @@ class Receiver:
         turns, run = self._turns, self._run
         if turns is None or not turns.token or run is None or run.flow.slot < 0:
             return False
-        self._writes = self._writes or has_fired(self._demand.after)
+        self._writes = self._writes or has_fired(self._fetch.demand.after)
         return self._writes
 
     async def _named_turns(self) -> tuple[bytes, str]:
@@ -781,7 +785,7 @@ class Receiver:
         for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
             if extent.nbytes < need:
                 raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
-        return [CopyJob(made, after=self._demand.after)]
+        return [CopyJob(made, after=self._fetch.demand.after)]
 
     def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
@@ -868,7 +872,8 @@ class Receiver:
                 self._landed(there)
             except KvxferError as error:
                 self._failed(error)
-        self._wake()
+        if not machine.ended:
+            self._wake()
 
     def _differs(self) -> RefusedError:
         """The two sides do not mean the same by the transfer: its bytes are not where they belong."""
@@ -937,9 +942,9 @@ class Receiver:
         `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
         other of the turns that are taken in it.
         """
-        site, demand, grants = self.site, self._demand, self.grants
-        writable = self._routes[:1] and self._routes[0] in IN_PLACE and has_fired(demand.after)
-        if not (self._staged or writable) or site.rebuilds.paused:
+        site, demand, grants = self.site, self._fetch.demand, self.grants
+        in_place = bool(self._routes) and self._routes[0] in IN_PLACE
+        if not (self._staged or (in_place and (self._writes or has_fired(demand.after)))) or site.rebuilds.paused:
             return 0
         pair, most, token, agent = site.plans.incoming(self.peer, self._selections), 1, b"", ""
         agreement = pair.agreement(demand.spans, demand.tokens)  # first: if it raises nothing is taken
@@ -1121,7 +1126,7 @@ class Receiver:
             raise asyncio.CancelledError
         while not self._writes:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
-            job = CopyJob(NOTHING, partial(resolve, asked), self._demand.after, owner=self._owner)
+            job = CopyJob(NOTHING, partial(resolve, asked), self._fetch.demand.after, owner=self._owner)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
                 outcome = await self._wait(asked)
@@ -1167,8 +1172,7 @@ class Receiver:
 
     def _help(self) -> None:
         """Make progress for what the peer posts: over TCP the target moves the data."""
-        self._awake()
-        if self.route is not Route.MAPPED:
+        if self.route is not Route.MAPPED and self._awake is no_hold:
             self._awake = self.site.mover.hold_awake()
 
     def _give_up(self) -> None:
@@ -1209,12 +1213,7 @@ class Receiver:
                     stop = min(stop, self._copied + self._turns.places)
                 self.grants.settle(range(machine.arrived, stop), lost=lost)
             if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
-                self._awake()  # else the peer is there, and what it has posted may need this side to end
-                self._awake = no_hold
-                if self._run is None:
-                    self._leave()
-                if self._grant_said.again is not None:
-                    self._grant_said.again.cancel()
+                self._relax()  # else the peer is there, and what it has posted may need this side to end
         if machine.ended:
             self.exposure.end()
             self._wake()
@@ -1222,6 +1221,16 @@ class Receiver:
             self._fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
             self._fetch.doubted(self)
+
+    def _relax(self) -> None:
+        """The peer posts nothing any more that this side has to help with, nor waits for news of it."""
+        if self._awake is not no_hold:
+            self._awake()
+            self._awake = no_hold
+        if self._run is None and self._leave is not no_hold:
+            self._leave()
+        if self._grant_said.again is not None:
+            self._grant_said.again.cancel()
 
 
 def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:

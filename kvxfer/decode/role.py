@@ -48,59 +48,35 @@ TicketKey: TypeAlias = tuple[str, str, int]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One request that is claimed.
+    """One request that is claimed."""
 
-    Attributes:
-        ticket: The latest one.
-        holders: How many claims of it were made and not ended.
-        given_up: Whether the last fetch of it was given up by its caller: then nothing needs it when they have ended.
-    """
-
-    ticket: Ticket
-    holders: int = 0
-    given_up: bool = False
+    ticket: Ticket  # the latest one
+    holders: int = 0  # claims of it that were made and not ended
+    given_up: bool = False  # its last fetch was, by its caller: then nothing needs it when they have ended
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One prefill rank.
+    """One prefill rank."""
 
-    Attributes:
-        endpoint: Where it is said to be.
-        at: Where the last link to it led: hosts can have two names.
-        reaching: Whether it is being connected: it is told everything when it is there, and nothing before.
-        failures: How often in a row it was not reached; the first has been logged.
-        due: When it is told everything again.
-        timer: Fires then.
-    """
-
-    endpoint: str
-    at: str
-    reaching: bool = False
-    failures: int = 0
-    due: float = 0.0
-    timer: asyncio.TimerHandle | None = None
+    endpoint: str  # where it is said to be
+    at: str  # where the last link to it led: hosts can have two names
+    reaching: bool = False  # it is being connected: it is told everything when it is there, and nothing before
+    failures: int = 0  # how often in a row it was not reached; the first has been logged
+    due: float = 0.0  # when it is told everything again
+    timer: asyncio.TimerHandle | None = None  # fires then
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """One prefill engine, as tickets name it. It is kept for a heartbeat when nothing is claimed there any more.
+    """One prefill engine, as tickets name it. It is kept for a heartbeat when nothing is claimed there any more."""
 
-    Attributes:
-        place: By what it is found.
-        epoch: Its epoch.
-        ranks: All of them.
-        busy: How many timers they have, and how many of them are being connected.
-        kept: What is claimed there.
-        unsaid: What was claimed in this turn of the loop; some of it may have ended since.
-    """
-
-    place: object
+    place: object  # by what it is found
     epoch: bytes
     ranks: list[_Rank]
-    busy: int = 0
+    busy: int = 0  # how many timers they have, and how many of them are being connected
     kept: dict[TicketKey, _Kept] = field(default_factory=dict[TicketKey, _Kept])
-    unsaid: list[TicketKey] = field(default_factory=list[TicketKey])
+    unsaid: list[TicketKey] = field(default_factory=list[TicketKey])  # of this turn; some of it may have ended since
 
 
 class Claims:
@@ -447,8 +423,12 @@ class Decode:
         self._recoveries.begin(receiver)
 
     def succeeded(self, fetch: Fetch) -> None:
-        """Every byte of a fetch is there: it needs no claim any more."""
+        """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
         self._claims.drop(fetch.demand.ticket.key)
+        for receiver in fetch.receivers:
+            self._incoming.pop(receiver.transfer, None)
+        fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
+        self._forget(fetch)
 
     def given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""
@@ -487,11 +467,13 @@ class Decode:
         """Take a message of a prefill rank."""
         if not isinstance(message, (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.Sums, wire.KvAgentResult)):
             return
-        incoming = self._find(link, message.transfer)
+        incoming = self._incoming.get(message.transfer)
         if incoming is None:
             if isinstance(message, (wire.Arrived, wire.KvAgentResult)):
                 self._site.metrics.result_dropped("stale")
             return
+        if incoming.link is not link and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
+            raise ProtocolError(f"transfer {message.transfer} belongs to another peer", peer=link.peer.name)
         match message:
             case wire.KvAgentResult():
                 incoming.result(message)
@@ -584,14 +566,6 @@ class Decode:
             machine = incoming.machine
             if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
                 yield incoming
-
-    def _find(self, link: Link, transfer: int) -> Receiver | None:
-        incoming = self._incoming.get(transfer)
-        if incoming is None or incoming.link is link:
-            return incoming
-        if incoming.peer.identity.incarnation != link.peer.identity.incarnation:
-            raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
-        return incoming
 
     def _forget(self, fetch: Fetch) -> None:
         self._fetches.discard(fetch)

@@ -68,6 +68,7 @@ class PairPlan:
         self._slices: dict[tuple[int, int], list[Slice]] = {}
         self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
         self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does
+        self._grids: dict[tuple[object, ...], ChunkGrid] = {}  # by what was asked of `grid`
 
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
@@ -140,6 +141,22 @@ class PairPlan:
             tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
             by_tokens: Rather cut token windows of all layers, so that no piece that reaches over layers is cut.
         """
+        asked = tokens, target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens
+        found = self._grids.get(asked)
+        if found is None:
+            if len(self._grids) >= _KEPT_SIZES:
+                self._grids.clear()
+            found = self._grids[asked] = self._grid(*asked)
+        return found
+
+    def _grid(
+        self,
+        tokens: range,
+        target_bytes: int,
+        layers_per_chunk: int | None,
+        tokens_per_chunk: int | None,
+        by_tokens: bool,
+    ) -> ChunkGrid:
         align = self.row_tokens
         touched = -(-tokens.stop // align) - tokens.start // align
         window = tokens.stop

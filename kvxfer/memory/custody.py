@@ -102,11 +102,7 @@ class Custody:
             BlocksError: the first such block; the message names its group, position in the list, id and holder.
         """
         for group, ids in blocks.items():
-            if len(ids):
-                listed = np.asarray(ids, np.int64)
-                books = self._books(group, listed)
-                if (at := books.taken(listed)) is not None:
-                    raise self._clash_error(group, at, int(listed[at]), books)
+            self._check(group, np.asarray(ids, np.int64))
 
     def hold(self, holder: str, blocks: Blocks) -> None:
         """Note that the fetch `holder` writes `blocks`, alone, until `release`, or `doubt` and `settle`.
@@ -119,8 +115,10 @@ class Custody:
         """
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
-        self.check(blocks)
-        self._write(holder, {group: np.array(ids, np.int64) for group, ids in blocks.items()})
+        written = {group: np.array(ids, np.int64) for group, ids in blocks.items()}
+        for group, ids in written.items():
+            self._check(group, ids)
+        self._write(holder, written)
 
     def release(self, holder: str) -> None:
         """The fetch `holder` is over and no peer will write its blocks any more. Exactly once.
@@ -208,11 +206,16 @@ class Custody:
             books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
         return books
 
+    def _check(self, group: str, ids: I64) -> None:
+        books = self._books(group, ids)
+        if len(ids) and (at := books.taken(ids)) is not None:
+            raise self._clash_error(group, at, int(ids[at]), books)
+
     def _write(self, holder: str, blocks: dict[str, I64]) -> _Entry:
-        """Note what `holder` writes: all of it, or nothing."""
+        """Note what `holder` writes, which was checked: all of it, or nothing."""
         done: list[str] = []
         for group, ids in blocks.items():
-            if not self._books(group, ids).write(ids):
+            if not self._groups[group].write(ids):
                 for other in done:
                     self._groups[other].marks[blocks[other]] = 0
                 raise _repeated_error(group, ids.tolist())

@@ -78,6 +78,7 @@ class OfferBook:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self._most: Final = site.config.max_offers
         self._offers: dict[OfferKey, Entry] = {}
         self._early: dict[OfferKey, Early] = {}
         self._places: Final = Quota(site.config.max_transfers)  # one a request that somebody was early for
@@ -118,7 +119,7 @@ class OfferBook:
         if key in self._offers or key in self._past:
             when = "live" if key in self._offers else "just used"
             raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
-        if len(self._offers) >= self._site.config.max_offers:
+        if len(self._offers) >= self._most:
             raise BusyError(
                 f"there are {len(self._offers)} offers already; 4 times max_transfers, which is "
                 f"{self._site.config.max_transfers}, are the limit, or 4096 if that is more"
@@ -346,6 +347,6 @@ class OfferBook:
     def _forget(self) -> None:
         """Forget old ids: by age, and so that the memory of them stays bounded."""
         oldest = self._site.now() - REMEMBERED_SECONDS
-        limit = 16 * self._site.config.max_offers
+        limit = 16 * self._most
         while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
             self._past.popitem(last=False)

@@ -137,7 +137,8 @@ def answer(
         pair = site.plans.outgoing(peer, fetch.selections)
     except GeometryError as error:
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
-    check_state(pair, tokens, offer.tokens)
+    if pair.has_state:
+        check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     _check_agreement(fetch, plan)
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
@@ -214,7 +215,7 @@ def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route
     target, limit = _chunk_sizes(site, fetch, route, plan)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
-    step = _streamed_tokens(offer, plan, nbytes)
+    step = _streamed_tokens(offer, plan, nbytes) if offer.tokens < plan.tokens.stop else None
     grid = fit_grid(
         plan,
         target_bytes=target,
@@ -234,14 +235,14 @@ def _chunk_sizes(site: Site, fetch: wire.Fetch, route: Route, plan: TransferPlan
     """Bytes of a chunk: about, and at most."""
     config = site.config
     if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
-        return in_place_bytes(route, plan, config.in_place_chunk_bytes), UNBOUNDED
+        return in_place_bytes(route, plan, site.in_place_chunk_bytes), UNBOUNDED
     limit = min(config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
     return limit, limit
 
 
 def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
     """Tokens of a chunk while blocks are still added: a step's, or more where those are too few to be worth a chunk."""
-    if offer.tokens >= plan.tokens.stop or not nbytes:
+    if not nbytes:
         return None
     least = min(_SMALLEST_STREAMED_CHUNK, nbytes // _MOST_STREAMED_CHUNKS)
     runs = len(plan.pair.layers) if offer.by_layer else 1
@@ -511,8 +512,8 @@ class Sender:
                 ready += 1
         if ready > machine.ready:
             self._want(ready) if machine.route is not Route.PULL else self._let_read(ready)
-        if offer.finished:
-            self._say(machine.finish_offer(offer.payload))
+        if offer.finished and (messages := machine.finish_offer(offer.payload)):
+            self._say(messages)
 
     @staticmethod
     def _is_ready(bound: Bound, offer: Entry, chunk: int) -> bool:

@@ -620,7 +620,8 @@ class Receiving:
         """The first so many chunks are where they belong, and visible."""
         self._advance(self.chunks_done, chunks, self.arrived)
         self.chunks_done = chunks
-        self._complete()
+        if self.heard_last:
+            self._complete()
 
     def cancel(self, failure: Failure, *, reading: bool = False) -> list[Message]:
         """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent.
@@ -675,12 +676,12 @@ class Receiving:
         fresh, self.arrived = range(self.arrived, self.granted), self.granted
         if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
             self._event("terminal")
-        self._complete()
+        elif self.chunks_done == self.chunks:
+            self._complete()
         return fresh
 
     def _complete(self) -> None:
-        whole = self.heard_last and self.chunks_done == self.chunks and self.failure is None
-        if self.state is ReceiveState.MOVING and whole:
+        if self.state is ReceiveState.MOVING and self.chunks_done == self.chunks and self.failure is None:
             self._event("complete")
 
     def _begin(self, what: str) -> None:

@@ -16,15 +16,14 @@ other without a gap, so a tile of the kernel holds as many small rows as fit. Nu
 item have 31 bits (checked here), offsets and addresses 64.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
@@ -56,8 +55,6 @@ __all__ = [
 
 I64: TypeAlias = NDArray[np.int64]
 
-_T = TypeVar("_T")
-
 WIDTHS: Final = (16, 8, 4, 2, 1)
 """Widths of an access in bytes."""
 CONVERTED_WIDTHS: Final = (8, 4, 2, 1)
@@ -85,8 +82,6 @@ SPARE_WORDS: Final = 4
 LIMIT: Final = 2**31 - 2 * TILE_WORDS
 """Items, words of an item, and tiles of a launch are fewer."""
 _NO_WORDS: Final = np.zeros(0, np.int64)
-_MINE: Final = __name__
-"""Keys of what is kept of a stencil here begin with it."""
 
 
 class Kind(IntEnum):
@@ -154,52 +149,24 @@ NOTHING: Final = Tables(_NO_WORDS, (), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Frame:
-    """A launch but for its regions: what chunks that differ only in their layers share.
+class _Part:
+    """Regions and rows of a segment that allow the same access width.
 
     Attributes:
-        words: Headers, bodies, and room for the regions.
-        places: Where the regions of each part belong.
-        launch: The launch, if no other comes before it.
-    """
-
-    words: I64
-    places: Sequence[slice]
-    launch: Launch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Body:
-    """Rows and axes as the kernel reads them, and what its header says of them.
-
-    Attributes:
-        words: Rows, then axes.
+        width: Of an access, in elements.
+        regions: As the kernel reads them.
+        body: Rows, then axes, as it reads those.
         rows: Number of rows.
         axes: Number of axes.
         size: Words of the copy in an item.
-        sized: How to divide by that.
-        counted: How to divide by the number of rows.
-        frames: Launches that begin with it, by its number of regions, and by the other bodies and theirs. It is not in
-            them itself: tables are gone with the plans that they are of, and not with the next collection of cycles.
     """
 
-    words: I64
+    width: int
+    regions: I64
+    body: I64
     rows: int
     axes: int
     size: int
-    sized: tuple[int, int]
-    counted: tuple[int, int]
-    frames: dict[Hashable, _Frame] = field(default_factory=dict[Hashable, _Frame], init=False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Regions and rows of a segment that allow the same access width."""
-
-    width: int
-    regions: I64  # as the kernel reads them
-    body: _Body
-    lasts: bool = False  # the body is that of the next chunk of this stencil, too
 
 
 def pack(plan: CopyPlan) -> Tables:
@@ -213,24 +180,12 @@ def pack(plan: CopyPlan) -> Tables:
         for part in _parts(segment):
             by_variant.setdefault(Variant(part.width, segment.stencil.box.elements), []).append(part)
     launches: list[Launch] = []
-    words: list[I64] = []
-    at = 0
+    words = [_NO_WORDS]
     for variant, parts in by_variant.items():
-        key = (len(parts[0].regions), *[(part.body, len(part.regions)) for part in parts[1:]])
-        frames = parts[0].body.frames
-        frame = frames.get(key)
-        if frame is None:
-            frame = _framed(parts, variant)
-            if all(part.lasts for part in parts):
-                frames[key] = frame
-        packed = frame.words.copy()
-        for part, place in zip(parts, frame.places, strict=True):
-            packed[place] = part.regions.ravel()
-        launches.append(replace(frame.launch, first=at) if at else frame.launch)
+        packed, tiles = _packed(parts, variant)
+        launches.append(Launch(variant, sum(map(len, words)), len(parts), tiles))
         words.append(packed)
-        at += len(packed)
-    joined = words[0] if len(words) == 1 else np.concatenate([_NO_WORDS, *words])
-    return Tables(joined, tuple(launches), plan.bytes, plan.blanks)
+    return Tables(np.concatenate(words), tuple(launches), plan.bytes, plan.blanks)
 
 
 def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:
@@ -282,26 +237,17 @@ def _parts(segment: Segment) -> list[_Part]:
     if not len(stencil.offsets) or not len(segment.regions) or not stencil.box.token_bytes:
         return []
     regions = region_words(segment)
-    region_bits = _bits(segment.regions, elements)
-    if _widest(_kept(stencil, "bits", _all_bits) | int(np.bitwise_or.reduce(region_bits)), most) == most:
-        return [_Part(most, regions, _kept(stencil, most, lambda one: _body(one.box, one.offsets, most)), lasts=True)]
-    common, row_bits = _common_bits(stencil), _row_bits(stencil)
+    common, region_bits, row_bits = _common_bits(stencil), _bits(segment.regions, elements), _row_bits(stencil)
+    if _widest(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits)), most) == most:
+        return [_part(stencil.box, regions, stencil.offsets, most)]
     region_widths, row_widths = ((bits | most) & -(bits | most) for bits in (region_bits, row_bits))
     parts: list[_Part] = []
     for of_regions in np.unique(region_widths).tolist():
         for of_rows in np.unique(row_widths).tolist():
             width = _widest(common | of_regions | of_rows, most)
-            body = _body(stencil.box, stencil.offsets[row_widths == of_rows], width)
-            parts.append(_Part(width, regions[region_widths == of_regions], body))
+            rows = stencil.offsets[row_widths == of_rows]
+            parts.append(_part(stencil.box, regions[region_widths == of_regions], rows, width))
     return parts
-
-
-def _kept(stencil: Stencil, key: str | int, make: Callable[[Stencil], _T]) -> _T:
-    """What was made of a stencil before, or is made of it now."""
-    found: _T | None = stencil.kept.get((_MINE, key))
-    if found is None:
-        found = stencil.kept[_MINE, key] = make(stencil)
-    return found
 
 
 def _common_bits(stencil: Stencil) -> int:
@@ -320,11 +266,6 @@ def _row_bits(stencil: Stencil) -> I64:
     """For each row an OR of its offsets, and of its length where that may differ."""
     found = _bits(stencil.offsets, stencil.box.elements)
     return found | stencil.offsets[:, 2] * stencil.box.run if stencil.box.token_in_run else found
-
-
-def _all_bits(stencil: Stencil) -> int:
-    """An OR of everything that decides how wide an access may be, but for the regions."""
-    return _common_bits(stencil) | int(np.bitwise_or.reduce(_row_bits(stencil)))
 
 
 def _bits(places: I64, elements: Elements) -> I64:
@@ -354,44 +295,40 @@ def _axes(box: Box, width: int, tokens: int) -> list[tuple[int, int, int, bool]]
     return axes if axes and run[0] == 1 else [run, *axes]
 
 
-def _body(box: Box, offsets: I64, width: int) -> _Body:
-    """Rows and axes."""
+def _part(box: Box, regions: I64, offsets: I64, width: int) -> _Part:
+    """Of these rows, by their offsets."""
     axes = _axes(box, width, int(offsets[:, 2].max()))
     size = 1
     numbers: list[int] = []
     for count, src, dst, cut in axes:
         size *= count
         numbers += [count, *divisor(count), src, dst, int(cut)]
-    words = np.concatenate([offsets.ravel(), np.asarray(numbers, np.int64)])
+    body = np.concatenate([offsets.ravel(), np.asarray(numbers, np.int64)])
     if box.token_in_run:
-        counts = words[2 : offsets.size : 3]
+        counts = body[2 : offsets.size : 3]
         counts *= box.run
         counts //= width
-    return _Body(words, len(offsets), len(axes), size, divisor(size), divisor(len(offsets)))
+    return _Part(width, regions, body, len(offsets), len(axes), size)
 
 
-def _framed(parts: list[_Part], variant: Variant) -> _Frame:
-    """Headers, rows and axes of one launch."""
+def _packed(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
+    """Headers, regions, rows and axes of one launch, and its tiles."""
     head: list[int] = []
     words: list[I64] = []
-    places: list[slice] = []
     at = len(parts) * HEADER_WORDS
     before = 0
     for number, part in enumerate(parts):
-        body, regions = part.body, part.regions
-        items = len(regions) * body.rows
-        tiles = -(-items * body.size // variant.tile)
-        _check(body.size, items, before + tiles, variant)
+        items = len(part.regions) * part.rows
+        tiles = -(-items * part.size // variant.tile)
+        _check(part.size, items, before + tiles, variant)
         first = at - number * HEADER_WORDS
-        rows = first + regions.size
-        where = (first, rows, rows + 3 * body.rows, body.axes)
-        head += [tiles, before, body.size, *body.sized, items, body.rows, *body.counted, *where]
-        words += [np.zeros(regions.size, np.int64), body.words]
-        places.append(slice(at, at + regions.size))
-        at += regions.size + len(body.words)
+        rows = first + part.regions.size
+        where = (first, rows, rows + 3 * part.rows, part.axes)
+        head += [tiles, before, part.size, *divisor(part.size), items, part.rows, *divisor(part.rows), *where]
+        words += [part.regions.ravel(), part.body]
+        at += part.regions.size + len(part.body)
         before += tiles
-    launch = Launch(variant, 0, len(parts), before)
-    return _Frame(np.concatenate([np.asarray(head, np.int64), *words]), places, launch)
+    return np.concatenate([np.asarray(head, np.int64), *words]), before
 
 
 def _check(size: int, items: int, tiles: int, variant: Variant) -> None:

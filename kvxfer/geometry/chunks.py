@@ -256,24 +256,17 @@ class ChunkPart:
         key, folded = self.slice.key, self.slice.in_place
         return Segment(folded.regions, Stencil(table, key.src_block, key.dst_block, folded.box), folded.factors)
 
-    def copied(self) -> Segment:
-        """From blocks to blocks."""
-        folded = self.slice.in_place
-        key = (self.slice.number, "copy")
-        stencil = self.rows.stencils.get(key)
-        if stencil is None:
-            stencil = self.rows.stencils[key] = self.in_place(self.rows.joined).stencil
-        return Segment(folded.regions, stencil, folded.factors)
-
     def gathered(self, staging: int) -> Segment:
-        """From blocks into staging from address `staging` on."""
-        stencil = self.rows.stencils.get((self.slice.number, "gather"))
-        return self._staged(self.slice.gathered, stencil or self._staging_stencil("gather"), 1, staging)
+        """From blocks into staging from address `staging` on, where row n is block n and begins there."""
+        of, table = self.slice, self.rows.table.copy()
+        table[:, 2], table[:, 3] = np.arange(len(table)), 0
+        return self._staged(of.gathered, Stencil(table, of.key.src_block, of.row_bytes, of.gathered.box), 1, staging)
 
     def scattered(self, staging: int) -> Segment:
-        """From staging from address `staging` on into blocks."""
-        stencil = self.rows.stencils.get((self.slice.number, "scatter"))
-        return self._staged(self.slice.scattered, stencil or self._staging_stencil("scatter"), 0, staging)
+        """From staging from address `staging` on into blocks; likewise."""
+        of, table = self.slice, self.rows.table.copy()
+        table[:, 0], table[:, 1] = np.arange(len(table)), 0
+        return self._staged(of.scattered, Stencil(table, of.row_bytes, of.key.dst_block, of.scattered.box), 0, staging)
 
     def blanks(self, staging: int) -> Iterator[Blank]:
         """What of its room from address `staging` on no segment writes, and whole rows where a part of them is."""
@@ -289,18 +282,6 @@ class ChunkPart:
         regions = folded.regions.copy()
         regions[:, side] += folded.number * (len(self.rows.table) * self.slice.row_bytes) + staging
         return Segment(regions, stencil, folded.factors)
-
-    def _staging_stencil(self, route: str) -> Stencil:
-        """What chunks of other layers have in common with this one; in staging, row n is block n and begins there."""
-        of, table = self.slice, self.rows.table.copy()
-        if route == "gather":
-            table[:, 2], table[:, 3] = np.arange(len(table)), 0
-            stencil = Stencil(table, of.key.src_block, of.row_bytes, of.gathered.box)
-        else:
-            table[:, 0], table[:, 1] = np.arange(len(table)), 0
-            stencil = Stencil(table, of.row_bytes, of.key.dst_block, of.scattered.box)
-        self.rows.stencils[of.number, route] = stencil
-        return stencil
 
 
 class ChunkPlan:
@@ -335,7 +316,7 @@ class ChunkPlan:
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
         if self._copy is None:
-            self._copy = CopyPlan(tuple(part.copied() for part in self.parts))
+            self._copy = CopyPlan(tuple(part.in_place(part.rows.joined) for part in self.parts))
         return self._copy
 
     def listed(self) -> Pieces:

@@ -6,11 +6,11 @@ each row adds to those before it: even where all rows are one piece, a stretch t
 may be cut by the token range, and stand for themselves.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,21 +172,17 @@ class Box:
 class Stencil:
     """What is copied in each of the regions of a segment: the same rows, from another base.
 
-    Chunks of a transfer that differ only in their layers share it, and what is made of it.
-
     Attributes:
         rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
         src_block: Bytes between blocks at the source.
         dst_block: Bytes between blocks at the destination.
         box: What one row copies.
-        kept: What executors have made of it, by a key of theirs.
     """
 
     rows: I64
     src_block: int
     dst_block: int
     box: Box
-    kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
 
     @lazy
     def tokens(self) -> int:

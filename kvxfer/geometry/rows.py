@@ -9,7 +9,7 @@ was not asked for.
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final, TypeAlias
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry, RowSide
-from kvxfer.geometry.copyplan import Stencil
 from kvxfer.names import MAX_ROWS, MAX_TOKENS, lazy
 
 __all__ = [
@@ -86,14 +85,12 @@ class Rows:
         begin: int64 (N,): global number of the first token row of each row, ascending; for state its last token.
         grid: Largest number of token rows that a row can have.
         unit: Tokens that a token row stands for.
-        stencils: Made of them so far, by the number of a class and by where it is copied from and to.
     """
 
     table: I64
     begin: I64
     grid: int
     unit: int = 1
-    stencils: dict[tuple[int, str], Stencil] = field(default_factory=dict[tuple[int, str], Stencil], init=False)
 
     def __len__(self) -> int:
         return len(self.table)

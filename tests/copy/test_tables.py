@@ -1,9 +1,5 @@
 """Packed tables: widths, divisions and bounds. What they mean to the kernel is tested with the kernel."""
 
-import gc
-import weakref
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows, head_split, random_plan
@@ -60,59 +56,6 @@ def test_tables_are_small():
     plan = head_split(0, 0, rows=512, regions=64, pool=512)
     assert plan.bytes == 256 << 20
     assert pack(plan).words.nbytes < 20 << 10
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), regions=st.integers(1, 4), shift=st.sampled_from([1, 2, 4, 8, 16, 48, 1 << 21]))
-def test_chunks_of_one_stencil_have_the_tables_that_they_would_have_alone(seed, regions, shift):
-    """Chunks of other layers, of fewer layers, and on places that allow no wide access."""
-    plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
-    chunks = [plan]
-    for moved in (0, 1 << 16, shift):
-        segments = [replace(segment, regions=segment.regions[:regions] + moved) for segment in plan.segments]
-        chunks.append(CopyPlan(tuple(segments)))
-    for chunk in [*chunks, *chunks]:
-        alone = CopyPlan(tuple(replace(segment, stencil=replace(segment.stencil)) for segment in chunk.segments))
-        shared, expected = pack(chunk), pack(alone)
-        np.testing.assert_array_equal(shared.words, expected.words)
-        assert (shared.launches, shared.nbytes) == (expected.launches, expected.nbytes)
-
-
-def bodies(plan):
-    kept = [one for segment in plan.segments for one in segment.stencil.kept.values()]
-    return [one for one in kept if isinstance(one, tables._Body)]
-
-
-@pytest.mark.parametrize("segments", [1, 2])
-def test_tables_are_gone_with_their_plan(segments):
-    """Nobody need look for cycles: an engine may have frozen its objects, or collect seldom."""
-    made = [
-        contiguous_rows(0, 1 << 40, rows=64, regions=4, row_bytes=4096, pool=128).segments[0] for _ in range(segments)
-    ]
-    plan = CopyPlan(tuple(made))
-    pack(plan)
-    kept = [weakref.ref(body.words) for body in bodies(plan)]
-    assert len(kept) == segments
-    gc.disable()
-    try:
-        del plan, made
-        assert [words() for words in kept] == [None] * segments
-    finally:
-        gc.enable()
-
-
-def test_what_is_made_anew_for_every_chunk_is_not_kept():
-    aligned, odd = (
-        contiguous_rows(0, 1 << 40, rows=64, regions=4, row_bytes=4096, pool=128).segments[0] for _ in range(2)
-    )
-    regions = odd.regions.copy()
-    regions[0, 0] += 4  # one of them allows no access of 16 bytes
-    plan = CopyPlan((aligned, replace(odd, regions=regions)))
-    first = pack(plan).words.copy()
-    frames = [body.frames for body in bodies(plan)]
-    for _ in range(8):
-        assert np.array_equal(pack(plan).words, first)
-    assert sum(map(len, frames)) <= 1
 
 
 def test_rows_too_long_for_31_bits_are_refused_by_name():

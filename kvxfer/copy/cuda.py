@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.sums import SumTables, sum_variants
-from kvxfer.copy.tables import SPARE_WORDS, variants
+from kvxfer.copy.tables import SPARE_WORDS, SumTables, pack_sums, sum_variants, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
 from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
@@ -107,14 +106,17 @@ class Gpu:
         for variant in sorted(sum_variants(plans), reverse=True):
             self.kernel.compile_sums(variant)
 
-    def prepare(self, batch: "Batch", sums: SumTables | None, lane: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def prepare(
+        self, batch: "Batch", plan: SumPlan | None, lane: int
+    ) -> tuple[SumTables | None, tuple[torch.Tensor, torch.Tensor] | None]:
         """See to all that launching copies, and sums behind the only one, needs and takes a while: in a worker thread.
 
         Returns:
-            Memory for their tables, pinned and on the device, if they are larger than a ring.
+            Tables of the sums; memory for those of all, pinned and on the device, if they are larger than a ring.
         """
         for variant in batch.needed():
             self.kernel.compile(variant)
+        sums = None if plan is None else pack_sums(plan)
         more = 0 if sums is None else len(sums.words)
         for one in () if sums is None else sums.launches:
             self.kernel.compile_sums(one.variant)
@@ -123,7 +125,7 @@ class Gpu:
             if self.arrival is Arrival.UNKNOWN:
                 _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
         words = sum([size + more + SPARE_WORDS + 1 for size in batch.words if size + more > self.limits[0]])
-        return self._room(words, lane) if words else None
+        return sums, self._room(words, lane) if words else None
 
     def add_sums(self, record: I64, batch: "Batch", sums: SumTables, kept: list[Any]) -> I64:
         """Have what a record copies, the only one of a batch, added up behind it; returns where the results will be.

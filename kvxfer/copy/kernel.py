@@ -22,8 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.sums import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, Variant
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant, Variant
 from kvxfer.errors import MissingExtraError
 
 __all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
@@ -280,7 +279,7 @@ def touch_gate(gate, raised, found):
 
 @triton.jit
 def _mix(word):
-    """As `kvxfer.geometry.sums.mix`; words are uint64."""
+    """As `kvxfer.geometry.chunks.mix`; words are uint64."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)

@@ -22,7 +22,7 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import records
 from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
-from kvxfer.copy.sums import SumTables, pack_sums
-from kvxfer.copy.tables import Tables
+from kvxfer.copy.tables import SumTables, Tables
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
@@ -673,20 +672,14 @@ class Mover:
         else:
             self._behind[owner] = deque()
 
-    async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu | None", met: "asyncio.Future[Any] | None") -> None:
-        job, batch = copy.job, copy.batch
-
-        def make() -> None:
-            if job.sums is not None:
-                copy.sums = pack_sums(job.sums)
-            if gpu is not None and batch is not None:
-                copy.room = gpu.prepare(batch, copy.sums, copy.lane)
-
+    async def _prepare_off_loop(self, copy: Copy, batch: "Batch", met: "asyncio.Future[Any] | None") -> None:
+        job, gpu = copy.job, self._gpu
         try:
             if met is not None:
                 await asyncio.shield(met)
             if gpu is not None:
-                await self._runtime.in_thread(make)
+                prepare = partial(gpu.prepare, batch, job.sums, copy.lane)
+                copy.sums, copy.room = await self._runtime.in_thread(prepare)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             self._fail(copy, _error("a copy could not be prepared", error))
         else:
@@ -761,7 +754,7 @@ class Mover:
                 elif gpu is not None and sums is not None:
                     copy.found = gpu.add_sums(copy.records[0], batch, sums, kept)
                 return True
-        preparing = self._prepare_off_loop(copy, gpu, met)
+        preparing = self._prepare_off_loop(copy, batch, met)
         (copy.flow or copy).kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
         return False
 

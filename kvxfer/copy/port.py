@@ -14,12 +14,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvxfer.copy.tables import Tables
 from kvxfer.errors import FabricError, KvxferError
-from kvxfer.geometry.chunks import SumPlan
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
+    from kvxfer.copy.tables import Tables
     from kvxfer.copy.template import Batch
+    from kvxfer.geometry.chunks import SumPlan
 
 __all__ = [
     "NO_PIECES",
@@ -313,5 +313,5 @@ class CopyJob(Struct, frozen=True, eq=False):
     gate: Gate | None = None
     nbytes: int = 0
     owner: Hashable = None
-    sums: SumPlan | None = None
+    sums: "SumPlan | None" = None
     post: Post | None = None

@@ -5,19 +5,18 @@
     resolve     who sends what, and what two ranks have in common       (intersect.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py)
-    check       whether what arrived is what was sent                   (sums.py)
+    check       whether what arrived is what was sent                   (chunks.py)
 
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
-from kvxfer.geometry.chunks import ChunkGrid, ChunkPlan, SumPlan
+from kvxfer.geometry.chunks import ChunkGrid, ChunkPlan, Damage, SumPlan, damage, selected
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, sample
 from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 from kvxfer.geometry.spec import LAYOUTS, Elements, Interleave, TensorSpec, expand_layout
-from kvxfer.geometry.sums import Damage, damage, selected
 
 __all__ = [
     "LAYOUTS",

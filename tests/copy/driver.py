@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from kvxfer.copy import cuda, records
-from kvxfer.copy.sums import SumVariant, sum_variants
-from kvxfer.copy.tables import SPARE_WORDS, Launch, Tables, Variant, parts_of, variants
+from kvxfer.copy.tables import SPARE_WORDS, Launch, SumVariant, Tables, Variant, parts_of, sum_variants, variants
 from kvxfer.copy.walk import copy_parts
 from kvxfer.errors import TransferFailedError
 

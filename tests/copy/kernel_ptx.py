@@ -8,8 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
 from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_constants, sum_items
-from kvxfer.copy.sums import SumVariant
-from kvxfer.copy.tables import Variant
+from kvxfer.copy.tables import SumVariant, Variant
 from kvxfer.geometry.spec import Elements
 
 MORE = os.environ.get("KERNEL") == "all"

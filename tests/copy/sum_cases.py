@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import kernel
-from kvxfer.copy.sums import pack_sums, sum_variants
+from kvxfer.copy.tables import pack_sums, sum_variants
 from kvxfer.copy.walk import total
 from kvxfer.geometry import SumPlan
 

@@ -26,7 +26,7 @@ from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES
 from kvxfer.geometry.plan import PairPlan, TransferPlan
-from kvxfer.geometry.rows import BlockLists, row_grid
+from kvxfer.geometry.rows import BlockLists
 from kvxfer.geometry.spec import BYTES, Elements
 from kvxfer.names import lazy
 
@@ -334,7 +334,7 @@ class Template:
             return None
         if any(np.abs(found).max() > _LARGEST for one in shapes.values() for found in (one.regions, *common)):
             return None
-        tokens = tuple(src.grid and src.tokens_per_row * row_grid(src, dst) for _, src, dst in meetings)
+        tokens = tuple(src.grid and src.tokens_per_row * src.common(dst) for _, src, dst in meetings)
         padded = any(src.null_block is not None for _, src, _ in meetings)
         return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, shapes)
 
@@ -365,7 +365,7 @@ class Template:
 def _meeting_words(group: int, src: RowSide, dst: RowSide) -> list[int]:
     null = binding.PADDING if src.null_block is None else src.null_block
     sides = ([at.block_tokens, at.block_ratio, at.tokens_per_row, at.rank, at.of, at.chunk] for at in (src, dst))
-    return [group, row_grid(src, dst), null, *chain.from_iterable(sides)]
+    return [group, src.common(dst), null, *chain.from_iterable(sides)]
 
 
 def _limits(geometry: CacheGeometry, group: str) -> list[int]:

@@ -364,6 +364,10 @@ class RowSide:
         """Rows never cross a multiple of this many token rows."""
         return gcd(self.block_tokens, self.chunk) if self.of > 1 else self.block_tokens
 
+    def common(self, other: "RowSide") -> int:
+        """Token rows of a sub-block of both sides; 1 for state."""
+        return gcd(self.grid, other.grid) or 1
+
     def holds(self, tokens: I64) -> NDArray[np.bool_]:
         """Which of these tokens are on this rank."""
         if self.of == 1:

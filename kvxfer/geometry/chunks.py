@@ -7,17 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Blank, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, fold
-from kvxfer.geometry.intersect import KV_ORDER, SegmentKey
-from kvxfer.geometry.rows import Rows, row_grid
-from kvxfer.geometry.spec import Elements
+from kvxfer.geometry.spec import KV_ORDER, Elements
 from kvxfer.names import MAX_SUMS, lazy
+
+if TYPE_CHECKING:  # a chunk is made of these, and makes none
+    from kvxfer.geometry.intersect import SegmentKey
+    from kvxfer.geometry.rows import Rows
 
 __all__ = [
     "MOST_BLANKS",
@@ -179,7 +181,7 @@ class Slice:
     """
 
     number: int
-    key: SegmentKey
+    key: "SegmentKey"
     bases: I64
     factors: F32
     places: I64
@@ -192,7 +194,7 @@ class Slice:
     @lazy
     def row_bytes(self) -> int:
         """Of a row in staging, where it is head, token, dim in C order and a full sub-block."""
-        return self.token_bytes * row_grid(self.key.src_rows, self.key.dst_rows)
+        return self.token_bytes * self.key.grid
 
     @lazy
     def in_place(self) -> _Folded:
@@ -223,7 +225,7 @@ class Slice:
         """The box axes with one side replaced by staging."""
         axes: list[BoxAxis] = []
         stride = self.key.item_bytes
-        for own, gap in ((self.key.dims, row_grid(self.key.src_rows, self.key.dst_rows)), (self.key.heads, 1)):
+        for own, gap in ((self.key.dims, self.key.grid), (self.key.heads, 1)):
             for axis in reversed(own):
                 strides = (axis.src, stride) if side else (stride, axis.dst)
                 axes.append(BoxAxis(axis.count, *strides))
@@ -254,7 +256,7 @@ class ChunkPart:
     """
 
     slice: Slice
-    rows: Rows
+    rows: "Rows"
 
     @property
     def staged_bytes(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, product
 from math import gcd, prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError, MismatchError
 from kvxfer.geometry.cache import CacheGeometry, Place, RowSide
 from kvxfer.geometry.copyplan import BoxAxis, Patch, axis_offsets, patches
-from kvxfer.geometry.spec import Elements, Factor, Interleave, TensorSpec
+from kvxfer.geometry.spec import KV_ORDER, Elements, Factor, Interleave, TensorSpec
 from kvxfer.names import CONVERTIBLE, convertible
 
 __all__ = [
-    "KV_ORDER",
     "Difference",
     "SegmentClass",
     "SegmentKey",
@@ -348,9 +347,6 @@ _Cut: TypeAlias = tuple[list[_Region], int, int, int, int, float, float]
 """Where regions of a class are collected; first head, first dim, how far they begin behind the bases of the two
 tensors, and the two numbers of a conversion."""
 
-KV_ORDER: Final = ("", "k", "v")
-"""Halves in the order of regions."""
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentKey:
@@ -370,6 +366,11 @@ class SegmentKey:
     dst_block: int
     src_rows: RowSide
     dst_rows: RowSide
+
+    @property
+    def grid(self) -> int:
+        """Token rows of a full row."""
+        return self.src_rows.common(self.dst_rows)
 
     @property
     def item_bytes(self) -> int:

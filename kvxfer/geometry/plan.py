@@ -23,7 +23,7 @@ from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import ChunkGrid, ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, sample
 from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
-from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
+from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet
 from kvxfer.names import MAX_TOKENS, lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
@@ -281,7 +281,7 @@ class PairPlan:
     @lazy
     def row_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
-        return lcm(*(row_grid(c.key.src_rows, c.key.dst_rows) * c.key.src_rows.tokens_per_row for c in self.classes))
+        return lcm(*(c.key.grid * c.key.src_rows.tokens_per_row for c in self.classes))
 
     @lazy
     def _layer_kinds(self) -> Mapping["_LayerKind", int]:
@@ -290,7 +290,7 @@ class PairPlan:
         fixed: Counter[int] = Counter()
         for c in self.classes:
             src, dst, size = c.key.src_rows, c.key.dst_rows, c.key.token_bytes
-            filling = STAGING_ALIGNMENT if row_grid(src, dst) * size % STAGING_ALIGNMENT else 0
+            filling = STAGING_ALIGNMENT if src.common(dst) * size % STAGING_ALIGNMENT else 0
             regions_of: Counter[int] = Counter(c.layers.tolist())
             for layer, regions in regions_of.items():
                 fixed[layer] += filling + (regions * size * src.block_ratio if src.is_state else 0)
@@ -486,7 +486,7 @@ def _two_rows(slices: Iterable[Slice]) -> ChunkPlan:
     """Two full rows of each, in the first blocks."""
     parts: list[ChunkPart] = []
     for one in slices:
-        key, grid = one.key, row_grid(one.key.src_rows, one.key.dst_rows)
+        key, grid = one.key, one.key.grid
         table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
         rows = Rows(table, np.asarray([0, grid], np.int64), grid, key.src_rows.tokens_per_row)
         parts.append(ChunkPart(one, rows))

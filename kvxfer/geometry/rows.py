@@ -10,7 +10,6 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -30,7 +29,6 @@ __all__ = [
     "check_tokens",
     "meet",
     "normalise_blocks",
-    "row_grid",
 ]
 
 _MAX_ID: Final = (1 << 63) - 1
@@ -270,11 +268,6 @@ def _repeats(ids: I64, limit: int) -> bool:
     return int(np.count_nonzero(seen)) < len(ids)
 
 
-def row_grid(src: RowSide, dst: RowSide) -> int:
-    """Token rows of a common sub-block; 1 for state."""
-    return gcd(src.grid, dst.grid) or 1
-
-
 def meet(
     group: str,
     src: RowSide,
@@ -301,7 +294,7 @@ def meet(
         BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
         TokensError: If the range is cut into too many rows.
     """
-    unit, grid = src.tokens_per_row, row_grid(src, dst)
+    unit, grid = src.tokens_per_row, src.common(dst)
     due = tokens.stop if covered is None else min(covered, tokens.stop)
     if src.is_state:
         s_ids, d_ids = (side.kernel_blocks(np.asarray(s.ids)) for side, s in ((src, src_span), (dst, dst_span)))

@@ -20,6 +20,7 @@ __all__ = [
     "AXIS_NAMES",
     "BYTES",
     "EVERY_TOKEN",
+    "KV_ORDER",
     "LAYOUTS",
     "Axis",
     "Elements",
@@ -45,6 +46,8 @@ __all__ = [
 
 AXIS_NAMES: Final = ("block", "layer", "kv", "head", "token", "dim")
 """Every axis that a cache tensor may have. `block` is always there."""
+KV_ORDER: Final = ("", "k", "v")
+"""Halves in the order in which a chunk has them: neither, K, V."""
 
 _TERM: Final = re.compile(r"([a-z]+)(?:([/%])([1-9][0-9]*))?")
 _NEVER_SPLIT: Final = frozenset({"block", "token", "layer", "kv"})

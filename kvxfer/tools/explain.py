@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BoxAxis
-from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
+from kvxfer.geometry.intersect import SegmentClass, SegmentKey
 from kvxfer.geometry.plan import PairPlan, TransferPlan
-from kvxfer.geometry.rows import Rows, row_grid
-from kvxfer.geometry.spec import TensorSpec
+from kvxfer.geometry.rows import Rows
+from kvxfer.geometry.spec import KV_ORDER, TensorSpec
 
 __all__ = [
     "COLUMNS",
@@ -400,8 +400,7 @@ def _frames(key: SegmentKey, met: Rows | None) -> tuple[tuple[object, ...], tupl
 
 def within(key: SegmentKey) -> tuple[bool, bool]:
     """Whether several full rows lie in one block, on either side."""
-    grid = row_grid(key.src_rows, key.dst_rows)
-    src, dst = (not rows.is_state and rows.block_tokens > grid for rows in (key.src_rows, key.dst_rows))
+    src, dst = (not rows.is_state and rows.block_tokens > key.grid for rows in (key.src_rows, key.dst_rows))
     return src, dst
 
 
@@ -419,7 +418,7 @@ def _axes(key: SegmentKey) -> tuple[Axis, ...]:
     """The axes of one region of a class."""
     axes = [Axis("dim", axis.count, axis.src, axis.dst) for axis in key.dims]
     axes += [Axis("head", axis.count, axis.src, axis.dst) for axis in key.heads]
-    axes.append(Axis("token", row_grid(key.src_rows, key.dst_rows), key.src_token, key.dst_token))
+    axes.append(Axis("token", key.grid, key.src_token, key.dst_token))
     return tuple(axis for axis in axes if axis.count > 1)
 
 
@@ -677,7 +676,7 @@ class _Ending:
             family.stretch,
             family.run,
             len(family.regions) * prod(axis.count for axis in family.axes),
-            row_grid(key.src_rows, key.dst_rows),
+            key.grid,
             self._limits((*family.axes, *self._region_axes()), list(self._neighbours(others))),
         )
 
@@ -719,7 +718,7 @@ class _Ending:
     def _block(self) -> tuple[Axis, Side]:
         """From one full row to the next, and on which sides that is another block."""
         key, inside = self.family.key, within(self.family.key)
-        grid = row_grid(key.src_rows, key.dst_rows)
+        grid = key.grid
         src = grid * key.src_token if inside[0] else key.src_block
         dst = grid * key.dst_token if inside[1] else key.dst_block
         side = Side.BOTH if inside[0] == inside[1] else Side.DESTINATION if inside[0] else Side.SOURCE

@@ -24,7 +24,7 @@ from kvxfer.geometry import (
 )
 from kvxfer.geometry.chunks import ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.rows import Meeting, Rows, row_grid
+from kvxfer.geometry.rows import Meeting, Rows
 
 CANARY = -(1 << 62)
 GUARD = 64
@@ -240,7 +240,7 @@ def scattered(pair: PairPlan, count: int) -> ChunkPlan:
     rows: dict[Meeting, Rows] = {}
     ids = Random(0).sample(range(1 << 30), 2 * count * len(pair.classes))
     for number, key in enumerate(c.key for c in pair.classes):
-        grid = row_grid(key.src_rows, key.dst_rows)
+        grid = key.grid
         begin = np.arange(count) * grid
         table = np.empty((count, 5), np.int64)
         table[:, [0, 2]] = np.reshape(ids[2 * count * number :][: 2 * count], (count, 2))

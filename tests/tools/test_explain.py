@@ -14,7 +14,6 @@ from worlds import make_world
 
 from kvxfer.geometry import CacheGeometry, CacheTensor, Interleave, PairPlan, Selection, Span, resolve
 from kvxfer.geometry.intersect import SegmentClass
-from kvxfer.geometry.rows import row_grid
 from kvxfer.tools.engine import from_hf_config
 from kvxfer.tools.explain import Cause, Explanation, Run, Side, Step, explain, explain_classes
 
@@ -28,7 +27,7 @@ def row_axes(c: SegmentClass) -> list[tuple[str, int, int, int]]:
     """(name, count, source stride, destination stride) of what one full row copies in one region."""
     key = c.key
     axes = [("dim", a.count, a.src, a.dst) for a in key.dims] + [("head", a.count, a.src, a.dst) for a in key.heads]
-    return [*axes, ("token", row_grid(key.src_rows, key.dst_rows), key.src_token, key.dst_token)]
+    return [*axes, ("token", key.grid, key.src_token, key.dst_token)]
 
 
 def elements(axes: list[tuple[str, int, int, int]], bases: list[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -189,7 +188,7 @@ def mended(c: SegmentClass, name: str, limit) -> tuple[list[tuple[str, int, int,
 def test_where_block_ids_alone_end_a_run_the_next_block_continues_it(drawn):
     counted = 0
     for seed, _, c, runs, _ in drawn:
-        key, grid = c.key, row_grid(c.key.src_rows, c.key.dst_rows)
+        key, grid = c.key, c.key.grid
         for run in runs:
             for limit in run.limits:
                 if limit.cause is Cause.BLOCK_IDS:

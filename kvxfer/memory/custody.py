@@ -115,10 +115,17 @@ class Custody:
         """
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
-        written = {group: np.array(ids, np.int64) for group, ids in blocks.items()}
-        for group, ids in written.items():
+        held = {group: np.array(ids, np.int64) for group, ids in blocks.items()}
+        for group, ids in held.items():
             self._check(group, ids)
-        self._write(holder, written)
+        done: list[str] = []
+        for group, ids in held.items():
+            if not self._groups[group].write(ids):
+                for other in done:
+                    self._groups[other].marks[held[other]] = 0
+                raise _repeated_error(group, ids.tolist())
+            done.append(group)
+        self._entries[holder] = _Entry(held)
 
     def release(self, holder: str) -> None:
         """The fetch `holder` is over and no peer will write its blocks any more. Exactly once.
@@ -130,26 +137,15 @@ class Custody:
             raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
         self._drop(holder)
 
-    def doubt(self, holder: str, blocks: Blocks | None = None) -> None:
-        """A silent peer may still write blocks that the fetch `holder` holds: refuse them until `settle`.
-
-        Args:
-            holder: The fetch.
-            blocks: Those of its blocks that are in doubt; its other blocks are released. None: all of them.
+    def doubt(self, holder: str) -> None:
+        """A silent peer may still write the blocks that the fetch `holder` holds: refuse them until `settle`.
 
         Raises:
-            InvariantError: `holder` holds nothing, its blocks are in doubt already, or `blocks` are not all its own.
+            InvariantError: `holder` holds nothing, or its blocks are in doubt already.
         """
         entry = self._entry(holder)
         if entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt already")
-        if blocks is not None:
-            kept = {group: _distinct(ids) for group, ids in blocks.items() if len(ids)}
-            for group, ids in kept.items():
-                if foreign := set(ids.tolist()) - set(entry.blocks.get(group, np.zeros(0)).tolist()):
-                    raise InvariantError(f"{holder} does not hold block {min(foreign)} of group {group!r}")
-            self._drop(holder)
-            entry = self._write(holder, kept)
         entry.in_doubt = True
 
     def doubt_reads(self, holder: str, blocks: Blocks) -> None:
@@ -162,7 +158,7 @@ class Custody:
         """
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
-        taken = {group: _distinct(ids) for group, ids in blocks.items()}
+        taken = {group: np.unique(np.asarray(ids, np.int64)) for group, ids in blocks.items()}
         for group, ids in taken.items():
             readers = self._books(group, ids).readers
             for block in ids.tolist():
@@ -211,18 +207,6 @@ class Custody:
         if len(ids) and (at := books.taken(ids)) is not None:
             raise self._clash_error(group, at, int(ids[at]), books)
 
-    def _write(self, holder: str, blocks: dict[str, I64]) -> _Entry:
-        """Note what `holder` writes, which was checked: all of it, or nothing."""
-        done: list[str] = []
-        for group, ids in blocks.items():
-            if not self._groups[group].write(ids):
-                for other in done:
-                    self._groups[other].marks[blocks[other]] = 0
-                raise _repeated_error(group, ids.tolist())
-            done.append(group)
-        entry = self._entries[holder] = _Entry(blocks)
-        return entry
-
     def _drop(self, holder: str) -> None:
         """Forget every block of `holder`."""
         entry = self._entries.pop(holder)
@@ -254,11 +238,6 @@ class Custody:
             for name, entry in self._entries.items()
             if not entry.reads and group in entry.blocks and (entry.blocks[group] == block).any()
         )
-
-
-def _distinct(ids: Sequence[int] | I64) -> I64:
-    """Each id once, in the order in which they first come."""
-    return np.fromiter(dict.fromkeys(np.asarray(ids, np.int64).tolist()), np.int64)
 
 
 def _repeated_error(group: str, ids: Sequence[int]) -> BlocksError:

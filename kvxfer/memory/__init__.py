@@ -19,7 +19,7 @@ from kvxfer.memory.arena import (
     ShareSnapshot,
 )
 from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
-from kvxfer.memory.device import Backing, Kind, allocate, peek
+from kvxfer.memory.device import Backing, Kind, allocate
 
 __all__ = [
     "ALIGNMENT",
@@ -40,5 +40,4 @@ __all__ = [
     "Share",
     "ShareSnapshot",
     "allocate",
-    "peek",
 ]

@@ -31,7 +31,6 @@ __all__ = [
     "lay_out",
     "load",
     "pci_bus_id",
-    "peek",
     "upload",
 ]
 
@@ -302,27 +301,6 @@ class Backing:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Backing {self.kind} device={self.device} address={self.address:#x} length={self.length} {state}>"
-
-
-def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
-    """What lies in memory (`"DRAM"` or `"VRAM"`) now, off the loop: a GPU's is fetched, past whatever runs there."""
-    if kind == "DRAM":
-        return ctypes.string_at(address, nbytes)
-    cuda = load("runtime", "copying from a GPU")
-    data = ctypes.create_string_buffer(nbytes)
-
-    def copy() -> None:
-        call(cuda, "cudaSetDevice", device)
-        stream = call(cuda, "cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
-        try:
-            way = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-            call(cuda, "cudaMemcpyAsync", ctypes.addressof(data), address, nbytes, way, stream)
-            call(cuda, "cudaStreamSynchronize", stream)
-        finally:
-            call(cuda, "cudaStreamDestroy", stream)
-
-    in_thread(copy)
-    return data.raw
 
 
 def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:

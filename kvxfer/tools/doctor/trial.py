@@ -19,7 +19,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.mapped import Export, export, open_window
 from kvxfer.mapped.cpu import shared_empty
 from kvxfer.mapped.window import OpenFiles, files_of
-from kvxfer.memory import allocate, peek
+from kvxfer.memory import allocate
 from kvxfer.memory.device import call, in_thread, load
 from kvxfer.tools.bench.device import index_of
 from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn
@@ -221,7 +221,16 @@ def _offer_gpu(index: int, *, plain: bool) -> Generator[_Offered, None, None]:
         stack.callback(files.close)
         found = export("cuda", index, [range(address, address + _GPU_BYTES)], files)
         told = ([astuple(one) for one in found], address)
-        yield told, lambda: peek("VRAM", index, address, _GPU_BYTES) == bytes([_MARK]) * _GPU_BYTES
+        yield told, lambda: in_thread(lambda: _is_written(index, address))
+
+
+def _is_written(index: int, address: int) -> bool:
+    """Whether the other process has written to memory of a GPU."""
+    runtime, found = load("runtime", "copying from a GPU"), ctypes.create_string_buffer(_GPU_BYTES)
+    call(runtime, "cudaSetDevice", index)
+    way = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+    call(runtime, "cudaMemcpy", ctypes.addressof(found), address, _GPU_BYTES, way)
+    return found.raw == bytes([_MARK]) * _GPU_BYTES
 
 
 def _take_gpu(name: str, index: int, told: Any) -> Finding:

@@ -27,7 +27,6 @@ __all__ = [
     "Factor",
     "Interleave",
     "TensorSpec",
-    "across_layers",
     "bind_axes",
     "bind_layout",
     "check_scale",
@@ -202,13 +201,6 @@ def bind_layout(
         text = " ".join(term for term in text.split() if term != "layer")
     half = sizes[-1] // 2
     return text, (*sizes[:-1], 2, half), (*steps[:-1], half * steps[-1], steps[-1])
-
-
-def across_layers(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The same inside of a block, with all layers of a block next to each other and K and V of each layer together."""
-    inside = tuple(axis for axis in axes if axis.name not in {"block", "layer"})
-    kv = () if any(axis.name == "kv" for axis in inside) else (Axis("kv"),)
-    return (Axis("block"), Axis("layer"), *kv, *inside)
 
 
 # --- scales

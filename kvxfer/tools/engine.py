@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.rows import Span
-from kvxfer.geometry.spec import Axis, Interleave, TensorSpec, across_layers, expand_layout, parse_axes
+from kvxfer.geometry.spec import Axis, Interleave, TensorSpec, expand_layout, parse_axes
 from kvxfer.names import MAX_LAYERS, MAX_TOKENS, MAX_WIDTH, MAX_WORLD, lazy
 
 __all__ = [
@@ -540,7 +540,12 @@ class EngineLayout:
     def axes(self) -> tuple[Axis, ...]:
         """Axes of an attention cache, outermost first."""
         given = parse_axes(expand_layout(self.layout))
-        return across_layers(given) if self.cross_layer else given
+        if not self.cross_layer:
+            return given
+        # the same inside of a block, with all layers of a block next to each other and K and V of each layer together
+        inside = tuple(axis for axis in given if axis.name not in {"block", "layer"})
+        kv = () if any(axis.name == "kv" for axis in inside) else (Axis("kv"),)
+        return (Axis("block"), Axis("layer"), *kv, *inside)
 
     @property
     def axis_string(self) -> str:

@@ -5,7 +5,6 @@ import torch
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import LAYOUTS, CacheTensor, expand_layout
-from kvxfer.geometry.spec import across_layers, parse_axes
 
 VLLM = {"LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"}
 LETTERS = {"L": "layer", "B": "block", "N": "token", "H": "head", "C": "kv dim"}
@@ -56,17 +55,3 @@ def test_a_tensor_that_does_not_fit_the_name_is_refused(shape, words):
     with pytest.raises(GeometryError) as caught:
         CacheTensor(torch.zeros(shape), "LBNHC", layers=range(3), heads=range(2)).spec()
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("axes", "across"),
-    [
-        ("block token head dim", "block layer kv token head dim"),
-        ("kv block head token dim", "block layer kv head token dim"),
-        ("block kv token head dim", "block layer kv token head dim"),
-        ("layer block token head kv dim", "block layer token head kv dim"),
-        ("head block token dim", "block layer kv head token dim"),
-    ],
-)
-def test_across_layers_keeps_the_inside_of_a_block(axes, across):
-    assert " ".join(map(str, across_layers(parse_axes(axes)))) == across

@@ -265,3 +265,17 @@ def test_an_unknown_model_type_warns_a_python_user():
 def test_a_layout_is_a_value():
     assert EngineLayout(tp=2) == EngineLayout(tp=2, layout="NHD")
     assert EngineLayout(layout="HND", cross_layer=True).axis_string == "block layer kv head token dim"
+
+
+@pytest.mark.parametrize(
+    ("axes", "across"),
+    [
+        ("block token head dim", "block layer kv token head dim"),
+        ("kv block head token dim", "block layer kv head token dim"),
+        ("block kv token head dim", "block layer kv token head dim"),
+        ("layer block token head kv dim", "block layer token head kv dim"),
+        ("head block token dim", "block layer kv head token dim"),
+    ],
+)
+def test_across_layers_keeps_the_inside_of_a_block(axes, across):
+    assert EngineLayout(layout=axes, cross_layer=True).axis_string == across

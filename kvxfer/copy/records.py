@@ -118,7 +118,9 @@ FIXED, NOW = 8, 9  # whether the time is what NOW says (simulations), in ns
 SINCE, SPIN = 10, 11  # when anything last moved on; for how long nothing is slept for after that
 CONTEXT, GPU = 12, 13
 TIME, POLLED, LOCKED, ARGUMENTS, PARAMETERS = 14, 16, 17, 21, 29  # room for what C functions take
-TEAM: Final = 42  # what helpers share with the mover: see `kvxfer.copy.walk.TEAM_WORDS`
+# what threads that copy together share: parts that nobody has taken, parts that were copied, the list, whether there
+# will be no more, the semaphore on which helpers sleep, and `sem_wait`
+TEAM: Final = 42
 AGENT_AT, NOTICES_AT = 51, 52  # the transport's agent, 0 if there is none; where it puts notifications
 WANTED, BUSY = 53, 54  # who is about to call it elsewhere, or does; whether the machine does
 HALTED, ORDERLY, PATIENCE = 55, 56, 57  # post nothing; as of `Transport`; for how long nothing need move, in ns

@@ -29,15 +29,12 @@ from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, pack, part
 from kvxfer.geometry.chunks import ItemSums, SumPart, SumPlan, keys
 from kvxfer.geometry.copyplan import CopyPlan
 
-__all__ = ["TEAM_WORDS", "copy", "copy_part", "copy_parts", "help_out", "total"]
+__all__ = ["copy", "copy_part", "copy_parts", "help_out", "total"]
 
 PLAIN, FLOAT32, FLOAT16, BFLOAT16, E4M3 = (
     KINDS[name] for name in ("", "float32", "float16", "bfloat16", "float8_e4m3fn")
 )
 
-TEAM_WORDS: Final = 6
-"""Of threads that copy together: parts that nobody has taken, parts that were copied, the list, whether there will be
-no more, the semaphore on which helpers sleep, and `sem_wait`."""
 _AHEAD: Final = 4
 """Items by which their memory is asked for before they are copied."""
 _NEAR_BYTES: Final = 512
@@ -267,7 +264,7 @@ def copy_parts(parts: int, first: int, last: int) -> None:
 
 @compiled("void(int64)")
 def help_out(team: int) -> None:
-    """Copy parts of a team (TEAM_WORDS) whenever somebody wakes this thread, until there will be no more."""
+    """Copy parts of a team (`records.TEAM`) whenever somebody wakes this thread, until there will be no more."""
     while True:
         while call(load(team + 40), load(team + 32)) != 0:  # a signal came in between
             pass

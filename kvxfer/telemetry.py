@@ -349,12 +349,8 @@ class Ended(Struct, frozen=True, kw_only=True):
     """A transfer that is over.
 
     Attributes:
-        side: Which end of it this is.
         code: Kind of its failure; None if it succeeded.
-        stats: What it did.
-        report: What is known of its failure.
         transfer: Its name in the logs.
-        key: Its request.
         stages: When each stage that this side saw ran.
         trace: To which trace the decode rank says that it belongs; not checked.
     """

@@ -108,7 +108,6 @@ class Staging:
     Attributes:
         kind: Of the memory; None without an arena.
         refused: Kinds that were tried before and could not be had, with the reason.
-        arena: The books of both shares.
         sending: Where gathers put what is written to peers, as descriptors name it.
         receiving: Where peers write, as they see it.
         reachable: Registrations that peers are told of.
@@ -234,12 +233,7 @@ class Assembly:
 
     Attributes:
         tensors: The caller's cache tensors; this reference keeps them alive.
-        groups: Properties of their groups.
-        geometry: What they hold.
-        config: Settings.
         transport: Given by the caller, or None for NIXL.
-        runtime: Clock, randomness, threads.
-        staging: The arena's memory.
         exports: What of its memory peers may map.
         placement: Where threads run and pinned memory lies; chosen when the worker opens.
     """
@@ -703,15 +697,12 @@ class Service:
         own_loop: Whether the loop has a thread of its own.
 
     Attributes:
-        site: As given.
         prefill: What peers fetch here.
         decode: What is fetched from peers.
         peers: Links to prefill ranks.
         links: All that are open.
         greeting: Those whose handshake is not complete.
-        rebuilding: Makes the agent anew.
         listener: Where peers connect; None before `listen`.
-        frames_sent: As of the worker's metrics.
     """
 
     def __init__(self, site: Site, *, own_loop: bool) -> None:

@@ -113,8 +113,6 @@ class Copy(Struct, eq=False):
     """A copy that was asked for, until `job.done` is called.
 
     Attributes:
-        job: What was asked for.
-        lane: Its direction.
         waits: Events that have not happened yet, and need the interpreter.
         handles: Events that the machine asks.
         kept: What its record points to.
@@ -157,7 +155,6 @@ class Flow(Copy, eq=False):
     """Copies that follow one another.
 
     Attributes:
-        total: How many there will be.
         width: How many may be under way at once.
         allowed: How many may begin.
         progress: Called when more are done; `steps` of what it is given are, and its times are those of all of them.

@@ -263,7 +263,6 @@ class Post(Struct, frozen=True, eq=False):
     Attributes:
         peer: Name that `Fabric.connect` returned.
         operation: Write local pieces into remote ones, or read remote into local.
-        local: Pieces here.
         remote: Pieces there, piece by piece as long as the local ones.
         runs_on: Whether it goes on without the agent that has it under way, as a copy between GPUs of one host does.
         late: Called at most once after the job ended `IN_DOUBT`, when that is over for memory of this side: with True

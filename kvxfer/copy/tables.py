@@ -121,10 +121,7 @@ class Launch(Struct, frozen=True):
     """One launch of the kernel.
 
     Attributes:
-        variant: Which one.
         first: Where its first header is among the words.
-        headers: Number of headers.
-        tiles: Tiles to copy.
     """
 
     variant: Variant
@@ -139,8 +136,6 @@ class Tables(Struct, frozen=True, eq=False):
     Attributes:
         words: int64, to be put where the device can read it.
         launches: At most one for each variant; their order does not matter.
-        nbytes: Bytes that are written.
-        blanks: As of the plan.
         from_nic: Whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first.
     """
 
@@ -163,8 +158,6 @@ class _Part:
         width: Of an access, in elements.
         regions: As the kernel reads them.
         body: Rows, then axes, as it reads those.
-        rows: Number of rows.
-        axes: Number of axes.
         size: Words of the copy in an item.
     """
 

@@ -191,7 +191,6 @@ class _Shapes:
     Attributes:
         words: As `binding` reads them.
         regions: int64 (R, 2): bases, or on the side of staging what is added to a place there.
-        variants: What the kernel is compiled for.
         slack: Words of a chunk at most that are neither of regions nor of rows, where no class is split.
     """
 
@@ -287,13 +286,11 @@ class Template:
     """What all requests of a pair have in common.
 
     Attributes:
-        pair: The plan of the pair.
         names: Its groups.
         layers: Number of its layers.
         classes: Of each class, its meeting.
         row_tokens: Of each meeting, tokens of a row; 0 of state.
         padded: Whether a group has a null block at the source.
-        shapes: By kind.
     """
 
     pair: PairPlan
@@ -379,10 +376,8 @@ class Fitted(TransferPlan):
     """A plan of a request whose numbers and tables are made by compiled code; its rows only if somebody asks for them.
 
     Attributes:
-        template: Of its pair.
         lists: Its block lists, int64: as `binding` reads them, with what it has counted; ids of all groups at the
             source; likewise at the destination.
-        meeting_rows: Rows of each meeting.
     """
 
     template: Template

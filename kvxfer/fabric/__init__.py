@@ -27,8 +27,6 @@ class Memory:
     Attributes:
         kind: `"DRAM"` or `"VRAM"`.
         device: Index of the GPU; 0 for DRAM.
-        address: First byte.
-        nbytes: Length.
     """
 
     kind: str

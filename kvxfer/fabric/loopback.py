@@ -51,8 +51,6 @@ class LogEntry(NamedTuple):
         operation: What the initiator did.
         src: Agent that posted.
         dst: Agent whose memory was written or read.
-        address: First byte there.
-        length: Number of bytes.
     """
 
     operation: Operation
@@ -80,16 +78,13 @@ class PostedPart:
     """A posted part: the handle of this transport.
 
     Attributes:
-        src: Who posted it.
         dst: Name of the agent at the far end.
-        operation: Which way the bytes go.
         copies: What it still owes: (local address, remote address, bytes).
         keys: The registrations on both sides that must still be in force when bytes move.
         polls: Polls to answer with "not yet".
         due: When its bytes land, by the clock of `LoopbackNetwork.pace`.
         held: It waits for `LoopbackNetwork.release`.
         wedged: It never ends.
-        released: It was given back.
         error: What a poll raises.
         carried: What its copies carry, once they are read already.
         damage: Which of its bytes arrives with a bit flipped.

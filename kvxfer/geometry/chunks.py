@@ -49,8 +49,6 @@ class _Banded:
     """Cells of a grid with bands of several windows: see `ChunkGrid`.
 
     Attributes:
-        windows: How many there are.
-        runs: Runs of layers.
         band: Windows in a band.
         first: The number of the first window, counted from the first token of all.
     """
@@ -88,9 +86,7 @@ class ChunkGrid:
             is one window at the last token, to which state belongs.
         band: Windows in a band; bands begin at multiples of it, as windows do.
         first: The token at which the first window begins, if not before.
-        windows: Token windows.
         layer_runs: Runs of layers in each window.
-        chunks: How many there are.
         cells: By chunk, where it is in the table of windows (rows) and runs, counted row by row.
     """
 
@@ -155,11 +151,9 @@ class _Folded:
     """Regions with the box that a row copies in each.
 
     Attributes:
-        box: The box.
         regions: int64 (R, 2): addresses at the source and destination; in staging they count from the place of the
             first row that their region has there.
         number: int64 (R,): which region of the slice each belongs to.
-        factors: As of a segment.
     """
 
     box: Box
@@ -174,7 +168,6 @@ class Slice:
 
     Attributes:
         number: Which class of the pair.
-        key: Strides, extents and elements of the class.
         bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
         factors: float32 (R, 2): by what its elements are multiplied, and then divided.
         places: int64 (R, 4): layer, half, first head and first dim of each region.
@@ -310,9 +303,7 @@ class ChunkPlan:
         parts: What it takes of each class that takes part, in the order of staging.
 
     Attributes:
-        parts: As given.
         staged_bytes: Room that the chunk takes in staging: every row a full sub-block, segments aligned.
-        bytes: Bytes that it carries.
     """
 
     def __init__(self, parts: Sequence[ChunkPart]) -> None:

@@ -176,7 +176,6 @@ class Stencil:
         rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
         src_block: Bytes between blocks at the source.
         dst_block: Bytes between blocks at the destination.
-        box: What one row copies.
     """
 
     rows: I64
@@ -220,7 +219,6 @@ class Segment:
 
     Attributes:
         regions: int64 (R, 2): base address at the source and at the destination.
-        stencil: What is copied in each.
         factors: float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then
             divided; else None.
     """
@@ -353,7 +351,6 @@ class CopyPlan:
     """Segments to copy, in any order, and what comes before; no two segments write the same byte.
 
     Attributes:
-        segments: To copy.
         blanks: To zero before anything is copied.
     """
 

@@ -393,7 +393,6 @@ class SegmentClass:
     """One class of a pair: its key and its regions, ordered by (layer, kv, head, dim).
 
     Attributes:
-        key: Strides and extents.
         places: int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim.
         bases: int64 (R, 2): address of the region's first selected element in block 0, at the source and destination.
         factors: float32 (R, 2): by what elements are multiplied, and then divided; 1 where nothing is converted.

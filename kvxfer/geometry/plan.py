@@ -353,10 +353,6 @@ class TransferPlan:
     """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet.
 
     Attributes:
-        pair: The plan of the pair.
-        src_spans: Source blocks by group.
-        dst_spans: Destination blocks by group.
-        tokens: Token range.
         covered: Up to this token the source's blocks are known.
     """
 

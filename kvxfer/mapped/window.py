@@ -150,7 +150,6 @@ class Export:
         kind: `CPU`, `CUDA`, or `VMM` for pieces.
         device: Identity of the GPU; empty for CPU memory.
         address: First byte, as the owner addresses it.
-        length: Bytes.
         handle: What a peer needs to map it.
     """
 
@@ -167,7 +166,6 @@ class Window:
 
     Attributes:
         address: First byte, as the owner addresses it.
-        length: Bytes.
         local: First byte, as this process addresses it.
         close: Unmaps it. Nobody may use its addresses afterwards.
     """

@@ -90,7 +90,6 @@ class Extent(Struct, eq=False):
         offset: First byte, counted from the base of the share.
         length: Bytes that it occupies: `nbytes` rounded up to the alignment.
         nbytes: Bytes that were asked for; the rest is padding, and no part of any grant to the peer.
-        peer: Who holds it.
         generation: Number of the grant within its share, from 1 upwards, never used twice.
         state: Where it is in the table above; FREE for ever once it was released.
         reason: Why it was quarantined, else empty.
@@ -201,8 +200,6 @@ class Request:
     """A reservation that was asked for. A handle: the `Share` knows what became of it.
 
     Attributes:
-        peer: For whom.
-        nbytes: Bytes asked for.
         length: Bytes that it will occupy: `nbytes` rounded up to the alignment of the share.
         number: Its place in the order of arrival at the share, from 1 upwards.
         requested_at: When it was asked for, in seconds of the caller's clock.

@@ -38,9 +38,7 @@ class CustodySnapshot:
     """All blocks in the books at one moment.
 
     Attributes:
-        held_blocks: Blocks that fetches write.
         doubtful_blocks: Blocks in doubt; one that two offers left in doubt counts twice.
-        holders: By name, each holder.
     """
 
     held_blocks: int

@@ -259,7 +259,6 @@ class Backing:
     Anything else is an `InvariantError`.
 
     Attributes:
-        kind: Where it lies.
         address: First byte; a multiple of 4096.
         length: Usable bytes, as asked for.
         device: Index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was

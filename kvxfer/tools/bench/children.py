@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -23,7 +23,20 @@ from typing import Any, Final, TypeAlias, cast
 
 from kvxfer.errors import MissingExtraError
 
-__all__ = ["BenchFailedError", "Body", "Broken", "PeerGoneError", "Result", "Side", "Step", "collect", "conduct"]
+__all__ = [
+    "BenchFailedError",
+    "Body",
+    "Broken",
+    "PeerGoneError",
+    "Result",
+    "Side",
+    "Step",
+    "collect",
+    "conduct",
+    "first_cause",
+    "interrupts_ignored",
+    "reap",
+]
 
 _JOIN_SECONDS: Final = 20.0
 _SILENCE_SECONDS: Final = 600.0
@@ -257,7 +270,7 @@ class _Children:
         process = multiprocessing.get_context("spawn").Process(
             target=_child, args=(name, theirs, other, *arguments), name=f"kvxfer-bench-{name}", daemon=True
         )
-        with _interrupts_ignored():
+        with interrupts_ignored():
             process.start()
         theirs.close()
         if other is not None:
@@ -286,16 +299,21 @@ class _Children:
 
     def end(self) -> None:
         """End and reap what still runs: first asked, then killed."""
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            process.join(_JOIN_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        for pipe in self._pipes.values():
-            pipe.close()
+        reap(self._processes.values(), self._pipes.values(), _JOIN_SECONDS)
+
+
+def reap(processes: Collection[SpawnProcess], pipes: Iterable[Pipes], seconds: float) -> None:
+    """End processes: asked, and killed after so many seconds each. Close the pipes to them."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    for pipe in pipes:
+        pipe.close()
 
 
 @contextmanager
@@ -317,7 +335,7 @@ def _exit(number: int, _: object) -> None:
 
 
 @contextmanager
-def _interrupts_ignored() -> Generator[None, None, None]:
+def interrupts_ignored() -> Generator[None, None, None]:
     """What is started inside ignores Ctrl-C, which goes to the whole group: this process ends the others itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -344,7 +362,7 @@ def _child(
         if work is not None:
             _run(work, uvloop=uvloop)
     except BaseException as error:  # noqa: BLE001 - the parent hears of it, and the process ends
-        cause = _first(error)
+        cause = first_cause(error)
         if isinstance(cause, PeerGoneError):
             raise SystemExit(_PEER_GONE) from None
         parent.send(Broken(name, f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
@@ -373,9 +391,9 @@ def _follow(parent: Pipes) -> None:
     os._exit(1)
 
 
-def _first(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """The first cause: task groups wrap what their tasks raise."""
     if isinstance(error, BaseExceptionGroup):
         causes = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return _first(causes[0])
+        return first_cause(causes[0])
     return error

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ import torch
 from rich.console import Console
 
 from kvxfer.errors import KvxferError
+from kvxfer.tools.bench.children import first_cause, interrupts_ignored, reap
 from kvxfer.tools.demo.display import Display
 from kvxfer.tools.demo.script import (
     Broken,
@@ -173,7 +173,7 @@ class _Sides:
         process = context.Process(
             target=_side, args=(side, script, theirs, device, folder), name=f"kvxfer-demo-{side}", daemon=True
         )
-        with theirs, _interrupts_ignored():
+        with theirs, interrupts_ignored():
             process.start()
         self._processes[side] = process
 
@@ -207,16 +207,7 @@ class _Sides:
 
     def end(self) -> None:
         """End and reap what still runs: first asked, then killed."""
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            process.join(_JOIN_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        for pipe in self._pipes.values():
-            pipe.close()
+        reap(self._processes.values(), self._pipes.values(), _JOIN_SECONDS)
 
 
 @contextmanager
@@ -229,19 +220,6 @@ def _running(script: Script, devices: dict[Side, str], folder: Path) -> Generato
         yield sides
     finally:
         sides.end()
-
-
-@contextmanager
-def _interrupts_ignored() -> Generator[None, None, None]:
-    """What is started inside ignores Ctrl-C, which goes to the whole group: this process ends the others itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _devices(device: str) -> dict[Side, str]:
@@ -264,7 +242,7 @@ def _side(side: Side, script: Script, pipe: Connection, device: str, folder: Pat
     try:
         asyncio.run(_body(side, script, parent, device, folder))
     except BaseException as error:
-        cause = _first(error)
+        cause = first_cause(error)
         parent.send(Broken(side, f"{type(cause).__name__}: {cause}"))
         if isinstance(cause, KvxferError):  # its message says enough
             raise SystemExit(1) from None
@@ -283,11 +261,3 @@ async def _body(side: Side, script: Script, parent: Parent, device: str, folder:
         await work
     except asyncio.CancelledError:  # by the parent, or because it is gone; the worker is closed by now
         os._exit(1)  # an orderly end would wait for the model's thread, which nothing can stop
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first cause: task groups wrap what their tasks raise."""
-    if isinstance(error, BaseExceptionGroup):
-        causes = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return _first(causes[0])
-    return error

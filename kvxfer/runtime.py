@@ -395,11 +395,11 @@ def place(
         ConfigError: If the setting names CPUs that the process may not use, or the system does not let it choose.
     """
     if affinity == "off":
-        return _anywhere("affinity is off")
+        return Placement(why="affinity is off")
     if affinity != "auto":
         return _given(affinity, allowed_cpus())
     if device is None:
-        return _anywhere("the cache is not on a GPU")
+        return Placement(why="the cache is not on a GPU")
     return _next_to(device, allowed_cpus(), sysfs, bus_id)
 
 
@@ -420,15 +420,15 @@ def _next_to(device: int, allowed: frozenset[int], sysfs: Path, bus_id: Callable
     try:
         node, near = _node(sysfs, bus_id(device))
     except (KvxferError, OSError, ValueError) as error:
-        return _anywhere(f"the NUMA node of GPU {device} is not known: {error}")
+        return Placement(why=f"the NUMA node of GPU {device} is not known: {error}")
     chosen = near & allowed
     placement = Placement(chosen, f"they are on NUMA node {node}, where GPU {device} is")
     if not chosen:
-        return _anywhere(f"this process may use no CPU of NUMA node {node}, where GPU {device} is")
+        return Placement(why=f"this process may use no CPU of NUMA node {node}, where GPU {device} is")
     if chosen == allowed:
-        return _anywhere(f"every CPU that this process may use is on NUMA node {node}, where GPU {device} is")
+        return Placement(why=f"every CPU that this process may use is on NUMA node {node}, where GPU {device} is")
     if refusal := placement.refusal():
-        return _anywhere(f"threads cannot be bound here: {refusal}")
+        return Placement(why=f"threads cannot be bound here: {refusal}")
     return placement
 
 
@@ -443,10 +443,6 @@ def _node(sysfs: Path, bus_id: str) -> tuple[int, frozenset[int]]:
     if node < 0:
         raise ValueError(f"the system gives none for {bus_id}")
     return node, frozenset(cpu_numbers((sysfs / f"devices/system/node/node{node}/cpulist").read_text()))
-
-
-def _anywhere(why: str) -> Placement:
-    return Placement(frozenset(), why)
 
 
 def _listed(cpus: "list[int] | tuple[int, ...]") -> str:

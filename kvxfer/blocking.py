@@ -128,7 +128,7 @@ class LoopThread:
     What is handed in when it is closed, or has not ended as it closes, raises `ClosedError` for whoever waits for it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.home: Final = Home()
         self._loop: Final = asyncio.SelectorEventLoop()
         self._stop: Final = asyncio.Event()
@@ -136,7 +136,7 @@ class LoopThread:
         self._closed = False
         self._futures: Final[set[Future[Any]]] = set()  # a loop knows its tasks only weakly
         self._ended: Final[Future[None]] = Future()
-        self._thread: Final = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread: Final = threading.Thread(target=self._run, name="kvxfer-loop", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -327,7 +327,7 @@ class OwnLoopWorker(Worker):
     async def __aenter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a worker is entered once")
-        thread = self._thread = LoopThread("kvxfer-loop")
+        thread = self._thread = LoopThread()
         opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
         try:
             await see_through(opening)  # to its end, so that closing finds all that is to be given back
@@ -1178,7 +1178,7 @@ class BlockingWorker:
             geometry = CacheGeometry.of(given, self._groups)
             transport = self._transport() if self._transport is not None else None
             worker = ServedWorker(given, self._config, groups=self._groups, transport=transport, runtime=self._runtime)
-            thread = LoopThread("kvxfer-loop")
+            thread = LoopThread()
             try:
                 thread.wait(worker.__aenter__())
             except BaseException:

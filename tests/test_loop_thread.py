@@ -14,7 +14,7 @@ PATIENCE = 20.0
 
 @pytest.fixture
 def thread():
-    thread = LoopThread("kvxfer-test")
+    thread = LoopThread()
     yield thread
     assert thread.close(PATIENCE)
 
@@ -28,10 +28,10 @@ async def answer():
 
 
 def test_every_way_in_leads_to_the_thread(thread):
-    assert thread.call(lambda: threading.current_thread().name) == "kvxfer-test"
-    assert thread.wait(answer()) == "kvxfer-test"
-    assert thread.submit(answer()).result(PATIENCE) == "kvxfer-test"
-    assert asyncio.run(thread.awaits(answer())) == "kvxfer-test"
+    assert thread.call(lambda: threading.current_thread().name) == "kvxfer-loop"
+    assert thread.wait(answer()) == "kvxfer-loop"
+    assert thread.submit(answer()).result(PATIENCE) == "kvxfer-loop"
+    assert asyncio.run(thread.awaits(answer())) == "kvxfer-loop"
 
 
 def test_what_is_handed_in_runs_in_order(thread):
@@ -146,13 +146,13 @@ async def test_a_wait_that_is_cancelled_cancels_the_work(thread):
 
 
 async def test_it_is_closed_from_another_loop():
-    thread = LoopThread("kvxfer-test")
+    thread = LoopThread()
     assert await thread.aclose(PATIENCE)
     assert await thread.aclose(PATIENCE)
 
 
 def test_a_loop_that_stands_still_is_not_waited_for():
-    thread, go = LoopThread("kvxfer-test"), threading.Event()
+    thread, go = LoopThread(), threading.Event()
 
     def stand_still():
         go.wait(PATIENCE)

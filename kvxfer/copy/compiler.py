@@ -79,7 +79,7 @@ def compiled(signature: str, *, nogil: bool = True) -> Callable[[_F], _F]:
         began, folder = time.monotonic(), _folder(Path(function.__code__.co_filename).parent)
         try:
             made = _made(function, signature, folder, nogil=nogil)
-        except Exception as error:
+        except Exception as error:  # what is kept is unpickled, so whatever is wrong with it may come out
             if folder is None:
                 raise
             _not_kept(folder, f"{type(error).__name__}: {error}; remove the folder if it is damaged")

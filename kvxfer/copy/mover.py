@@ -494,14 +494,11 @@ class Mover:
         """Post nothing more until there is an agent (again)."""
         self._machine.tell(_BRIEF.pack(records.HALT, 0, 0, 0, b""))
 
-    def under_way(self, *, stays: bool) -> bool:
-        """Whether parts of posts are under way.
-
-        Args:
-            stays: Count those too that were given up and go on without the agent, as far as they are looked at.
-        """
+    @property
+    def under_way(self) -> bool:
+        """Whether parts of posts are: also those that were given up and run on, as far as they are looked at."""
         state = self._machine.state
-        left = stays and state[records.WATCHED] > 0
+        left = state[records.WATCHED] > 0
         runs_on = left and any(copy.left and copy.job.post and copy.job.post.runs_on for copy in self._copies.values())
         return bool(state[records.FLYING_COUNT] > 0 or runs_on)
 

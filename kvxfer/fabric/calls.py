@@ -321,7 +321,7 @@ class Fabric:
         mover, done = self._mover, False
         try:
             mover.halt()
-            while mover.under_way(stays=True) and self._waits(until):  # noqa: ASYNC110 - nobody says it
+            while mover.under_way and self._waits(until):  # noqa: ASYNC110 - nobody says it
                 await asyncio.sleep(_LOOK_S)
             await mover.catch()
             try:

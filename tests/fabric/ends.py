@@ -185,7 +185,7 @@ async def met(side: Side, remote: Remote, *, stuck_bytes: int = 0) -> "asyncio.F
         remote.say("let go")
     ended = side.post("target", remote.address, stuck_bytes or 64)
     if stuck_bytes:
-        while not side.mover.under_way(stays=False):  # noqa: ASYNC110 - nobody announces it
+        while not side.mover.under_way:  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0)
         assert not ended.done()
     return ended

@@ -805,11 +805,11 @@ async def test_a_halted_mover_posts_nothing_and_goes_on_looking(rig):
     rig.mover.halt()
     rig.step(10)
     assert rig.network.held("b") == 2
-    assert rig.mover.under_way(stays=False)
+    assert rig.mover.under_way
     rig.network.release("b")
     rig.step(10)
     assert rig.results["x"] == []
-    assert not rig.mover.under_way(stays=False)
+    assert not rig.mover.under_way
     rig.fabric._attach()
     rig.step(10)
     assert rig.result().outcome is Outcome.DONE

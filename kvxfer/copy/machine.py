@@ -28,6 +28,7 @@ error is a code in that.
 
 from typing import Any, Final
 
+from kvxfer.copy import records as r
 from kvxfer.copy.compiler import (
     add,
     call,
@@ -59,209 +60,6 @@ from kvxfer.copy.posts import (
     settled,
     turn,
 )
-from kvxfer.copy.records import (
-    ACTIVE,
-    AGENT,
-    AGENT_AT,
-    ALLOWED,
-    ARGUMENTS,
-    ASLEEP,
-    BLANK_COUNT,
-    BLANKS,
-    BYTES,
-    CANCEL,
-    CANCELLED,
-    CAPTURE_MODE,
-    CATCH,
-    CATCHING,
-    CLEAR,
-    CLEAR_LINES,
-    CLOCK_GETTIME,
-    CODE,
-    COMMANDS,
-    CONTEXT,
-    COPIED,
-    COPY,
-    COPYING,
-    COUNT,
-    COUNTED,
-    CTAS,
-    CURRENT,
-    CUT,
-    DONE,
-    DOWNLOAD,
-    DUE,
-    DUE_COUNT,
-    DUE_FIRST,
-    EAGER,
-    ENDED,
-    ENTERED,
-    EVENT_COUNT,
-    EVENT_WORDS,
-    EVENTS,
-    FAILED,
-    FCNTL,
-    FEED,
-    FEEDING,
-    FINISHED,
-    FIRED,
-    FIRST,
-    FIRST_POST,
-    FIXED,
-    FLOW,
-    FLOW_COUNT,
-    FLOWS,
-    FLUSH,
-    FLUSH_DUE,
-    FLUSHED,
-    FLUSHING,
-    FLYING,
-    FORGET,
-    FORGOTTEN,
-    FREE,
-    GATE,
-    GATE_GENERATION,
-    GENERATION,
-    GONE,
-    GPU,
-    HALT,
-    HALTED,
-    HEAD,
-    HEARD,
-    HELD,
-    HELPERS,
-    HERE,
-    IN_DOUBT,
-    INBOX,
-    INBOX_RECORDS,
-    IS_GONE,
-    IS_LEFT,
-    IS_LINGERING,
-    JOB_WORDS,
-    JOBS,
-    KIND,
-    KNOWN,
-    LANE,
-    LANE_AT,
-    LANE_WORDS,
-    LANES,
-    LAST_END,
-    LAUNCH,
-    LAUNCH_WORDS,
-    LEFT,
-    LEFT_COUNT,
-    LINGERING,
-    LINGERS,
-    LISTED,
-    LISTENING,
-    LIVE,
-    LIVED,
-    LOCK,
-    LOCK_BYTE,
-    LOCK_USERS,
-    LOCK_WORDS,
-    LOCKED,
-    LOOKED,
-    MARKED,
-    MOST_OWNERS,
-    NEAR,
-    NEWS,
-    NEXT,
-    NOBODY,
-    NOTICES_AT,
-    NOW,
-    OF_FLOW,
-    OFF,
-    OFTEN,
-    ON,
-    ORDER,
-    OUT,
-    OUTCOME,
-    OVER,
-    OWN_DEVICE,
-    OWN_HOST,
-    OWNER,
-    OWNERS,
-    PARAMETERS,
-    PART_COUNT,
-    PARTS,
-    PASSED,
-    PASSING,
-    PATIENCE,
-    PEER_NUMBER,
-    PIECE,
-    PIECES,
-    PLACES,
-    POLLED,
-    POST,
-    POSTING,
-    PPOLL,
-    QUERY,
-    QUEUE,
-    READ,
-    READS,
-    RECORD,
-    RECORD_WORDS,
-    RING_DEVICE,
-    RING_HOST,
-    RING_WORDS,
-    ROOM_END,
-    ROOM_START,
-    ROWS,
-    ROWS_AT,
-    RUNNING,
-    SAID,
-    SELDOM,
-    SEM_POST,
-    SENDING,
-    SENDING_COUNT,
-    SERVED,
-    SERVES,
-    SET_CONTEXT,
-    SEVERED,
-    SINCE,
-    SLOT,
-    SPARE,
-    SPARE_COUNT,
-    SPIN,
-    STARTED,
-    STATE,
-    STAYS,
-    STEP,
-    STEPPED,
-    STEPS_AT,
-    STEPS_ROOM,
-    STIRRED,
-    STOP,
-    STOPPED,
-    STOPPING,
-    STREAM,
-    SUMS,
-    SUMS_AT,
-    TABLE_WORDS,
-    TABLES,
-    TAG,
-    TAGS,
-    TAIL,
-    TEAM,
-    TIME,
-    TOKEN,
-    TOLD,
-    TOTAL,
-    TURN,
-    TURNS,
-    UNDERWAY,
-    UNTIL,
-    UPLOAD,
-    VERDICT,
-    WAITING,
-    WANTED,
-    WATCHED,
-    WIDTH,
-    WIRED,
-    WIRED_TO,
-    WRITE,
-)
 from kvxfer.copy.walk import copy_part
 
 __all__ = ["run", "step"]
@@ -286,10 +84,10 @@ _PASSED: Final = -1
 @inlined
 def _now(state: Any, ports: Any) -> Any:
     """Monotonic nanoseconds."""
-    if state[FIXED]:
-        return state[NOW]
-    call(ports[CLOCK_GETTIME], 1, state[HERE] + 8 * TIME)
-    return state[TIME] * 1_000_000_000 + state[TIME + 1]
+    if state[r.FIXED]:
+        return state[r.NOW]
+    call(ports[r.CLOCK_GETTIME], 1, state[r.HERE] + 8 * r.TIME)
+    return state[r.TIME] * 1_000_000_000 + state[r.TIME + 1]
 
 
 # --- what ends a copy
@@ -298,41 +96,41 @@ def _now(state: Any, ports: Any) -> Any:
 @inlined
 def _lock(state: Any, ports: Any, job: Any, kind: Any) -> Any:
     """Take or give back the lock of a gate, without waiting. False if somebody else has it."""
-    at = state[HERE] + 8 * LOCKED
+    at = state[r.HERE] + 8 * r.LOCKED
     store(at, kind)  # struct flock: type, whence (from the start), start, length, process (0)
-    store(at + 8, job[LOCK_BYTE])
+    store(at + 8, job[r.LOCK_BYTE])
     store(at + 16, 1)
     store(at + 24, 0)
-    return call_variadic(ports[FCNTL], job[LOCK], _SET_LOCK, at) == 0
+    return call_variadic(ports[r.FCNTL], job[r.LOCK], _SET_LOCK, at) == 0
 
 
 @inlined
 def _enter(state: Any, ports: Any, job: Any) -> Any:
     """Pass the gate in front of the memory that is written. False if the grant was taken back, or somebody is at it."""
-    if job[LOCK] < 0:
+    if job[r.LOCK] < 0:
         return True
-    inside = load(job[LOCK_USERS])
+    inside = load(job[r.LOCK_USERS])
     if inside == 0 and not _lock(state, ports, job, _READ_LOCK):
         return False
-    if load_word(job[LOCK_WORDS], 4) + _FIRST_GENERATION != job[GENERATION]:
+    if load_word(job[r.LOCK_WORDS], 4) + _FIRST_GENERATION != job[r.GENERATION]:
         if inside == 0:
             _lock(state, ports, job, _UNLOCK)
         return False
-    store(job[LOCK_USERS], inside + 1)
-    store_word(job[LOCK_WORDS] + 4, 1, 4)
-    job[ENTERED] = 1
+    store(job[r.LOCK_USERS], inside + 1)
+    store_word(job[r.LOCK_WORDS] + 4, 1, 4)
+    job[r.ENTERED] = 1
     return True
 
 
 @inlined
 def _leave(state: Any, ports: Any, job: Any) -> None:
     """Nothing of a copy is under way any more."""
-    if job[ENTERED]:
-        job[ENTERED] = 0
-        inside = load(job[LOCK_USERS]) - 1
-        store(job[LOCK_USERS], inside)
+    if job[r.ENTERED]:
+        job[r.ENTERED] = 0
+        inside = load(job[r.LOCK_USERS]) - 1
+        store(job[r.LOCK_USERS], inside)
         if inside == 0:
-            store_word(job[LOCK_WORDS] + 4, 0, 4)
+            store_word(job[r.LOCK_WORDS] + 4, 0, 4)
             _lock(state, ports, job, _UNLOCK)
 
 
@@ -340,73 +138,79 @@ def _leave(state: Any, ports: Any, job: Any) -> None:
 def _end(state: Any, jobs: Any, ports: Any, slot: Any, outcome: Any, now: Any) -> None:
     """A copy is over, and with it all but what is posted then."""
     job = jobs[slot]
-    if job[STARTED] == 0:
-        job[STARTED] = now
-    if job[STATE] == SENDING:
-        state[SENDING_COUNT] -= 1
+    if job[r.STARTED] == 0:
+        job[r.STARTED] = now
+    if job[r.STATE] == r.SENDING:
+        state[r.SENDING_COUNT] -= 1
     else:
-        job[COPIED] = now
-        if job[POST] != 0 and outcome == DONE:
-            job[STATE], state[STIRRED] = SENDING, 1
-            state[SENDING_COUNT] += 1
-            state[SERVES] += 1
-            job[SERVED] = state[SERVES]
+        job[r.COPIED] = now
+        if job[r.POST] != 0 and outcome == r.DONE:
+            job[r.STATE], state[r.STIRRED] = r.SENDING, 1
+            state[r.SENDING_COUNT] += 1
+            state[r.SERVES] += 1
+            job[r.SERVED] = state[r.SERVES]
             return
     # what was read from a peer that is gone brings nothing any more; what was written may still be under way to it
-    if outcome != IN_DOUBT or (job[POST] == READS and job[LINGERS] == 0):
+    if outcome != r.IN_DOUBT or (job[r.POST] == r.READS and job[r.LINGERS] == 0):
         _leave(state, ports, job)
-    job[STATE], job[OUTCOME], job[FINISHED] = ENDED, outcome, now
+    job[r.STATE], job[r.OUTCOME], job[r.FINISHED] = r.ENDED, outcome, now
     _owe(state, slot)
 
 
 @inlined
 def _owe(state: Any, slot: Any) -> None:
     """Its event is owed."""
-    state[STIRRED] = 1
-    state[DUE + (state[DUE_FIRST] + state[DUE_COUNT]) % ROWS] = slot
-    state[DUE_COUNT] += 1
+    state[r.STIRRED] = 1
+    state[r.DUE + (state[r.DUE_FIRST] + state[r.DUE_COUNT]) % r.ROWS] = slot
+    state[r.DUE_COUNT] += 1
 
 
 @inlined
 def _tell(state: Any, jobs: Any, ports: Any) -> None:
     """Write the events that are owed, as far as the pipe takes them."""
-    if state[CATCHING] == 2:
-        state[OUT] = NOBODY
-        if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) == 8 * EVENT_WORDS:
-            state[CATCHING] = 0
-    while state[DUE_COUNT] > 0:
-        slot = state[DUE + state[DUE_FIRST]]
+    if state[r.CATCHING] == 2:
+        state[r.OUT] = r.NOBODY
+        if call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, 8 * r.EVENT_WORDS) == 8 * r.EVENT_WORDS:
+            state[r.CATCHING] = 0
+    while state[r.DUE_COUNT] > 0:
+        slot = state[r.DUE + state[r.DUE_FIRST]]
         job = jobs[slot]
-        flow, ended = job[KIND] == FLOW, job[STATE] == ENDED
-        stays = job[OUTCOME] != OVER and (job[LINGERS] != 0 or job[ENTERED] != 0)  # what it may move, or keeps
+        flow, ended = job[r.KIND] == r.FLOW, job[r.STATE] == r.ENDED
+        stays = job[r.OUTCOME] != r.OVER and (job[r.LINGERS] != 0 or job[r.ENTERED] != 0)  # what it may move, or keeps
         stays = stays and not flow
-        if slot < JOBS or job[OUTCOME] >= IN_DOUBT:
-            state[OUT], state[OUT + 2], state[OUT + 7] = slot, job[CODE], job[POSTING]
-            flags = (job[GONE] != 0) * IS_GONE | (job[LINGERS] != 0) * IS_LINGERING | stays * IS_LEFT
-            state[OUT + 1] = job[OUTCOME] | flags
-            state[OUT + 3], state[OUT + 4] = job[STARTED], job[COPIED]
-            state[OUT + 5], state[OUT + 6] = job[FIRST_POST], job[FINISHED]
+        if slot < r.JOBS or job[r.OUTCOME] >= r.IN_DOUBT:
+            state[r.OUT], state[r.OUT + 2], state[r.OUT + 7] = slot, job[r.CODE], job[r.POSTING]
+            flags = (job[r.GONE] != 0) * r.IS_GONE | (job[r.LINGERS] != 0) * r.IS_LINGERING | stays * r.IS_LEFT
+            state[r.OUT + 1] = job[r.OUTCOME] | flags
+            state[r.OUT + 3], state[r.OUT + 4] = job[r.STARTED], job[r.COPIED]
+            state[r.OUT + 5], state[r.OUT + 6] = job[r.FIRST_POST], job[r.FINISHED]
             if flow:
-                state[OUT + 1] = (job[OUTCOME] | flags if ended else PASSING) | COUNTED * job[PASSED]
-                state[OUT + 4], state[OUT + 6] = job[COPYING], job[WIRED]
-            elif slot >= JOBS:
-                state[OUT + 3] = job[OF_FLOW] - 1
-            started, job[STARTED] = job[STARTED], 0  # before: who reads it may look at the row of what takes its place
-            if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) != 8 * EVENT_WORDS:
-                job[STARTED] = started
+                state[r.OUT + 1] = (job[r.OUTCOME] | flags if ended else r.PASSING) | r.COUNTED * job[r.PASSED]
+                state[r.OUT + 4], state[r.OUT + 6] = job[r.COPYING], job[r.WIRED]
+            elif slot >= r.JOBS:
+                state[r.OUT + 3] = job[r.OF_FLOW] - 1
+            started, job[r.STARTED] = (
+                job[r.STARTED],
+                0,
+            )  # before: who reads it may look at the row of what takes its place
+            if (
+                call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, 8 * r.EVENT_WORDS)
+                != 8 * r.EVENT_WORDS
+            ):
+                job[r.STARTED] = started
                 return
-            if slot >= JOBS or (flow and not ended):
-                job[STARTED] = started
-        state[DUE_FIRST] = (state[DUE_FIRST] + 1) % ROWS
-        state[DUE_COUNT] -= 1
-        if slot >= JOBS and job[OUTCOME] <= IN_DOUBT:
-            _passed(state, ports, jobs[job[OF_FLOW] - 1], job, job[OF_FLOW] - 1)
+            if slot >= r.JOBS or (flow and not ended):
+                job[r.STARTED] = started
+        state[r.DUE_FIRST] = (state[r.DUE_FIRST] + 1) % r.ROWS
+        state[r.DUE_COUNT] -= 1
+        if slot >= r.JOBS and job[r.OUTCOME] <= r.IN_DOUBT:
+            _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job, job[r.OF_FLOW] - 1)
         if flow and not ended:
-            job[MARKED], job[TOLD] = 0, job[PASSED]
+            job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
         elif stays:
-            job[STATE] = LEFT
-            state[LEFT_COUNT] += 1
-            state[LINGERING] += job[LINGERS]
+            job[r.STATE] = r.LEFT
+            state[r.LEFT_COUNT] += 1
+            state[r.LINGERING] += job[r.LINGERS]
         else:
             _free(state, job, slot)
 
@@ -414,16 +218,16 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
 @inlined
 def _free(state: Any, job: Any, slot: Any) -> None:
     """A row is free again."""
-    job[STATE] = FREE
-    if slot >= JOBS:
-        state[SPARE + state[SPARE_COUNT]] = slot
-        state[SPARE_COUNT] += 1
-    state[LIVE] -= 1
+    job[r.STATE] = r.FREE
+    if slot >= r.JOBS:
+        state[r.SPARE + state[r.SPARE_COUNT]] = slot
+        state[r.SPARE_COUNT] += 1
+    state[r.LIVE] -= 1
     at = 0
-    while state[LISTED + at] != slot:
+    while state[r.LISTED + at] != slot:
         at += 1
-    for rest in range(at, state[LIVE]):  # they stay in the order in which they came
-        state[LISTED + rest] = state[LISTED + rest + 1]
+    for rest in range(at, state[r.LIVE]):  # they stay in the order in which they came
+        state[r.LISTED + rest] = state[r.LISTED + rest + 1]
 
 
 # --- flows
@@ -432,91 +236,93 @@ def _free(state: Any, job: Any, slot: Any) -> None:
 @inlined
 def _step_at(flow: Any, step: Any) -> Any:
     """Where the record of a step is."""
-    return flow[STEPS_AT] + 8 * RECORD_WORDS * (step % flow[STEPS_ROOM])
+    return flow[r.STEPS_AT] + 8 * r.RECORD_WORDS * (step % flow[r.STEPS_ROOM])
 
 
 @inlined
 def _passed(state: Any, ports: Any, flow: Any, job: Any, slot: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
-    flow[ACTIVE] -= 1
-    if flow[STARTED] == 0:
-        flow[STARTED] = job[STARTED]
-    flow[COPYING] += job[COPIED] - job[STARTED]
-    if job[FIRST_POST] != 0:
-        if flow[FIRST_POST] == 0:
-            flow[FIRST_POST] = job[FIRST_POST]
-        flow[POSTING] += job[POSTING]
-        flow[WIRED] += max(0, job[FINISHED] - max(job[FIRST_POST], flow[WIRED_TO]))
-        flow[WIRED_TO] = max(flow[WIRED_TO], job[FINISHED])
-    if job[OUTCOME] != DONE:
-        _spoilt(flow, job[OUTCOME], job[CODE], job[GONE], job[LINGERS])
+    flow[r.ACTIVE] -= 1
+    if flow[r.STARTED] == 0:
+        flow[r.STARTED] = job[r.STARTED]
+    flow[r.COPYING] += job[r.COPIED] - job[r.STARTED]
+    if job[r.FIRST_POST] != 0:
+        if flow[r.FIRST_POST] == 0:
+            flow[r.FIRST_POST] = job[r.FIRST_POST]
+        flow[r.POSTING] += job[r.POSTING]
+        flow[r.WIRED] += max(0, job[r.FINISHED] - max(job[r.FIRST_POST], flow[r.WIRED_TO]))
+        flow[r.WIRED_TO] = max(flow[r.WIRED_TO], job[r.FINISHED])
+    if job[r.OUTCOME] != r.DONE:
+        _spoilt(flow, job[r.OUTCOME], job[r.CODE], job[r.GONE], job[r.LINGERS])
         return
-    store(_step_at(flow, job[STEP]), _PASSED)
-    while flow[PASSED] < flow[NEXT] and load(_step_at(flow, flow[PASSED])) == _PASSED:
-        flow[PASSED] += 1
+    store(_step_at(flow, job[r.STEP]), _PASSED)
+    while flow[r.PASSED] < flow[r.NEXT] and load(_step_at(flow, flow[r.PASSED])) == _PASSED:
+        flow[r.PASSED] += 1
     if _owes(flow) and enter_agent(state):  # else, as somebody else calls it, later, or by the loops if it is the last
         inform(state, ports, flow)
         leave_agent(state)
-    if flow[PASSED] > flow[TOLD] and flow[PASSED] < flow[TOTAL] and flow[MARKED] == 0:
-        flow[MARKED] = 1
+    if flow[r.PASSED] > flow[r.TOLD] and flow[r.PASSED] < flow[r.TOTAL] and flow[r.MARKED] == 0:
+        flow[r.MARKED] = 1
         _owe(state, slot)
 
 
 @inlined
 def _may_begin_of(flow: Any) -> Any:
     """How many steps of a flow may begin: what is gathered goes where there is a place, what is scattered has come."""
-    most = min(flow[KNOWN], flow[ALLOWED])
-    if flow[PLACES] != 0 and flow[LANE] == 0:
-        most = min(most, min(flow[HEARD], flow[PASSED]) + flow[PLACES])
-    elif flow[PLACES] != 0:
-        most = min(most, flow[HEARD], flow[PASSED] + flow[PLACES])
+    most = min(flow[r.KNOWN], flow[r.ALLOWED])
+    if flow[r.PLACES] != 0 and flow[r.LANE] == 0:
+        most = min(most, min(flow[r.HEARD], flow[r.PASSED]) + flow[r.PLACES])
+    elif flow[r.PLACES] != 0:
+        most = min(most, flow[r.HEARD], flow[r.PASSED] + flow[r.PLACES])
     return most
 
 
 @inlined
 def _owes(flow: Any) -> Any:
     """Whether the peer is to be told that more steps are done. Of what is scattered last nobody waits for the place."""
-    return flow[TOKEN] != 0 and flow[SAID] < flow[PASSED] and (flow[LANE] == 0 or flow[PASSED] < flow[TOTAL])
+    return (
+        flow[r.TOKEN] != 0 and flow[r.SAID] < flow[r.PASSED] and (flow[r.LANE] == 0 or flow[r.PASSED] < flow[r.TOTAL])
+    )
 
 
 @inlined
 def _spoilt(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None:
     """A step did not succeed: none begins any more."""
-    flow[LINGERS] |= lingers
-    if flow[CANCELLED] == 0:
-        flow[CANCELLED] = 1
-    if outcome > flow[VERDICT]:
-        flow[VERDICT], flow[CODE], flow[GONE] = outcome, code, gone
+    flow[r.LINGERS] |= lingers
+    if flow[r.CANCELLED] == 0:
+        flow[r.CANCELLED] = 1
+    if outcome > flow[r.VERDICT]:
+        flow[r.VERDICT], flow[r.CODE], flow[r.GONE] = outcome, code, gone
 
 
 @inlined
 def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
     """Give rows to the steps of a flow that may begin; whether any got one."""
     flow, fed = jobs[slot], False
-    while flow[NEXT] < _may_begin_of(flow):
-        if flow[NEXT] - flow[PASSED] >= flow[WIDTH] or state[SPARE_COUNT] == 0:
+    while flow[r.NEXT] < _may_begin_of(flow):
+        if flow[r.NEXT] - flow[r.PASSED] >= flow[r.WIDTH] or state[r.SPARE_COUNT] == 0:
             return fed
-        at = state[HERE] + 8 * FEED
-        copy_bytes(at, _step_at(flow, flow[NEXT]), 8 * RECORD_WORDS)
-        flow[EVENTS], flow[EVENT_COUNT] = state[FEED + EVENTS], state[FEED + EVENT_COUNT]
+        at = state[r.HERE] + 8 * r.FEED
+        copy_bytes(at, _step_at(flow, flow[r.NEXT]), 8 * r.RECORD_WORDS)
+        flow[r.EVENTS], flow[r.EVENT_COUNT] = state[r.FEED + r.EVENTS], state[r.FEED + r.EVENT_COUNT]
         fired = _fired(ports, flow)
         if fired < 0:
-            _spoilt(flow, FAILED, -fired, 0, 0)
+            _spoilt(flow, r.FAILED, -fired, 0, 0)
         if fired <= 0:
             return fed
-        for word in range(LANE, OWNER + 1):
-            state[FEED + word] = flow[word]
-        state[FEED + UNTIL] = min(state[FEED + UNTIL], flow[UNTIL])
-        for word in range(LOCK, LOCK_USERS + 1):
-            state[FEED + word] = flow[word]
-        state[FEED + PEER_NUMBER], state[FEED + OF_FLOW] = flow[PEER_NUMBER], slot + 1
-        state[FEED + EVENT_COUNT] = flow[FIRED] = 0
-        state[SPARE_COUNT] -= 1
-        free = state[SPARE + state[SPARE_COUNT]]
-        _accept(state, jobs[free], FEED, free, WAITING)
-        jobs[free][STEP] = flow[NEXT]
-        flow[NEXT] += 1
-        flow[ACTIVE] += 1
+        for word in range(r.LANE, r.OWNER + 1):
+            state[r.FEED + word] = flow[word]
+        state[r.FEED + r.UNTIL] = min(state[r.FEED + r.UNTIL], flow[r.UNTIL])
+        for word in range(r.LOCK, r.LOCK_USERS + 1):
+            state[r.FEED + word] = flow[word]
+        state[r.FEED + r.PEER_NUMBER], state[r.FEED + r.OF_FLOW] = flow[r.PEER_NUMBER], slot + 1
+        state[r.FEED + r.EVENT_COUNT] = flow[r.FIRED] = 0
+        state[r.SPARE_COUNT] -= 1
+        free = state[r.SPARE + state[r.SPARE_COUNT]]
+        _accept(state, jobs[free], r.FEED, free, r.WAITING)
+        jobs[free][r.STEP] = flow[r.NEXT]
+        flow[r.NEXT] += 1
+        flow[r.ACTIVE] += 1
         fed = True
     return fed
 
@@ -524,43 +330,43 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
 @inlined
 def _stop_steps(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> None:
     """Stop what is under way of a flow, as far as it can be."""
-    for at in range(state[LIVE]):
-        number = state[LISTED + at]
+    for at in range(state[r.LIVE]):
+        number = state[r.LISTED + at]
         job = jobs[number]
-        if job[OF_FLOW] == slot + 1 and number >= JOBS:
-            if job[STATE] == WAITING or job[STATE] == OFF:
-                _end(state, jobs, ports, number, STOPPED, now)
-            elif job[CANCELLED] == 0:
-                job[CANCELLED] = 1
+        if job[r.OF_FLOW] == slot + 1 and number >= r.JOBS:
+            if job[r.STATE] == r.WAITING or job[r.STATE] == r.OFF:
+                _end(state, jobs, ports, number, r.STOPPED, now)
+            elif job[r.CANCELLED] == 0:
+                job[r.CANCELLED] = 1
 
 
 @inlined
 def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Begin steps, stop those of flows that are stopped, and end flows; whether anything moved on."""
     moved = False
-    state[EAGER] = 0
-    for at in range(state[LIVE]):
-        slot = state[LISTED + at]
+    state[r.EAGER] = 0
+    for at in range(state[r.LIVE]):
+        slot = state[r.LISTED + at]
         flow = jobs[slot]
-        if flow[KIND] != FLOW or (flow[STATE] != FLOWS and flow[STATE] != OFF):
+        if flow[r.KIND] != r.FLOW or (flow[r.STATE] != r.FLOWS and flow[r.STATE] != r.OFF):
             continue
-        if flow[CANCELLED] == 1:
-            flow[CANCELLED] = 2
+        if flow[r.CANCELLED] == 1:
+            flow[r.CANCELLED] = 2
             _stop_steps(state, jobs, ports, slot, now)
-        row = state[ROWS_AT] + 8 * (slot * JOB_WORDS + STATE)
-        if flow[CANCELLED] == 0 and flow[NEXT] < _may_begin_of(flow) and exchange(row, FLOWS, FEEDING):
+        row = state[r.ROWS_AT] + 8 * (slot * r.JOB_WORDS + r.STATE)
+        if flow[r.CANCELLED] == 0 and flow[r.NEXT] < _may_begin_of(flow) and exchange(row, r.FLOWS, r.FEEDING):
             if _feed(state, jobs, ports, slot, now):
                 moved = True
-            exchange(row, FEEDING, FLOWS)
-        ready = min(flow[KNOWN], flow[ALLOWED]) if flow[TOKEN] != 0 else _may_begin_of(flow)
-        if flow[CANCELLED] == 0 and flow[NEXT] < ready:
-            state[EAGER] += 1
-        over = flow[CANCELLED] != 0 or flow[PASSED] >= flow[TOTAL]
-        if over and flow[ACTIVE] == 0 and flow[MARKED] == 0:
-            whole = flow[PASSED] >= flow[TOTAL]
-            flow[STATE], flow[OUTCOME] = ENDED, DONE if whole else max(flow[VERDICT], STOPPED)
-            state[FLOW_COUNT] -= 1
-            state[LISTENING] -= flow[TOKEN] != 0
+            exchange(row, r.FEEDING, r.FLOWS)
+        ready = min(flow[r.KNOWN], flow[r.ALLOWED]) if flow[r.TOKEN] != 0 else _may_begin_of(flow)
+        if flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready:
+            state[r.EAGER] += 1
+        over = flow[r.CANCELLED] != 0 or flow[r.PASSED] >= flow[r.TOTAL]
+        if over and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
+            whole = flow[r.PASSED] >= flow[r.TOTAL]
+            flow[r.STATE], flow[r.OUTCOME] = r.ENDED, r.DONE if whole else max(flow[r.VERDICT], r.STOPPED)
+            state[r.FLOW_COUNT] -= 1
+            state[r.LISTENING] -= flow[r.TOKEN] != 0
             _owe(state, slot)
     return moved
 
@@ -571,86 +377,88 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 @inlined
 def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
     """Take a copy, or a flow, whose record lies there; it begins in that state."""
-    owner, peer = state[at + OWNER], state[at + PEER_NUMBER]
-    known = -MOST_OWNERS <= owner < MOST_OWNERS and -MOST_OWNERS <= peer < MOST_OWNERS
-    if job[STATE] != FREE or not known:
+    owner, peer = state[at + r.OWNER], state[at + r.PEER_NUMBER]
+    known = -r.MOST_OWNERS <= owner < r.MOST_OWNERS and -r.MOST_OWNERS <= peer < r.MOST_OWNERS
+    if job[r.STATE] != r.FREE or not known:
         return
-    for word in range(RECORD_WORDS):
+    for word in range(r.RECORD_WORDS):
         job[word] = state[at + word]
-    for word in range(RECORD_WORDS, JOB_WORDS):
+    for word in range(r.RECORD_WORDS, r.JOB_WORDS):
         job[word] = 0
-    job[STATE], job[TAG] = begins, -1
-    if begins == FLOWS:
-        state[FLOW_COUNT] += 1
-        state[LISTENING] += job[TOKEN] != 0
+    job[r.STATE], job[r.TAG] = begins, -1
+    if begins == r.FLOWS:
+        state[r.FLOW_COUNT] += 1
+        state[r.LISTENING] += job[r.TOKEN] != 0
     if owner < 0:
-        job[OWNER] = ~owner
-        state[TAGS + ~owner] = 0
+        job[r.OWNER] = ~owner
+        state[r.TAGS + ~owner] = 0
     if peer < 0:
-        job[PEER_NUMBER] = ~peer
-        state[TAGS + ~peer] = 0
-    state[LISTED + state[LIVE]] = slot
-    state[LIVE] += 1
+        job[r.PEER_NUMBER] = ~peer
+        state[r.TAGS + ~peer] = 0
+    state[r.LISTED + state[r.LIVE]] = slot
+    state[r.LIVE] += 1
 
 
 @inlined
 def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
     """The loop says anew how far a flow may go, and until when."""
     flow = jobs[slot]
-    for word in range(KNOWN, TOTAL + 1):
+    for word in range(r.KNOWN, r.TOTAL + 1):
         flow[word] = state[at + word]
-    flow[HEARD] = max(flow[HEARD], state[at + HEARD])
-    if flow[UNTIL] != state[at + UNTIL]:
-        flow[UNTIL] = state[at + UNTIL]
-        for number in range(state[LIVE]):
-            job = jobs[state[LISTED + number]]
-            if job[OF_FLOW] == slot + 1:
-                job[UNTIL] = min(load(_step_at(flow, job[STEP]) + 8 * UNTIL), flow[UNTIL])
+    flow[r.HEARD] = max(flow[r.HEARD], state[at + r.HEARD])
+    if flow[r.UNTIL] != state[at + r.UNTIL]:
+        flow[r.UNTIL] = state[at + r.UNTIL]
+        for number in range(state[r.LIVE]):
+            job = jobs[state[r.LISTED + number]]
+            if job[r.OF_FLOW] == slot + 1:
+                job[r.UNTIL] = min(load(_step_at(flow, job[r.STEP]) + 8 * r.UNTIL), flow[r.UNTIL])
 
 
 @inlined
 def _over(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
     """More is known of what is left of a post: no byte of this side is moved by it any more."""
-    state[LEFT_COUNT] -= 1
-    state[LINGERING] -= job[LINGERS]
-    job[LINGERS] = 0
-    job[STATE], job[OUTCOME], job[CODE] = ENDED, outcome, code
+    state[r.LEFT_COUNT] -= 1
+    state[r.LINGERING] -= job[r.LINGERS]
+    job[r.LINGERS] = 0
+    job[r.STATE], job[r.OUTCOME], job[r.CODE] = r.ENDED, outcome, code
     _owe(state, slot)
 
 
 @inlined
 def _forget(state: Any, ports: Any, job: Any, slot: Any) -> None:
     """Nobody asks any more for what is left of a post."""
-    if job[STATE] == LEFT and job[FLYING] != 0:
-        job[CANCELLED] = FORGOTTEN  # its parts are given back where the agent is called
-    elif job[STATE] == LEFT:
+    if job[r.STATE] == r.LEFT and job[r.FLYING] != 0:
+        job[r.CANCELLED] = r.FORGOTTEN  # its parts are given back where the agent is called
+    elif job[r.STATE] == r.LEFT:
         _leave(state, ports, job)
-        _over(state, job, slot, OVER, 0)
-    elif job[STATE] == ENDED and job[OUTCOME] == SEVERED:
+        _over(state, job, slot, r.OVER, 0)
+    elif job[r.STATE] == r.ENDED and job[r.OUTCOME] == r.SEVERED:
         _leave(state, ports, job)
 
 
 @inlined
 def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
     """There is another agent, or the same one goes on, or there is none any more."""
-    state[AGENT_AT], state[NOTICES_AT], anew = state[at + 1], state[at + 2], state[at + 3]
-    state[HALTED] = 0
-    for number in range(state[LIVE]):
-        slot = state[LISTED + number]
+    state[r.AGENT_AT], state[r.NOTICES_AT], anew = state[at + 1], state[at + 2], state[at + 3]
+    state[r.HALTED] = 0
+    for number in range(state[r.LIVE]):
+        slot = state[r.LISTED + number]
         job = jobs[slot]
-        ended = anew != 0 and job[STAYS] == 0  # but for what goes on without an agent
-        if job[STATE] == SENDING and job[CUT] != 0:
+        ended = anew != 0 and job[r.STAYS] == 0  # but for what goes on without an agent
+        if job[r.STATE] == r.SENDING and job[r.CUT] != 0:
             if ended:
-                job[LINGERS], job[GONE] = 0, 1
-            _end(state, jobs, ports, slot, IN_DOUBT, now)
-        elif job[STATE] == ENDED and job[OUTCOME] == IN_DOUBT and ended and job[KIND] != FLOW:  # nobody knows yet
-            job[LINGERS], job[GONE] = 0, 1
-            if job[POST] == READS:
+                job[r.LINGERS], job[r.GONE] = 0, 1
+            _end(state, jobs, ports, slot, r.IN_DOUBT, now)
+        elif (
+            job[r.STATE] == r.ENDED and job[r.OUTCOME] == r.IN_DOUBT and ended and job[r.KIND] != r.FLOW
+        ):  # nobody knows yet
+            job[r.LINGERS], job[r.GONE] = 0, 1
+            if job[r.POST] == r.READS:
                 _leave(state, ports, job)
-        elif job[STATE] == LEFT and job[LINGERS] != 0 and ended:
-            if job[POST] == READS:
+        elif job[r.STATE] == r.LEFT and job[r.LINGERS] != 0 and ended:
+            if job[r.POST] == r.READS:
                 _leave(state, ports, job)
-            _over(state, job, slot, SEVERED, 0)
+            _over(state, job, slot, r.SEVERED, 0)
 
 
 @inlined
@@ -658,50 +466,52 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 
     """Take what has come through the pipe; whether anything has."""
     taken = False
     while True:
-        got = call_long(ports[READ], state[COMMANDS], state[HERE] + 8 * INBOX, 8 * INBOX_RECORDS * RECORD_WORDS)
-        for number in range(max(0, got) // (8 * RECORD_WORDS)):
-            at = INBOX + number * RECORD_WORDS
-            kind, slot = state[at], state[at + SLOT]
-            if kind == STOP:
-                state[STOPPING] = 1
-            elif kind == HALT:
-                state[HALTED] = 1
-            elif kind == CATCH:
-                state[CATCHING] = 1
-            elif kind == AGENT:
+        got = call_long(
+            ports[r.READ], state[r.COMMANDS], state[r.HERE] + 8 * r.INBOX, 8 * r.INBOX_RECORDS * r.RECORD_WORDS
+        )
+        for number in range(max(0, got) // (8 * r.RECORD_WORDS)):
+            at = r.INBOX + number * r.RECORD_WORDS
+            kind, slot = state[at], state[at + r.SLOT]
+            if kind == r.STOP:
+                state[r.STOPPING] = 1
+            elif kind == r.HALT:
+                state[r.HALTED] = 1
+            elif kind == r.CATCH:
+                state[r.CATCHING] = 1
+            elif kind == r.AGENT:
                 _renewed(state, jobs, ports, at, now)
-            elif kind == FORGET and 0 <= slot < ROWS:
+            elif kind == r.FORGET and 0 <= slot < r.ROWS:
                 _forget(state, ports, jobs[slot], slot)
-            elif 0 <= slot < JOBS:
+            elif 0 <= slot < r.JOBS:
                 job = jobs[slot]
-                if kind == COPY:
-                    _accept(state, job, at, slot, WAITING)
-                elif kind == FLOW:
-                    _accept(state, job, at, slot, FLOWS)
-                elif kind == ON and job[STATE] == FLOWS:
+                if kind == r.COPY:
+                    _accept(state, job, at, slot, r.WAITING)
+                elif kind == r.FLOW:
+                    _accept(state, job, at, slot, r.FLOWS)
+                elif kind == r.ON and job[r.STATE] == r.FLOWS:
                     _goes_on(state, jobs, at, slot)
-                elif kind == CANCEL and job[KIND] == FLOW:
-                    if job[CANCELLED] == 0 and job[STATE] != FREE:
-                        job[CANCELLED] = 1
-                elif kind == CANCEL and (job[STATE] == WAITING or job[STATE] == OFF):
-                    _end(state, jobs, ports, slot, STOPPED, now)
-                elif kind == CANCEL and job[CANCELLED] == 0:
-                    job[CANCELLED] = 1
+                elif kind == r.CANCEL and job[r.KIND] == r.FLOW:
+                    if job[r.CANCELLED] == 0 and job[r.STATE] != r.FREE:
+                        job[r.CANCELLED] = 1
+                elif kind == r.CANCEL and (job[r.STATE] == r.WAITING or job[r.STATE] == r.OFF):
+                    _end(state, jobs, ports, slot, r.STOPPED, now)
+                elif kind == r.CANCEL and job[r.CANCELLED] == 0:
+                    job[r.CANCELLED] = 1
             taken = True
-        if got < 8 * INBOX_RECORDS * RECORD_WORDS:
+        if got < 8 * r.INBOX_RECORDS * r.RECORD_WORDS:
             return taken
 
 
 @inlined
 def _fired(ports: Any, job: Any) -> Any:
     """Whether all events of a copy have; 1, 0, or the code of an error as a negative number."""
-    while job[FIRED] < job[EVENT_COUNT]:
-        code = call(ports[QUERY], load(job[EVENTS] + 8 * job[FIRED]))
+    while job[r.FIRED] < job[r.EVENT_COUNT]:
+        code = call(ports[r.QUERY], load(job[r.EVENTS] + 8 * job[r.FIRED]))
         if code == _NOT_READY:
             return 0
         if code != 0:
             return -code
-        job[FIRED] += 1
+        job[r.FIRED] += 1
     return 1
 
 
@@ -709,14 +519,14 @@ def _fired(ports: Any, job: Any) -> Any:
 def _may_begin(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
     """Whether a copy begins: its lease has not ended, and nobody keeps it out. Else it is over."""
     job = jobs[slot]
-    if now >= job[UNTIL] or (job[POST] == 0 and not _enter(state, ports, job)):
-        _end(state, jobs, ports, slot, STOPPED, now)
+    if now >= job[r.UNTIL] or (job[r.POST] == 0 and not _enter(state, ports, job)):
+        _end(state, jobs, ports, slot, r.STOPPED, now)
         return False
     # before it is launched: a call that does that may stand still itself
-    if not exchange(state[ROWS_AT] + 8 * (slot * JOB_WORDS + STATE), WAITING, RUNNING):
+    if not exchange(state[r.ROWS_AT] + 8 * (slot * r.JOB_WORDS + r.STATE), r.WAITING, r.RUNNING):
         _leave(state, ports, job)
         return False
-    job[STARTED] = now
+    job[r.STARTED] = now
     return True
 
 
@@ -727,26 +537,28 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
     Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the smallest tag, and of equal ones the smaller copy.
     """
     best = -1
-    for at in range(state[LIVE]):
-        slot = state[LISTED + at]
+    for at in range(state[r.LIVE]):
+        slot = state[r.LISTED + at]
         job = jobs[slot]
-        if job[STATE] != WAITING or (lane >= 0 and job[LANE] != lane):
+        if job[r.STATE] != r.WAITING or (lane >= 0 and job[r.LANE] != lane):
             continue
-        if job[TAG] < 0:
+        if job[r.TAG] < 0:
             fired = _fired(ports, job)
             if fired < 0:
-                job[CODE] = -fired
-                _end(state, jobs, ports, slot, FAILED, now)
+                job[r.CODE] = -fired
+                _end(state, jobs, ports, slot, r.FAILED, now)
             if fired <= 0:
                 continue
-            if job[PART_COUNT] + job[BLANK_COUNT] + job[FLUSHED] == 0:  # what is to be posted, or told of its events
+            if (
+                job[r.PART_COUNT] + job[r.BLANK_COUNT] + job[r.FLUSHED] == 0
+            ):  # what is to be posted, or told of its events
                 if _may_begin(state, jobs, ports, slot, now):
-                    _end(state, jobs, ports, slot, DONE, now)
+                    _end(state, jobs, ports, slot, r.DONE, now)
                 continue
             # behind the last one of its owner, and not before what is copied now: waiting has gained it nothing
-            job[TAG] = max(state[TURN], state[TAGS + job[OWNER]])
-            state[TAGS + job[OWNER]] = job[TAG] + max(1, job[BYTES])
-        if best < 0 or (job[TAG], job[BYTES]) < (jobs[best][TAG], jobs[best][BYTES]):
+            job[r.TAG] = max(state[r.TURN], state[r.TAGS + job[r.OWNER]])
+            state[r.TAGS + job[r.OWNER]] = job[r.TAG] + max(1, job[r.BYTES])
+        if best < 0 or (job[r.TAG], job[r.BYTES]) < (jobs[best][r.TAG], jobs[best][r.BYTES]):
             best = slot
     return best
 
@@ -754,8 +566,8 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
 @inlined
 def _served(state: Any, job: Any) -> None:
     """A copy has its turn: what is copied brings all forward alike, so that an old owner is not passed for ever."""
-    owners = max(1, state[OWNERS])
-    state[TURN] = max(state[TURN], job[TAG]) + (job[BYTES] + owners - 1) // owners
+    owners = max(1, state[r.OWNERS])
+    state[r.TURN] = max(state[r.TURN], job[r.TAG]) + (job[r.BYTES] + owners - 1) // owners
 
 
 # --- on a CPU
@@ -764,8 +576,8 @@ def _served(state: Any, job: Any) -> None:
 @inlined
 def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Copy a part of what is copied now, beside helpers who do the same; whether anything moved on."""
-    team = state[HERE] + 8 * TEAM
-    slot = state[CURRENT]
+    team = state[r.HERE] + 8 * r.TEAM
+    slot = state[r.CURRENT]
     following = _next(state, jobs, ports, -1, now)
     if slot < 0:
         slot = following
@@ -775,32 +587,32 @@ def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         _served(state, job)
         if not _may_begin(state, jobs, ports, slot, now):
             return True
-        state[CURRENT] = slot
-        for number in range(job[BLANK_COUNT]):
-            blank = job[BLANKS] + 32 * number
+        state[r.CURRENT] = slot
+        for number in range(job[r.BLANK_COUNT]):
+            blank = job[r.BLANKS] + 32 * number
             for line in range(load(blank + 16)):
                 clear_bytes(load(blank) + line * load(blank + 24), load(blank + 8))
         store(team + 8, 0)
-        store(team + 16, job[PARTS])
-        add(team, job[PART_COUNT])
-        for _ in range(job[HELPERS]):
-            call(ports[SEM_POST], load(team + 32))
+        store(team + 16, job[r.PARTS])
+        add(team, job[r.PART_COUNT])
+        for _ in range(job[r.HELPERS]):
+            call(ports[r.SEM_POST], load(team + 32))
     job = jobs[slot]
-    if job[CANCELLED]:  # what nobody has taken is left alone
+    if job[r.CANCELLED]:  # what nobody has taken is left alone
         left = add(team, 0)
         while left > 0 and not exchange(team, left, 0):
             left = add(team, 0)
         if left > 0:
-            job[PART_COUNT] -= left
-            job[CUT] = 1
+            job[r.PART_COUNT] -= left
+            job[r.CUT] = 1
     left = add(team, 0)
     if left > 0 and exchange(team, left, left - 1):
-        copy_part(job[PARTS], left - 1)
+        copy_part(job[r.PARTS], left - 1)
         add(team + 8, 1)
-    if add(team, 0) > 0 or add(team + 8, 0) < job[PART_COUNT]:
+    if add(team, 0) > 0 or add(team + 8, 0) < job[r.PART_COUNT]:
         return left > 0
-    state[CURRENT] = -1
-    _end(state, jobs, ports, slot, STOPPED if job[CUT] else DONE, _now(state, ports))
+    state[r.CURRENT] = -1
+    _end(state, jobs, ports, slot, r.STOPPED if job[r.CUT] else r.DONE, _now(state, ports))
     return True
 
 
@@ -810,55 +622,57 @@ def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 @inlined
 def _room(lane: Any, job: Any) -> Any:
     """Find room for a copy's tables in the ring of its direction; False until older ones have ended."""
-    words = job[TABLE_WORDS] + 2  # the last one tells of a closed gate, and they begin at multiples of 16 bytes
-    if job[OWN_HOST]:
+    words = job[r.TABLE_WORDS] + 2  # the last one tells of a closed gate, and they begin at multiples of 16 bytes
+    if job[r.OWN_HOST]:
         return True
-    if lane[HEAD] == lane[TAIL]:  # nothing is in it
-        lane[HEAD] = lane[TAIL] = 0
-    size, words = lane[RING_WORDS], (words + 1) & ~1
-    start = lane[TAIL] % size
+    if lane[r.HEAD] == lane[r.TAIL]:  # nothing is in it
+        lane[r.HEAD] = lane[r.TAIL] = 0
+    size, words = lane[r.RING_WORDS], (words + 1) & ~1
+    start = lane[r.TAIL] % size
     skipped = size - start if start + words > size else 0
-    if lane[TAIL] + skipped + words - lane[HEAD] > size:
+    if lane[r.TAIL] + skipped + words - lane[r.HEAD] > size:
         return False
-    job[ROOM_START], job[ROOM_END] = (start + skipped) % size, lane[TAIL] + skipped + words
+    job[r.ROOM_START], job[r.ROOM_END] = (start + skipped) % size, lane[r.TAIL] + skipped + words
     return True
 
 
 @inlined
 def _launched(state: Any, ports: Any, lane: Any, job: Any) -> Any:
     """Launch everything of a copy; 0, or the code of the call that failed. What came before that may run."""
-    host, device = job[OWN_HOST], job[OWN_DEVICE]
+    host, device = job[r.OWN_HOST], job[r.OWN_DEVICE]
     if host == 0:
-        host, device = lane[RING_HOST] + 8 * job[ROOM_START], lane[RING_DEVICE] + 8 * job[ROOM_START]
-    closed, words, stream = host + 8 * job[TABLE_WORDS], 8 * job[TABLE_WORDS], lane[STREAM]
-    copy_bytes(host, job[TABLES], words)
+        host, device = lane[r.RING_HOST] + 8 * job[r.ROOM_START], lane[r.RING_DEVICE] + 8 * job[r.ROOM_START]
+    closed, words, stream = host + 8 * job[r.TABLE_WORDS], 8 * job[r.TABLE_WORDS], lane[r.STREAM]
+    copy_bytes(host, job[r.TABLES], words)
     store(closed, 0)
     code = 0
-    if not job[NEAR] and words:
-        code = call(ports[UPLOAD], device, host, words, stream)
-    if code == 0 and job[FLUSHED]:
-        code = call(ports[FLUSH], 0, 100)  # of the current context, to its owner
-    for number in range(job[BLANK_COUNT]):
-        blank = job[BLANKS] + 32 * number
+    if not job[r.NEAR] and words:
+        code = call(ports[r.UPLOAD], device, host, words, stream)
+    if code == 0 and job[r.FLUSHED]:
+        code = call(ports[r.FLUSH], 0, 100)  # of the current context, to its owner
+    for number in range(job[r.BLANK_COUNT]):
+        blank = job[r.BLANKS] + 32 * number
         if code == 0 and load(blank + 16) == 1:
-            code = call(ports[CLEAR], load(blank), 0, load(blank + 8), stream)
+            code = call(ports[r.CLEAR], load(blank), 0, load(blank + 8), stream)
         elif code == 0:
-            code = call(ports[CLEAR_LINES], load(blank), load(blank + 24), 0, load(blank + 8), load(blank + 16), stream)
-    for number in range(job[PART_COUNT]):
-        one = job[PARTS] + 8 * LAUNCH_WORDS * number
+            code = call(
+                ports[r.CLEAR_LINES], load(blank), load(blank + 24), 0, load(blank + 8), load(blank + 16), stream
+            )
+    for number in range(job[r.PART_COUNT]):
+        one = job[r.PARTS] + 8 * r.LAUNCH_WORDS * number
         sums = load(one + 48)
-        state[ARGUMENTS] = host if job[NEAR] else device
-        state[ARGUMENTS + 1], state[ARGUMENTS + 2] = load(one + 24), load(one + 32)
-        state[ARGUMENTS + 3] = job[SUMS_AT] if sums else job[GATE]
-        state[ARGUMENTS + 4] = 0 if sums else job[GATE_GENERATION]
-        state[ARGUMENTS + 5] = 0 if sums else closed
+        state[r.ARGUMENTS] = host if job[r.NEAR] else device
+        state[r.ARGUMENTS + 1], state[r.ARGUMENTS + 2] = load(one + 24), load(one + 32)
+        state[r.ARGUMENTS + 3] = job[r.SUMS_AT] if sums else job[r.GATE]
+        state[r.ARGUMENTS + 4] = 0 if sums else job[r.GATE_GENERATION]
+        state[r.ARGUMENTS + 5] = 0 if sums else closed
         if code == 0:
-            blocks = min(job[CTAS], load(one + 40))
-            at = state[HERE] + 8 * PARAMETERS
-            code = call(ports[LAUNCH], load(one), blocks, 1, 1, load(one + 8), 1, 1, load(one + 16), stream, at, 0)
-    if code == 0 and job[SUMS]:
-        first = 8 * job[SUMS_AT]
-        code = call(ports[DOWNLOAD], host + first, device + first, words - first, stream)
+            blocks = min(job[r.CTAS], load(one + 40))
+            at = state[r.HERE] + 8 * r.PARAMETERS
+            code = call(ports[r.LAUNCH], load(one), blocks, 1, 1, load(one + 8), 1, 1, load(one + 16), stream, at, 0)
+    if code == 0 and job[r.SUMS]:
+        first = 8 * job[r.SUMS_AT]
+        code = call(ports[r.DOWNLOAD], host + first, device + first, words - first, stream)
     return code
 
 
@@ -869,46 +683,46 @@ def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -
     _served(state, job)
     if not _may_begin(state, jobs, ports, slot, now):
         return
-    place = (lane[FIRST] + lane[COUNT]) % QUEUE
-    lane[ORDER + place] = slot
-    if not job[OWN_HOST]:
-        lane[TAIL] = job[ROOM_END]
-    lane[COUNT] += 1
-    lane[UNDERWAY] += job[BYTES]
-    job[CODE] = _launched(state, ports, lane, job)
-    code = call(ports[RECORD], lane[ORDER + QUEUE + place], lane[STREAM])
-    job[MARKED] = 1 if code == 0 else 0
-    if job[CODE] == 0:
-        job[CODE] = code
+    place = (lane[r.FIRST] + lane[r.COUNT]) % r.QUEUE
+    lane[r.ORDER + place] = slot
+    if not job[r.OWN_HOST]:
+        lane[r.TAIL] = job[r.ROOM_END]
+    lane[r.COUNT] += 1
+    lane[r.UNDERWAY] += job[r.BYTES]
+    job[r.CODE] = _launched(state, ports, lane, job)
+    code = call(ports[r.RECORD], lane[r.ORDER + r.QUEUE + place], lane[r.STREAM])
+    job[r.MARKED] = 1 if code == 0 else 0
+    if job[r.CODE] == 0:
+        job[r.CODE] = code
 
 
 @inlined
 def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> Any:
     """End the copies of a direction that have run. They end in order, so only the oldest is asked for."""
     ended = False
-    while lane[COUNT] > 0:
-        place = lane[FIRST] % QUEUE
-        slot = lane[ORDER + place]
+    while lane[r.COUNT] > 0:
+        place = lane[r.FIRST] % r.QUEUE
+        slot = lane[r.ORDER + place]
         job = jobs[slot]
-        if job[MARKED]:
-            code = call(ports[QUERY], lane[ORDER + QUEUE + place])
+        if job[r.MARKED]:
+            code = call(ports[r.QUERY], lane[r.ORDER + r.QUEUE + place])
             if code == _NOT_READY:
                 return ended
-            if job[CODE] == 0:
-                job[CODE] = code
+            if job[r.CODE] == 0:
+                job[r.CODE] = code
         now = _now(state, ports)
-        host = job[OWN_HOST] or lane[RING_HOST] + 8 * job[ROOM_START]
-        kept_out = job[GATE] != 0 and load(host + 8 * job[TABLE_WORDS]) != 0
-        if job[SUMS] and job[CODE] == 0:
-            copy_bytes(job[SUMS], host + 8 * job[SUMS_AT], 8 * (job[TABLE_WORDS] - job[SUMS_AT]))
-        if not job[OWN_HOST]:
-            lane[HEAD] = job[ROOM_END]
-        lane[FIRST] = (place + 1) % QUEUE
-        lane[COUNT] -= 1
-        lane[UNDERWAY] -= job[BYTES]
-        job[STARTED] = max(job[STARTED], lane[LAST_END])
-        lane[LAST_END] = now
-        _end(state, jobs, ports, slot, FAILED if job[CODE] else STOPPED if kept_out else DONE, now)
+        host = job[r.OWN_HOST] or lane[r.RING_HOST] + 8 * job[r.ROOM_START]
+        kept_out = job[r.GATE] != 0 and load(host + 8 * job[r.TABLE_WORDS]) != 0
+        if job[r.SUMS] and job[r.CODE] == 0:
+            copy_bytes(job[r.SUMS], host + 8 * job[r.SUMS_AT], 8 * (job[r.TABLE_WORDS] - job[r.SUMS_AT]))
+        if not job[r.OWN_HOST]:
+            lane[r.HEAD] = job[r.ROOM_END]
+        lane[r.FIRST] = (place + 1) % r.QUEUE
+        lane[r.COUNT] -= 1
+        lane[r.UNDERWAY] -= job[r.BYTES]
+        job[r.STARTED] = max(job[r.STARTED], lane[r.LAST_END])
+        lane[r.LAST_END] = now
+        _end(state, jobs, ports, slot, r.FAILED if job[r.CODE] else r.STOPPED if kept_out else r.DONE, now)
         ended = True
     return ended
 
@@ -920,9 +734,9 @@ def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
     """
     moved = False
-    for number in range(LANES):
-        lane = state[LANE_AT + number * LANE_WORDS : LANE_AT + (number + 1) * LANE_WORDS]
-        full = lane[COUNT] == QUEUE or (lane[COUNT] > 1 and lane[UNDERWAY] >= _AHEAD_BYTES)
+    for number in range(r.LANES):
+        lane = state[r.LANE_AT + number * r.LANE_WORDS : r.LANE_AT + (number + 1) * r.LANE_WORDS]
+        full = lane[r.COUNT] == r.QUEUE or (lane[r.COUNT] > 1 and lane[r.UNDERWAY] >= _AHEAD_BYTES)
         slot = _next(state, jobs, ports, number, now)
         if not full and slot >= 0 and _room(lane, jobs[slot]):
             _launch(state, jobs, ports, lane, slot, now)
@@ -938,13 +752,18 @@ def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 @inlined
 def _stop_cancelled(state: Any, jobs: Any, ports: Any, now: Any) -> None:
     """Post nothing more that nobody wants any more; what has nothing under way is over, also without an agent."""
-    for at in range(state[LIVE]):
-        slot = state[LISTED + at]
+    for at in range(state[r.LIVE]):
+        slot = state[r.LISTED + at]
         job = jobs[slot]
-        if job[STATE] == SENDING and job[CANCELLED] != 0 and job[VERDICT] == DONE and job[PIECE] < job[PIECES]:
-            job[VERDICT] = STOPPED
-            if job[FLYING] == 0:
-                _end(state, jobs, ports, slot, STOPPED, now)
+        if (
+            job[r.STATE] == r.SENDING
+            and job[r.CANCELLED] != 0
+            and job[r.VERDICT] == r.DONE
+            and job[r.PIECE] < job[r.PIECES]
+        ):
+            job[r.VERDICT] = r.STOPPED
+            if job[r.FLYING] == 0:
+                _end(state, jobs, ports, slot, r.STOPPED, now)
 
 
 @inlined
@@ -953,55 +772,55 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
 
     One part at a time: where the call that posts it copies, it takes a while, and others have ended meanwhile.
     """
-    if state[CATCHING] == 1 and state[AGENT_AT] == 0:
-        state[CATCHING] = 2
-    if state[SENDING_COUNT] + state[WATCHED] + state[HELD] + state[CATCHING] + state[LISTENING] == 0:
+    if state[r.CATCHING] == 1 and state[r.AGENT_AT] == 0:
+        state[r.CATCHING] = 2
+    if state[r.SENDING_COUNT] + state[r.WATCHED] + state[r.HELD] + state[r.CATCHING] + state[r.LISTENING] == 0:
         return False
-    if state[SENDING_COUNT] != 0:
+    if state[r.SENDING_COUNT] != 0:
         _stop_cancelled(state, jobs, ports, now)
     if not enter_agent(state):
         return False
     moved = False
-    slot = -1 if state[HALTED] else turn(state, jobs)
+    slot = -1 if state[r.HALTED] else turn(state, jobs)
     if slot >= 0:
         _post(state, ports, jobs[slot])
         moved = True
-    if state[SENDING_COUNT] != 0:
+    if state[r.SENDING_COUNT] != 0:
         now = _now(state, ports)
-        for at in range(state[LIVE]):
-            slot = state[LISTED + at]
+        for at in range(state[r.LIVE]):
+            slot = state[r.LISTED + at]
             job = jobs[slot]
-            if job[STATE] == SENDING and job[CUT] == 0:
+            if job[r.STATE] == r.SENDING and job[r.CUT] == 0:
                 if look(state, ports, job):
                     moved = True
                 if settled(state, ports, job):
-                    _end(state, jobs, ports, slot, job[VERDICT], now)
-    if state[WATCHED] != 0 and now - state[LOOKED] >= _LOOK_BACK_NS:
-        state[LOOKED] = now
-        for at in range(state[LIVE]):
-            slot = state[LISTED + at]
+                    _end(state, jobs, ports, slot, job[r.VERDICT], now)
+    if state[r.WATCHED] != 0 and now - state[r.LOOKED] >= _LOOK_BACK_NS:
+        state[r.LOOKED] = now
+        for at in range(state[r.LIVE]):
+            slot = state[r.LISTED + at]
             job = jobs[slot]
-            if job[STATE] == LEFT and job[FLYING] != 0:
+            if job[r.STATE] == r.LEFT and job[r.FLYING] != 0:
                 ended = ended_late(state, ports, job)
-                if ended or job[CANCELLED] == FORGOTTEN:
+                if ended or job[r.CANCELLED] == r.FORGOTTEN:
                     drop_parts(state, ports, job)
                     _leave(state, ports, job)
-                    _over(state, job, slot, OVER, 1 if ended else 0)
-    if state[LISTENING] != 0:
-        for at in range(state[LIVE]):
-            flow = jobs[state[LISTED + at]]
-            if flow[KIND] == FLOW and flow[STATE] == FLOWS and _owes(flow):
+                    _over(state, job, slot, r.OVER, 1 if ended else 0)
+    if state[r.LISTENING] != 0:
+        for at in range(state[r.LIVE]):
+            flow = jobs[state[r.LISTED + at]]
+            if flow[r.KIND] == r.FLOW and flow[r.STATE] == r.FLOWS and _owes(flow):
                 inform(state, ports, flow)
-    if state[HELD] + state[LISTENING] != 0 and make_progress(state, jobs, ports):
+    if state[r.HELD] + state[r.LISTENING] != 0 and make_progress(state, jobs, ports):
         moved = True
-    if state[CATCHING] == 1:
-        for at in range(state[LIVE]):
-            job = jobs[state[LISTED + at]]
-            if job[STATE] == SENDING and caught(state, ports, job):
-                job[CUT] = 1
-            elif job[STATE] == LEFT or job[STATE] == ENDED:
+    if state[r.CATCHING] == 1:
+        for at in range(state[r.LIVE]):
+            job = jobs[state[r.LISTED + at]]
+            if job[r.STATE] == r.SENDING and caught(state, ports, job):
+                job[r.CUT] = 1
+            elif job[r.STATE] == r.LEFT or job[r.STATE] == r.ENDED:
                 drop_parts(state, ports, job)
-        state[CATCHING], state[AGENT_AT] = 2, 0  # whose end may be next: it is not called before there is one again
+        state[r.CATCHING], state[r.AGENT_AT] = 2, 0  # whose end may be next: it is not called before there is one again
     leave_agent(state)
     return moved
 
@@ -1009,18 +828,18 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
 @inlined
 def _post(state: Any, ports: Any, job: Any) -> None:
     """Post the next part of a post, unless it may not go on."""
-    began, flush = _now(state, ports), job[FLUSHING] == FLUSH_DUE
+    began, flush = _now(state, ports), job[r.FLUSHING] == r.FLUSH_DUE
     request = prepared(state, ports, job, measured(state, job))
     if request == 0:
         return
     # a flush touches nothing that is not touched already
-    if not flush and (_now(state, ports) >= job[UNTIL] or (job[ENTERED] == 0 and not _enter(state, ports, job))):
+    if not flush and (_now(state, ports) >= job[r.UNTIL] or (job[r.ENTERED] == 0 and not _enter(state, ports, job))):
         give_back(state, ports, request)
-        job[VERDICT] = STOPPED
+        job[r.VERDICT] = r.STOPPED
         return
     begin_part(state, ports, job, request, began)
     if not flush:
-        job[POSTING] += _now(state, ports) - began
+        job[r.POSTING] += _now(state, ports) - began
 
 
 # --- all of it
@@ -1029,21 +848,21 @@ def _post(state: Any, ports: Any, job: Any) -> None:
 @inlined
 def _delay(state: Any, now: Any) -> Any:
     """Nanoseconds until something may have to be done, where nothing moves on."""
-    waited = now - state[SINCE]
-    longest = state[SELDOM]
-    often = min(max(waited // _GROWTH, state[OFTEN]), longest)  # where the library may need us to go on
+    waited = now - state[r.SINCE]
+    longest = state[r.SELDOM]
+    often = min(max(waited // _GROWTH, state[r.OFTEN]), longest)  # where the library may need us to go on
     delay = _FOREVER
-    if state[LIVE] - state[LEFT_COUNT] - state[FLOW_COUNT] + state[EAGER] + state[DUE_COUNT] > 0:
-        if waited < state[SPIN]:
+    if state[r.LIVE] - state[r.LEFT_COUNT] - state[r.FLOW_COUNT] + state[r.EAGER] + state[r.DUE_COUNT] > 0:
+        if waited < state[r.SPIN]:
             return 0
-        delay = min(max(waited // 32, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
-    if state[HELD] + state[LISTENING] != 0:
+        delay = min(max(waited // 32, _SHORTEST_NS), often if state[r.SENDING_COUNT] != 0 else longest)
+    if state[r.HELD] + state[r.LISTENING] != 0:
         delay = often if delay < 0 else min(delay, often)
-    if state[WATCHED] != 0:
+    if state[r.WATCHED] != 0:
         delay = _LOOK_BACK_NS if delay < 0 else min(delay, _LOOK_BACK_NS)
-    if state[CATCHING] != 0:
+    if state[r.CATCHING] != 0:
         delay = _SHORTEST_NS
-    state[ASLEEP] = 1 if delay < 0 else 0
+    state[r.ASLEEP] = 1 if delay < 0 else 0
     return delay
 
 
@@ -1055,24 +874,24 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
         Nanoseconds after which it wants to run again, unless a record comes before; -1: then only.
     """
     now = _now(state, ports)
-    if state[WANTED] == 0:  # else it cannot see what has ended
-        state[LIVED] += min(now - state[STEPPED], _LONGEST_STEP_NS, state[PATIENCE] // 4)
-    state[STEPPED], state[STIRRED], state[ASLEEP] = now, 0, 0
-    state[TURNS] += 1
+    if state[r.WANTED] == 0:  # else it cannot see what has ended
+        state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
+    state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP] = now, 0, 0
+    state[r.TURNS] += 1
     moved = _take(state, jobs, ports, now)
-    if state[LIVE] + state[HELD] + state[CATCHING] == 0:
-        state[ASLEEP] = 1
+    if state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
+        state[r.ASLEEP] = 1
         return _FOREVER
-    if state[FLOW_COUNT] != 0 and _step_flows(state, jobs, ports, now):
+    if state[r.FLOW_COUNT] != 0 and _step_flows(state, jobs, ports, now):
         moved = True
-    if _step_gpu(state, jobs, ports, now) if state[GPU] else _step_host(state, jobs, ports, now):
+    if _step_gpu(state, jobs, ports, now) if state[r.GPU] else _step_host(state, jobs, ports, now):
         moved = True
     if _step_posts(state, jobs, ports, now):
         moved = True
-    moved = moved or state[STIRRED] != 0
+    moved = moved or state[r.STIRRED] != 0
     _tell(state, jobs, ports)
     if moved:
-        state[SINCE] = now
+        state[r.SINCE] = now
         return 0
     return _delay(state, now)
 
@@ -1080,16 +899,16 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
 @compiled("void(int64[::1], int64[:,::1], int64[::1])")
 def run(state: Any, jobs: Any, ports: Any) -> None:
     """Go on until a record says STOP: what a thread does."""
-    if state[GPU]:
-        call(ports[SET_CONTEXT], state[CONTEXT])
-        state[TIME] = 2  # relaxed: what is asked here must not break what somebody else captures
-        call(ports[CAPTURE_MODE], state[HERE] + 8 * TIME)
-    state[POLLED] = state[COMMANDS] | 1 << 32  # struct pollfd: the descriptor, and POLLIN
+    if state[r.GPU]:
+        call(ports[r.SET_CONTEXT], state[r.CONTEXT])
+        state[r.TIME] = 2  # relaxed: what is asked here must not break what somebody else captures
+        call(ports[r.CAPTURE_MODE], state[r.HERE] + 8 * r.TIME)
+    state[r.POLLED] = state[r.COMMANDS] | 1 << 32  # struct pollfd: the descriptor, and POLLIN
     while True:
         delay = step(state, jobs, ports)
-        if state[STOPPING]:
+        if state[r.STOPPING]:
             return
         if delay != 0:
-            state[TIME], state[TIME + 1] = 0, delay
-            timeout = state[HERE] + 8 * TIME if delay > 0 else 0
-            call(ports[PPOLL], state[HERE] + 8 * POLLED, 1, timeout, 0)
+            state[r.TIME], state[r.TIME + 1] = 0, delay
+            timeout = state[r.HERE] + 8 * r.TIME if delay > 0 else 0
+            call(ports[r.PPOLL], state[r.HERE] + 8 * r.POLLED, 1, timeout, 0)

@@ -21,96 +21,8 @@ nothing begin that would not be right. Any other is counted, and dropped.
 
 from typing import Any, Final
 
+from kvxfer.copy import records as r
 from kvxfer.copy.compiler import add, call, compiled, exchange, inlined, load, load_word
-from kvxfer.copy.records import (
-    ADD_PIECE,
-    AGENT_AT,
-    BASE,
-    BEGIN,
-    BROKEN,
-    BUSY,
-    CAUSE,
-    CODE,
-    CREATE_LIST,
-    CUT_OFF,
-    DESTROY,
-    DESTROY_LIST,
-    DONE,
-    FAILED,
-    FAR_DEVICE,
-    FAR_KIND,
-    FAR_PIECES,
-    FEEDING,
-    FIRST_POST,
-    FLOW,
-    FLOWS,
-    FLUSH_DUE,
-    FLUSH_FLIES,
-    FLUSHED_ONCE,
-    FLUSHING,
-    FLYING,
-    FLYING_COUNT,
-    FORGET_NOTICES,
-    GONE,
-    HEARD,
-    HERE,
-    IN_DOUBT,
-    KIND,
-    LANE,
-    LINGERS,
-    LISTED,
-    LIVE,
-    LIVED,
-    LIVELY,
-    MADE,
-    MAKE,
-    MOST_BYTES,
-    MOST_PARTS,
-    MOST_PIECES,
-    NEAR_DEVICE,
-    NEAR_KIND,
-    NEAR_PIECES,
-    NEXT_PIECE,
-    NEXT_WITHIN,
-    NO_FLUSH,
-    NOTE,
-    NOTE_BYTES,
-    NOTICE,
-    NOTICE_AGENT,
-    NOTICE_AGENTS,
-    NOTICE_COUNT,
-    NOTICES,
-    NOTICES_AT,
-    NOTIFY,
-    OF_FLOW,
-    OFF,
-    ORDERLY,
-    PARTS_AT,
-    PASSED,
-    PATIENCE,
-    PEER,
-    PEER_NUMBER,
-    PIECE,
-    PIECES,
-    POST,
-    READS,
-    RELEASE,
-    SAID,
-    SENDING,
-    SERVED,
-    SERVES,
-    SILENT,
-    STATE,
-    STATUS,
-    STRANGE,
-    TAGS,
-    TOKEN,
-    VERDICT,
-    WAITING,
-    WANTED,
-    WATCHED,
-    WITHIN,
-)
 
 __all__ = [
     "REFUSED",
@@ -151,26 +63,26 @@ def claim(state: int) -> bool:
     Args:
         state: The address of its state. One thread at a time claims it.
     """
-    if add(state + 8 * WANTED, 0) == 0:
-        add(state + 8 * WANTED, 1)
-    free: bool = add(state + 8 * BUSY, 0) == 0
+    if add(state + 8 * r.WANTED, 0) == 0:
+        add(state + 8 * r.WANTED, 1)
+    free: bool = add(state + 8 * r.BUSY, 0) == 0
     return free
 
 
 @compiled("void(int64)")
 def release_claim(state: int) -> None:
     """The machine may call the agent again."""
-    add(state + 8 * WANTED, -1)
+    add(state + 8 * r.WANTED, -1)
 
 
 @inlined
 def enter_agent(state: Any) -> Any:
     """Whether the machine may call the agent, until `leave_agent`."""
-    if state[AGENT_AT] == 0:
+    if state[r.AGENT_AT] == 0:
         return False
-    add(state[HERE] + 8 * BUSY, 1)
-    if add(state[HERE] + 8 * WANTED, 0) != 0:
-        add(state[HERE] + 8 * BUSY, -1)
+    add(state[r.HERE] + 8 * r.BUSY, 1)
+    if add(state[r.HERE] + 8 * r.WANTED, 0) != 0:
+        add(state[r.HERE] + 8 * r.BUSY, -1)
         return False
     return True
 
@@ -178,7 +90,7 @@ def enter_agent(state: Any) -> Any:
 @inlined
 def leave_agent(state: Any) -> None:
     """It has called the agent."""
-    add(state[HERE] + 8 * BUSY, -1)
+    add(state[r.HERE] + 8 * r.BUSY, -1)
 
 
 @compiled("boolean(int64, int64)")
@@ -189,18 +101,18 @@ def call_off(job: int, flow: int) -> bool:
         job: The address of its row.
         flow: What it is to be a step of, plus 1; 0 if of none. A row that is another's by now is left as it is.
     """
-    off: bool = exchange(job + 8 * STATE, WAITING, OFF)
-    if off and add(job + 8 * OF_FLOW, 0) != flow:
-        exchange(job + 8 * STATE, OFF, WAITING)
+    off: bool = exchange(job + 8 * r.STATE, r.WAITING, r.OFF)
+    if off and add(job + 8 * r.OF_FLOW, 0) != flow:
+        exchange(job + 8 * r.STATE, r.OFF, r.WAITING)
         return True
-    return off or load(job + 8 * STATE) == OFF
+    return off or load(job + 8 * r.STATE) == r.OFF
 
 
 @compiled("boolean(int64)")
 def call_off_flow(flow: int) -> bool:
     """See to it that no further step of a flow begins; whether that is so. `flow` is the address of its row."""
-    off: bool = exchange(flow + 8 * STATE, FLOWS, OFF)
-    return off or add(flow + 8 * STATE, 0) != FEEDING
+    off: bool = exchange(flow + 8 * r.STATE, r.FLOWS, r.OFF)
+    return off or add(flow + 8 * r.STATE, 0) != r.FEEDING
 
 
 # --- one part
@@ -209,19 +121,19 @@ def call_off_flow(flow: int) -> bool:
 @inlined
 def _list(state: Any, ports: Any, kind: Any, device: Any, pieces: Any, first: Any, within: Any, nbytes: Any) -> Any:
     """Make a list of the pieces of one side, so many bytes from `within` bytes of the first one on."""
-    status = call(ports[CREATE_LIST], kind, state[HERE] + 8 * MADE)
+    status = call(ports[r.CREATE_LIST], kind, state[r.HERE] + 8 * r.MADE)
     if status != 0:
         return status
-    made, at = state[MADE], pieces + 16 * first
+    made, at = state[r.MADE], pieces + 16 * first
     while nbytes > 0 and status == 0:
         length = min(load(at + 8) - within, nbytes)
         if length > 0:
-            status = call(ports[ADD_PIECE], made, load(at) + within, length, device)
+            status = call(ports[r.ADD_PIECE], made, load(at) + within, length, device)
         nbytes -= length
         within = 0
         at += 16
     if status != 0:
-        call(ports[DESTROY_LIST], made)
+        call(ports[r.DESTROY_LIST], made)
         return status
     return made
 
@@ -230,8 +142,8 @@ def _list(state: Any, ports: Any, kind: Any, device: Any, pieces: Any, first: An
 def _measured(state: Any, job: Any, piece: Any, within: Any, pieces: Any, nbytes: Any) -> Any:
     """How many bytes a part has that begins there; `state` has where it ends. Pieces stay whole that may."""
     total = 0
-    while piece < job[PIECES] and pieces > 0 and total < nbytes:
-        length = load(job[NEAR_PIECES] + 16 * piece + 8) - within
+    while piece < job[r.PIECES] and pieces > 0 and total < nbytes:
+        length = load(job[r.NEAR_PIECES] + 16 * piece + 8) - within
         if length > nbytes - total:
             if total > 0 and length <= nbytes:
                 break
@@ -243,39 +155,41 @@ def _measured(state: Any, job: Any, piece: Any, within: Any, pieces: Any, nbytes
             within = 0
         if length > 0:
             pieces -= 1
-    while piece < job[PIECES] and load(job[NEAR_PIECES] + 16 * piece + 8) == 0:  # no part is made of these alone
+    while piece < job[r.PIECES] and load(job[r.NEAR_PIECES] + 16 * piece + 8) == 0:  # no part is made of these alone
         piece += 1
-    state[NEXT_PIECE], state[NEXT_WITHIN] = piece, within
+    state[r.NEXT_PIECE], state[r.NEXT_WITHIN] = piece, within
     return total
 
 
 @inlined
 def _made(state: Any, ports: Any, job: Any, piece: Any, within: Any, nbytes: Any) -> Any:
     """Make the request of a part; what failed if there is none, which is less than 0."""
-    near = _list(state, ports, job[NEAR_KIND], job[NEAR_DEVICE], job[NEAR_PIECES], piece, within, nbytes)
+    near = _list(state, ports, job[r.NEAR_KIND], job[r.NEAR_DEVICE], job[r.NEAR_PIECES], piece, within, nbytes)
     if near < 0:
         return near
-    far = _list(state, ports, job[FAR_KIND], job[FAR_DEVICE], job[FAR_PIECES], piece, within, nbytes)
+    far = _list(state, ports, job[r.FAR_KIND], job[r.FAR_DEVICE], job[r.FAR_PIECES], piece, within, nbytes)
     status = far
     if far >= 0:
-        out = state[HERE] + 8 * MADE
-        status = call(ports[MAKE], state[AGENT_AT], 0 if job[POST] == READS else 1, near, far, job[PEER], out, 0)
-        call(ports[DESTROY_LIST], far)
-    call(ports[DESTROY_LIST], near)
-    return state[MADE] if status >= 0 else status
+        out = state[r.HERE] + 8 * r.MADE
+        status = call(
+            ports[r.MAKE], state[r.AGENT_AT], 0 if job[r.POST] == r.READS else 1, near, far, job[r.PEER], out, 0
+        )
+        call(ports[r.DESTROY_LIST], far)
+    call(ports[r.DESTROY_LIST], near)
+    return state[r.MADE] if status >= 0 else status
 
 
 @inlined
 def give_back(state: Any, ports: Any, request: Any) -> None:
     """Give back a request. One that the library does not take back stays: its agent ends with it."""
-    if call(ports[RELEASE], state[AGENT_AT], request) >= 0:
-        call(ports[DESTROY], request)
+    if call(ports[r.RELEASE], state[r.AGENT_AT], request) >= 0:
+        call(ports[r.DESTROY], request)
 
 
 @inlined
 def _is_gone(state: Any, ports: Any, request: Any) -> Any:
     """Whether a request failed since its peer is gone."""
-    return ports[CAUSE] != 0 and call(ports[CAUSE], load(state[AGENT_AT]), load(request)) == PEER_IS_GONE
+    return ports[r.CAUSE] != 0 and call(ports[r.CAUSE], load(state[r.AGENT_AT]), load(request)) == PEER_IS_GONE
 
 
 # --- what went wrong
@@ -283,17 +197,17 @@ def _is_gone(state: Any, ports: Any, request: Any) -> Any:
 
 @inlined
 def _worsen(job: Any, outcome: Any, code: Any, gone: Any) -> None:
-    if outcome > job[VERDICT]:
-        job[VERDICT], job[CODE], job[GONE] = outcome, code, gone
+    if outcome > job[r.VERDICT]:
+        job[r.VERDICT], job[r.CODE], job[r.GONE] = outcome, code, gone
 
 
 @inlined
 def _failed(state: Any, job: Any, outcome: Any, code: Any, gone: Any) -> None:
     """A call failed. Where the peer is gone the library has ended its own work; any other error says nothing."""
-    if outcome == IN_DOUBT and not gone:
-        job[LINGERS] = 1
-    if job[FLUSHING] == NO_FLUSH or job[FLUSHING] == FLUSH_DUE:
-        job[FLUSHING] = FLUSH_DUE if state[ORDERLY] and job[LINGERS] and not gone else NO_FLUSH
+    if outcome == r.IN_DOUBT and not gone:
+        job[r.LINGERS] = 1
+    if job[r.FLUSHING] == r.NO_FLUSH or job[r.FLUSHING] == r.FLUSH_DUE:
+        job[r.FLUSHING] = r.FLUSH_DUE if state[r.ORDERLY] and job[r.LINGERS] and not gone else r.NO_FLUSH
     _worsen(job, outcome, code, gone)
 
 
@@ -304,22 +218,22 @@ def _failed(state: Any, job: Any, outcome: Any, code: Any, gone: Any) -> None:
 def turn(state: Any, jobs: Any) -> Any:
     """The slot of the post of which a part is next; -1 if there is none. Peers take turns, and so do posts of each."""
     best = -1
-    for at in range(state[LIVE]):
-        slot = state[LISTED + at]
+    for at in range(state[r.LIVE]):
+        slot = state[r.LISTED + at]
         job = jobs[slot]
-        if job[STATE] != SENDING:
+        if job[r.STATE] != r.SENDING:
             continue
-        if job[FLUSHING] == FLUSH_DUE:
-            wants = job[FLYING] == 0
+        if job[r.FLUSHING] == r.FLUSH_DUE:
+            wants = job[r.FLYING] == 0
         else:
-            wants = job[VERDICT] == DONE and job[PIECE] < job[PIECES] and job[FLYING] < MOST_PARTS
+            wants = job[r.VERDICT] == r.DONE and job[r.PIECE] < job[r.PIECES] and job[r.FLYING] < r.MOST_PARTS
         if not wants:
             continue
         if best < 0:
             best = slot
             continue
-        peer, other = state[TAGS + job[PEER_NUMBER]], state[TAGS + jobs[best][PEER_NUMBER]]
-        if peer < other or (peer == other and job[SERVED] < jobs[best][SERVED]):
+        peer, other = state[r.TAGS + job[r.PEER_NUMBER]], state[r.TAGS + jobs[best][r.PEER_NUMBER]]
+        if peer < other or (peer == other and job[r.SERVED] < jobs[best][r.SERVED]):
             best = slot
     return best
 
@@ -327,24 +241,24 @@ def turn(state: Any, jobs: Any) -> Any:
 @inlined
 def measured(state: Any, job: Any) -> Any:
     """How many bytes the next part has."""
-    if job[FLUSHING] == FLUSH_DUE:
+    if job[r.FLUSHING] == r.FLUSH_DUE:
         return _measured(state, job, 0, 0, 1, _FLUSH_BYTES)
-    return _measured(state, job, job[PIECE], job[WITHIN], job[MOST_PIECES], job[MOST_BYTES])
+    return _measured(state, job, job[r.PIECE], job[r.WITHIN], job[r.MOST_PIECES], job[r.MOST_BYTES])
 
 
 @inlined
 def prepared(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
     """Make the request of the next part; 0 if that failed, which has ended the post then."""
-    flush = job[FLUSHING] == FLUSH_DUE
-    state[SERVES] += 1
-    state[TAGS + job[PEER_NUMBER]] = job[SERVED] = state[SERVES]
+    flush = job[r.FLUSHING] == r.FLUSH_DUE
+    state[r.SERVES] += 1
+    state[r.TAGS + job[r.PEER_NUMBER]] = job[r.SERVED] = state[r.SERVES]
     if flush:
-        job[FLUSHING] = FLUSHED_ONCE
+        job[r.FLUSHING] = r.FLUSHED_ONCE
         made = _made(state, ports, job, 0, 0, nbytes)
     else:
-        made = _made(state, ports, job, job[PIECE], job[WITHIN], nbytes)
+        made = _made(state, ports, job, job[r.PIECE], job[r.WITHIN], nbytes)
     if made < 0:
-        _failed(state, job, IN_DOUBT if flush else FAILED, made, False)
+        _failed(state, job, r.IN_DOUBT if flush else r.FAILED, made, False)
         return 0
     return made
 
@@ -352,22 +266,22 @@ def prepared(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
 @inlined
 def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> None:
     """Post the part whose request was made."""
-    flush = job[FLUSHING] == FLUSHED_ONCE
-    status = call(ports[BEGIN], state[AGENT_AT], request, 0)
+    flush = job[r.FLUSHING] == r.FLUSHED_ONCE
+    status = call(ports[r.BEGIN], state[r.AGENT_AT], request, 0)
     if status < 0:
         gone = _is_gone(state, ports, request)
         give_back(state, ports, request)
-        _failed(state, job, FAILED if status <= REFUSED else IN_DOUBT, status, gone)
+        _failed(state, job, r.FAILED if status <= REFUSED else r.IN_DOUBT, status, gone)
         return
     if flush:
-        job[FLUSHING] = FLUSH_FLIES
+        job[r.FLUSHING] = r.FLUSH_FLIES
     else:
-        if job[FIRST_POST] == 0:
-            job[FIRST_POST] = began
-        job[PIECE], job[WITHIN], job[LIVELY] = state[NEXT_PIECE], state[NEXT_WITHIN], state[LIVED]
-    job[PARTS_AT + job[FLYING]] = request
-    job[FLYING] += 1
-    state[FLYING_COUNT] += 1
+        if job[r.FIRST_POST] == 0:
+            job[r.FIRST_POST] = began
+        job[r.PIECE], job[r.WITHIN], job[r.LIVELY] = state[r.NEXT_PIECE], state[r.NEXT_WITHIN], state[r.LIVED]
+    job[r.PARTS_AT + job[r.FLYING]] = request
+    job[r.FLYING] += 1
+    state[r.FLYING_COUNT] += 1
 
 
 @inlined
@@ -375,25 +289,25 @@ def look(state: Any, ports: Any, job: Any) -> Any:
     """Look at every part of a post; whether any has ended."""
     ended = False
     at = 0
-    while at < job[FLYING]:
-        request = job[PARTS_AT + at]
-        status = call(ports[STATUS], state[AGENT_AT], request)
+    while at < job[r.FLYING]:
+        request = job[r.PARTS_AT + at]
+        status = call(ports[r.STATUS], state[r.AGENT_AT], request)
         if status == IN_PROGRESS:
             at += 1
             continue
         if status < 0:
             gone = _is_gone(state, ports, request)
-            if job[FLUSHING] == FLUSH_FLIES:
-                job[FLUSHING] = FLUSHED_ONCE
-            _failed(state, job, IN_DOUBT, status, gone)
+            if job[r.FLUSHING] == r.FLUSH_FLIES:
+                job[r.FLUSHING] = r.FLUSHED_ONCE
+            _failed(state, job, r.IN_DOUBT, status, gone)
         else:
-            job[LIVELY] = state[LIVED]
-            if job[FLUSHING] == FLUSH_FLIES:  # everything before it has ended too
-                job[FLUSHING] = FLUSHED_ONCE
-                job[LINGERS], job[VERDICT] = 0, FAILED
-        job[FLYING] -= 1
-        state[FLYING_COUNT] -= 1
-        job[PARTS_AT + at] = job[PARTS_AT + job[FLYING]]
+            job[r.LIVELY] = state[r.LIVED]
+            if job[r.FLUSHING] == r.FLUSH_FLIES:  # everything before it has ended too
+                job[r.FLUSHING] = r.FLUSHED_ONCE
+                job[r.LINGERS], job[r.VERDICT] = 0, r.FAILED
+        job[r.FLYING] -= 1
+        state[r.FLYING_COUNT] -= 1
+        job[r.PARTS_AT + at] = job[r.PARTS_AT + job[r.FLYING]]
         give_back(state, ports, request)
         ended = True
     return ended
@@ -402,59 +316,61 @@ def look(state: Any, ports: Any, job: Any) -> Any:
 @inlined
 def settled(state: Any, ports: Any, job: Any) -> Any:
     """Whether nothing of a post is under way and nothing more is posted: what is silent is given up."""
-    if job[FLYING] > 0 and state[LIVED] - job[LIVELY] >= state[PATIENCE]:
-        watched = job[VERDICT] != IN_DOUBT or job[FLUSHING] == FLUSH_FLIES  # their ends tell the end of all of it
-        job[LINGERS] = 1
-        _worsen(job, IN_DOUBT, SILENT, False)
-        state[FLYING_COUNT] -= job[FLYING]
-        state[WATCHED] += job[FLYING]
+    if job[r.FLYING] > 0 and state[r.LIVED] - job[r.LIVELY] >= state[r.PATIENCE]:
+        watched = (
+            job[r.VERDICT] != r.IN_DOUBT or job[r.FLUSHING] == r.FLUSH_FLIES
+        )  # their ends tell the end of all of it
+        job[r.LINGERS] = 1
+        _worsen(job, r.IN_DOUBT, r.SILENT, False)
+        state[r.FLYING_COUNT] -= job[r.FLYING]
+        state[r.WATCHED] += job[r.FLYING]
         if not watched:
             drop_parts(state, ports, job)
         return True
-    over = job[VERDICT] != DONE or job[PIECE] == job[PIECES]
-    return over and job[FLYING] == 0 and job[FLUSHING] != FLUSH_DUE
+    over = job[r.VERDICT] != r.DONE or job[r.PIECE] == job[r.PIECES]
+    return over and job[r.FLYING] == 0 and job[r.FLUSHING] != r.FLUSH_DUE
 
 
 @inlined
 def drop_parts(state: Any, ports: Any, job: Any) -> None:
     """Give back what a post that was given up still has under way, unseen from now on."""
-    for at in range(job[FLYING]):
-        give_back(state, ports, job[PARTS_AT + at])
-    state[WATCHED] -= job[FLYING]
-    job[FLYING] = 0
+    for at in range(job[r.FLYING]):
+        give_back(state, ports, job[r.PARTS_AT + at])
+    state[r.WATCHED] -= job[r.FLYING]
+    job[r.FLYING] = 0
 
 
 @inlined
 def ended_late(state: Any, ports: Any, job: Any) -> Any:
     """Look at what was under way when it was given up; whether all of it has ended as it should."""
     at = 0
-    while at < job[FLYING]:
-        request = job[PARTS_AT + at]
-        status = call(ports[STATUS], state[AGENT_AT], request)
+    while at < job[r.FLYING]:
+        request = job[r.PARTS_AT + at]
+        status = call(ports[r.STATUS], state[r.AGENT_AT], request)
         if status < 0:  # what that part has left under way nobody can say
             drop_parts(state, ports, job)
             return False
         if status == IN_PROGRESS:
             at += 1
             continue
-        job[FLYING] -= 1
-        state[WATCHED] -= 1
-        job[PARTS_AT + at] = job[PARTS_AT + job[FLYING]]
+        job[r.FLYING] -= 1
+        state[r.WATCHED] -= 1
+        job[r.PARTS_AT + at] = job[r.PARTS_AT + job[r.FLYING]]
         give_back(state, ports, request)
-    return job[FLYING] == 0
+    return job[r.FLYING] == 0
 
 
 @inlined
 def caught(state: Any, ports: Any, job: Any) -> Any:
     """The agent is about to end: give up a post that has something under way; whether it has."""
-    if job[FLYING] == 0 and job[FLUSHING] != FLUSH_DUE:
+    if job[r.FLYING] == 0 and job[r.FLUSHING] != r.FLUSH_DUE:
         return False
-    if job[FLYING] > 0:
-        job[LINGERS] = 1
-    job[FLUSHING] = FLUSHED_ONCE
-    _worsen(job, IN_DOUBT, CUT_OFF, False)
-    state[FLYING_COUNT] -= job[FLYING]
-    state[WATCHED] += job[FLYING]
+    if job[r.FLYING] > 0:
+        job[r.LINGERS] = 1
+    job[r.FLUSHING] = r.FLUSHED_ONCE
+    _worsen(job, r.IN_DOUBT, r.CUT_OFF, False)
+    state[r.FLYING_COUNT] -= job[r.FLYING]
+    state[r.WATCHED] += job[r.FLYING]
     drop_parts(state, ports, job)
     return True
 
@@ -462,11 +378,11 @@ def caught(state: Any, ports: Any, job: Any) -> Any:
 @inlined
 def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
     """Let the library work, and take in what peers have notified this agent of; whether a flow may go on by that."""
-    status = call(ports[NOTICES], state[AGENT_AT], state[NOTICES_AT], 0)
-    if status < 0 and state[BROKEN] == 0:
-        state[BROKEN] = status
+    status = call(ports[r.NOTICES], state[r.AGENT_AT], state[r.NOTICES_AT], 0)
+    if status < 0 and state[r.BROKEN] == 0:
+        state[r.BROKEN] = status
     heard = _listen(state, jobs, ports)
-    call(ports[FORGET_NOTICES], state[NOTICES_AT])
+    call(ports[r.FORGET_NOTICES], state[r.NOTICES_AT])
     return heard
 
 
@@ -476,27 +392,27 @@ def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
 @inlined
 def inform(state: Any, ports: Any, flow: Any) -> None:
     """Tell the peer how many steps of a flow are done. Where that cannot be said the loops say it in a while."""
-    state[NOTE], state[NOTE + 1] = flow[TOKEN], flow[TOKEN + 1]
-    state[NOTE + 2] = 2 * (flow[BASE] + flow[PASSED]) + flow[LANE]
-    flow[SAID] = flow[PASSED]
-    call(ports[NOTIFY], state[AGENT_AT], flow[PEER], state[HERE] + 8 * NOTE, NOTE_BYTES, 0)
+    state[r.NOTE], state[r.NOTE + 1] = flow[r.TOKEN], flow[r.TOKEN + 1]
+    state[r.NOTE + 2] = 2 * (flow[r.BASE] + flow[r.PASSED]) + flow[r.LANE]
+    flow[r.SAID] = flow[r.PASSED]
+    call(ports[r.NOTIFY], state[r.AGENT_AT], flow[r.PEER], state[r.HERE] + 8 * r.NOTE, r.NOTE_BYTES, 0)
 
 
 @inlined
 def _listen(state: Any, jobs: Any, ports: Any) -> Any:
     """Look at all notifications that have come."""
-    notices, at, heard = state[NOTICES_AT], state[HERE] + 8 * NOTE, False
-    state[NOTE] = 0
-    call(ports[NOTICE_AGENTS], notices, at)
-    for number in range(state[NOTE]):
-        call(ports[NOTICE_AGENT], notices, number, at + 8)
-        agent = state[NOTE + 1]
-        call(ports[NOTICE_COUNT], notices, agent, at + 16)
-        for one in range(state[NOTE + 2]):
-            call(ports[NOTICE], notices, agent, one, at + 24, at + 32)
-            said, nbytes = state[NOTE + 3], state[NOTE + 4]
-            if nbytes != NOTE_BYTES:
-                state[STRANGE] += 1
+    notices, at, heard = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, False
+    state[r.NOTE] = 0
+    call(ports[r.NOTICE_AGENTS], notices, at)
+    for number in range(state[r.NOTE]):
+        call(ports[r.NOTICE_AGENT], notices, number, at + 8)
+        agent = state[r.NOTE + 1]
+        call(ports[r.NOTICE_COUNT], notices, agent, at + 16)
+        for one in range(state[r.NOTE + 2]):
+            call(ports[r.NOTICE], notices, agent, one, at + 24, at + 32)
+            said, nbytes = state[r.NOTE + 3], state[r.NOTE + 4]
+            if nbytes != r.NOTE_BYTES:
+                state[r.STRANGE] += 1
             elif _heard(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
                 heard = True
     return heard
@@ -505,17 +421,17 @@ def _listen(state: Any, jobs: Any, ports: Any) -> Any:
 @inlined
 def _heard(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
     """An agent says how many steps of a flow are done; whether ours that takes turns with it learns more by that."""
-    for at in range(state[LIVE]):
-        flow = jobs[state[LISTED + at]]
-        if flow[KIND] != FLOW or (flow[STATE] != FLOWS and flow[STATE] != OFF) or flow[LANE] == word & 1:
+    for at in range(state[r.LIVE]):
+        flow = jobs[state[r.LISTED + at]]
+        if flow[r.KIND] != r.FLOW or (flow[r.STATE] != r.FLOWS and flow[r.STATE] != r.OFF) or flow[r.LANE] == word & 1:
             continue
-        if first != 0 and flow[TOKEN] == first and flow[TOKEN + 1] == second and _same(flow[PEER], agent):
-            count = (word >> 1) - flow[BASE]
-            if count <= flow[HEARD]:
+        if first != 0 and flow[r.TOKEN] == first and flow[r.TOKEN + 1] == second and _same(flow[r.PEER], agent):
+            count = (word >> 1) - flow[r.BASE]
+            if count <= flow[r.HEARD]:
                 return False
-            flow[HEARD] = count
+            flow[r.HEARD] = count
             return True
-    state[STRANGE] += 1
+    state[r.STRANGE] += 1
     return False
 
 

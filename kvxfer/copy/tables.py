@@ -20,16 +20,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.chunks import SumPart, SumPlan
-from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Blank, Box, CopyPlan, Segment, Stencil
-from kvxfer.geometry.spec import BYTES, Elements
+from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Blank, Box, CopyPlan, Elements, Segment, Stencil
+
+if TYPE_CHECKING:  # what is packed is given
+    from kvxfer.geometry.chunks import SumPart, SumPlan
 
 __all__ = [
     "AXIS_WORDS",
@@ -417,7 +418,7 @@ class SumTables:
     at: int
 
 
-def pack_sums(plan: SumPlan) -> SumTables:
+def pack_sums(plan: "SumPlan") -> SumTables:
     """Make the tables of a plan.
 
     Raises:
@@ -451,12 +452,12 @@ def pack_sums(plan: SumPlan) -> SumTables:
     return SumTables(np.concatenate([*words, sums]), tuple(launches), at)
 
 
-def sum_variants(plans: Iterable[SumPlan]) -> set[SumVariant]:
+def sum_variants(plans: "Iterable[SumPlan]") -> set[SumVariant]:
     """Every variant that these plans need, or would need in other blocks, with rows cut at other tokens."""
     return {_sum_variant(part) for plan in plans for part in plan.parts}
 
 
-def _sum_variant(part: SumPart) -> SumVariant:
+def _sum_variant(part: "SumPart") -> SumVariant:
     stencil = part.segment.stencil
     box, elements = stencil.box, stencil.box.elements
     words = _SHORT if part.words <= _SHORT_ITEM else _LONG
@@ -469,7 +470,7 @@ def _sum_variant(part: SumPart) -> SumVariant:
     return SumVariant(bits & -bits, words)
 
 
-def _sum_body(part: SumPart, variant: SumVariant) -> tuple[I64, tuple[int, int, int, int]]:
+def _sum_body(part: "SumPart", variant: SumVariant) -> tuple[I64, tuple[int, int, int, int]]:
     """Regions, rows and axes; the number of axes, and where these, the regions and the rows are."""
     stencil = part.segment.stencil
     box, elements = stencil.box, stencil.box.elements
@@ -491,7 +492,7 @@ def _sum_body(part: SumPart, variant: SumVariant) -> tuple[I64, tuple[int, int, 
     return body, (len(axes), words.size + offsets.size, 0, words.size)
 
 
-def _check_sums(part: SumPart, blocks: int) -> None:
+def _check_sums(part: "SumPart", blocks: int) -> None:
     items = part.regions * part.rows
     for what, count in (("bytes in an item", part.words * _WORD), ("items", items), ("blocks", blocks)):
         if count >= _SUM_LIMIT:

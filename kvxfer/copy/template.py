@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import binding, records
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
-from kvxfer.geometry.cache import CacheGeometry, RowSide
+from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES
+from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
 from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists
-from kvxfer.geometry.spec import BYTES, Elements
+from kvxfer.geometry.spec import RowSide
 from kvxfer.names import lazy
 
 if TYPE_CHECKING:

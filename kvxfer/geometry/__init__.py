@@ -12,11 +12,21 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
 from kvxfer.geometry.chunks import ChunkGrid, ChunkPlan, Damage, SumPlan, damage, selected
-from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, sample
+from kvxfer.geometry.copyplan import (
+    STAGING_ALIGNMENT,
+    Box,
+    BoxAxis,
+    CopyPlan,
+    Elements,
+    Pieces,
+    Segment,
+    Stencil,
+    sample,
+)
 from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
-from kvxfer.geometry.spec import LAYOUTS, Elements, Interleave, TensorSpec, expand_layout
+from kvxfer.geometry.spec import LAYOUTS, Interleave, TensorSpec, expand_layout
 
 __all__ = [
     "LAYOUTS",

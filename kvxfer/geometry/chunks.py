@@ -13,8 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, Blank, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, fold
-from kvxfer.geometry.spec import KV_ORDER, Elements
+from kvxfer.geometry.copyplan import (
+    STAGING_ALIGNMENT,
+    Blank,
+    Box,
+    BoxAxis,
+    CopyPlan,
+    Elements,
+    Pieces,
+    Segment,
+    Stencil,
+    fold,
+)
+from kvxfer.geometry.spec import KV_ORDER
 from kvxfer.names import MAX_SUMS, lazy
 
 if TYPE_CHECKING:  # a chunk is made of these, and makes none

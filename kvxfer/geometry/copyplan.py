@@ -16,22 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.spec import BYTES, Elements, Factor
 from kvxfer.names import lazy
 
 __all__ = [
+    "BYTES",
     "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
     "Blank",
     "Box",
     "BoxAxis",
     "CopyPlan",
+    "Elements",
     "Patch",
     "Pieces",
     "Sample",
     "Segment",
     "Stencil",
-    "axis_offsets",
     "fold",
     "patches",
     "sample",
@@ -69,15 +69,6 @@ class Patch:
         return int(np.prod([axis.count for axis in self.axes], dtype=np.int64))
 
 
-def axis_offsets(factors: tuple[Factor, ...], start: int, stop: int) -> I64:
-    """Byte offsets of the coordinates [start, stop) of an axis; a missing axis has the one coordinate 0."""
-    coordinates = np.arange(start, stop, dtype=np.int64)
-    offsets = np.zeros_like(coordinates)
-    for factor in factors:
-        offsets += coordinates // factor.unit % factor.count * factor.stride
-    return offsets
-
-
 def patches(src: I64, dst: I64) -> tuple[Patch, ...]:
     """Cut two offset sequences of equal length into the fewest patches that a left-to-right pass finds.
 
@@ -111,6 +102,43 @@ def _longest(src: I64, dst: I64) -> tuple[int, tuple[BoxAxis, ...]]:
         return inner, (axis,)
     length, outer = _longest(pairs[0, :count, 0], pairs[1, :count, 0])
     return length * inner, (*outer, axis)
+
+
+# --- elements
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Elements:
+    """Elements of a copy on both sides: their sizes, and their dtypes, empty where bytes are copied as they are."""
+
+    src_bytes: int
+    dst_bytes: int
+    src: str = ""
+    dst: str = ""
+
+    @property
+    def converts(self) -> bool:
+        """Whether elements are computed anew, and not copied byte by byte."""
+        return bool(self.src)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Size of one in staging and on the wire: the narrower of the two."""
+        return min(self.src_bytes, self.dst_bytes)
+
+    @property
+    def gathered(self) -> "Elements":
+        """The copy into staging. It converts if that makes elements smaller."""
+        return self if self.dst_bytes < self.src_bytes else Elements(self.src_bytes, self.src_bytes)
+
+    @property
+    def scattered(self) -> "Elements":
+        """The copy out of staging. It converts if the other one does not."""
+        return Elements(self.dst_bytes, self.dst_bytes) if self.dst_bytes < self.src_bytes else self
+
+
+BYTES: Final = Elements(1, 1)
+"""Where nothing is converted, a run is counted in bytes."""
 
 
 # --- the plan

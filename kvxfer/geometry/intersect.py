@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, product
 from math import gcd, prod
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError, MismatchError
-from kvxfer.geometry.cache import CacheGeometry, Place, RowSide
-from kvxfer.geometry.copyplan import BoxAxis, Patch, axis_offsets, patches
-from kvxfer.geometry.spec import KV_ORDER, Elements, Factor, Interleave, TensorSpec
+from kvxfer.geometry.copyplan import BoxAxis, Elements, Patch, patches
+from kvxfer.geometry.spec import KV_ORDER, Factor, Interleave, Place, RowSide, TensorSpec, axis_offsets
 from kvxfer.names import CONVERTIBLE, convertible
+
+if TYPE_CHECKING:
+    from kvxfer.geometry.cache import CacheGeometry
 
 __all__ = [
     "Difference",
@@ -74,7 +76,7 @@ class _Holding:
 _Held = dict[Place, tuple[_Holding, ...]]
 
 
-def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0) -> list[tuple[Selection, ...]]:
+def resolve(need: "CacheGeometry", have: "Sequence[CacheGeometry]", *, rank: int = 0) -> list[tuple[Selection, ...]]:
     """Divide what `need` holds among the ranks of `have`.
 
     Args:
@@ -112,7 +114,7 @@ def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0
     return [tuple(sorted(selections)) for selections in result]
 
 
-def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[Selection, ...]:
+def common(src: "CacheGeometry", dst: "CacheGeometry") -> tuple[Selection, ...]:
     """Everything that both hold: what a transfer between the two can be about."""
     sources = src.places
     found: dict[tuple[str, str, str, int, int], list[int]] = {}
@@ -134,7 +136,7 @@ def _overlap(*heads: range) -> range:
     return range(max(some.start for some in heads), min(some.stop for some in heads))
 
 
-def _missing(need: CacheGeometry, spec: TensorSpec, kv: str, layer: int, held: _Held) -> dict[str, tuple[str, str]]:
+def _missing(need: "CacheGeometry", spec: TensorSpec, kv: str, layer: int, held: _Held) -> dict[str, tuple[str, str]]:
     """What of a tensor of this rank is on no prefill rank: its name, what of its class is held here, and what there."""
     label, kind = spec.label(kv), (spec.group, spec.part, kv)
     there = {place: holdings for place, holdings in held.items() if place[:3] == kind}
@@ -165,7 +167,7 @@ def _runs(numbers: Iterable[int]) -> str:
     return ", ".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
 
 
-def _index(have: Sequence[CacheGeometry]) -> _Held:
+def _index(have: "Sequence[CacheGeometry]") -> _Held:
     held: dict[Place, list[_Holding]] = {}
     for rank, geometry in enumerate(have):
         for spec in geometry.tensors:
@@ -288,7 +290,9 @@ def copied(src: TensorSpec, dst: TensorSpec, heads: range) -> tuple[int, int, in
     return id(src.form), id(dst.form), heads.start, heads.stop
 
 
-def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Iterator[tuple[TensorSpec, Difference]]:
+def differences(
+    src: "CacheGeometry", dst: "CacheGeometry", *, convert: bool
+) -> Iterator[tuple[TensorSpec, Difference]]:
     """Every pair of tensors of two ranks that have coordinates in common and cannot be copied."""
     known: dict[tuple[int, int, int, int], Difference | None] = {}
     for source, target, heads in _meetings(src, dst):
@@ -303,13 +307,13 @@ def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Ite
             yield source, found
 
 
-def converts(src: CacheGeometry, dst: CacheGeometry) -> bool:
+def converts(src: "CacheGeometry", dst: "CacheGeometry") -> bool:
     """Whether anything that two ranks have in common is converted on its way."""
     meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
     return any(run.elements.converts for meeting in meetings for run in _head_runs(*meeting))
 
 
-def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
+def _meetings(src: "CacheGeometry", dst: "CacheGeometry") -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
     """Pairs of tensors with the heads that they have in common; a pair once, however many layers it shares."""
     sources = src.places
     seen: set[tuple[int, int]] = set()
@@ -410,7 +414,7 @@ class SegmentClass:
 
 
 def intersect(
-    src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection], *, convert: bool
+    src: "CacheGeometry", dst: "CacheGeometry", selections: Sequence[Selection], *, convert: bool
 ) -> tuple[SegmentClass, ...]:
     """Intersect every selected pair of tensors and collect equal ones, in the order of staging.
 

@@ -14,17 +14,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import ChunkGrid, ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT, sample
 from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet
+from kvxfer.geometry.spec import RowSide
 from kvxfer.names import MAX_TOKENS, lazy
+
+if TYPE_CHECKING:
+    from kvxfer.geometry.cache import CacheGeometry
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
@@ -57,7 +60,7 @@ class PairPlan:
     """
 
     def __init__(
-        self, src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection], *, convert: bool = False
+        self, src: "CacheGeometry", dst: "CacheGeometry", selections: Sequence[Selection], *, convert: bool = False
     ) -> None:
         self.src = src
         self.dst = dst

@@ -10,14 +10,17 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.cache import CacheGeometry, RowSide
+from kvxfer.geometry.spec import RowSide
 from kvxfer.names import MAX_ROWS, MAX_TOKENS, lazy
+
+if TYPE_CHECKING:
+    from kvxfer.geometry.cache import CacheGeometry
 
 __all__ = [
     "BlockLists",
@@ -171,7 +174,7 @@ class Rows:
         return int(self.begin[row]) + int(self.table[row, 4])
 
 
-def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]:
+def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Span]:
     """Bring `blocks` as the caller gave it into normal form: an int64 `Span` for every group.
 
     Raises:
@@ -225,7 +228,7 @@ def _check_fit(group: str, ids: Sequence[Any]) -> None:
             raise BlocksError(f"group {group!r}: block id {number} at position {at} is outside of every pool")
 
 
-def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) -> None:
+def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool) -> None:
     """Check ids against the pools: in range, not negative; at a receiver also distinct and never the null block.
 
     Raises:

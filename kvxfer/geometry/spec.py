@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, inf, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.names import CONVERTIBLE, MAX_LAYERS, MAX_SCALES, MAX_STRIDE, MAX_WIDTH, MAX_WORLD
@@ -18,15 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AXIS_NAMES",
-    "BYTES",
     "EVERY_TOKEN",
     "KV_ORDER",
     "LAYOUTS",
     "Axis",
-    "Elements",
     "Factor",
     "Interleave",
+    "Place",
+    "RowSide",
     "TensorSpec",
+    "axis_offsets",
     "bind_axes",
     "bind_layout",
     "check_scale",
@@ -36,6 +40,8 @@ __all__ = [
     "read_scale",
     "unlike",
 ]
+
+I64: TypeAlias = NDArray[np.int64]
 
 # --- axes
 #
@@ -133,6 +139,15 @@ def bind_axes(
         unit = axis.split if axis.split and not axis.inner else 1
         bound.setdefault(axis.name, []).append(Factor(count, unit, stride))
     return {name: tuple(sorted(factors, key=lambda f: -f.unit)) for name, factors in bound.items()}
+
+
+def axis_offsets(factors: tuple[Factor, ...], start: int, stop: int) -> I64:
+    """Byte offsets of the coordinates [start, stop) of an axis; a missing axis has the one coordinate 0."""
+    coordinates = np.arange(start, stop, dtype=np.int64)
+    offsets = np.zeros_like(coordinates)
+    for factor in factors:
+        offsets += coordinates // factor.unit % factor.count * factor.stride
+    return offsets
 
 
 # --- layouts by name
@@ -247,44 +262,10 @@ def check_scale(name: str, scale: Sequence[float], heads: int) -> None:
         raise GeometryError(f"{name}: scale[{wrong}] is {scale[wrong]:g}, but a scale must be finite and above 0")
 
 
-# --- elements
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Elements:
-    """Elements of a copy on both sides: their sizes, and their dtypes, empty where bytes are copied as they are."""
-
-    src_bytes: int
-    dst_bytes: int
-    src: str = ""
-    dst: str = ""
-
-    @property
-    def converts(self) -> bool:
-        """Whether elements are computed anew, and not copied byte by byte."""
-        return bool(self.src)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Size of one in staging and on the wire: the narrower of the two."""
-        return min(self.src_bytes, self.dst_bytes)
-
-    @property
-    def gathered(self) -> "Elements":
-        """The copy into staging. It converts if that makes elements smaller."""
-        return self if self.dst_bytes < self.src_bytes else Elements(self.src_bytes, self.src_bytes)
-
-    @property
-    def scattered(self) -> "Elements":
-        """The copy out of staging. It converts if the other one does not."""
-        return Elements(self.dst_bytes, self.dst_bytes) if self.dst_bytes < self.src_bytes else self
-
-
-BYTES: Final = Elements(1, 1)
-"""Where nothing is converted, a run is counted in bytes."""
-
-
 # --- tensors
+
+Place: TypeAlias = tuple[str, str, str, int]
+"""What a tensor holds of a block: its group, part, half (K, V or neither) and layer."""
 
 _DEVICES: Final = ("cpu", "cuda")
 _MAX_DIMENSION: Final = 0xFFFF_FFFF
@@ -575,3 +556,86 @@ def unlike(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     for spec in specs:
         found.setdefault(id(spec.form), spec)
     return list(found.values())
+
+
+# --- where a token is
+
+
+@dataclass(frozen=True, slots=True)
+class RowSide:
+    """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
+
+    `block_tokens` counts token rows, and is 0 for state; so is `id_tokens`, the tokens of a block id on this rank.
+    """
+
+    block_tokens: int
+    block_ratio: int
+    tokens_per_row: int
+    rank: int
+    of: int
+    chunk: int
+    null_block: int | None
+    is_state: bool = field(init=False, repr=False, compare=False)
+    id_tokens: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_state", self.block_tokens == 0)
+        object.__setattr__(self, "id_tokens", self.block_tokens * self.tokens_per_row * self.block_ratio)
+
+    @classmethod
+    def of_tensor(cls, spec: TensorSpec) -> "RowSide":
+        """The row addressing of one cache tensor."""
+        return cls(
+            0 if spec.is_state else spec.count("token"),
+            spec.block_ratio,
+            spec.tokens_per_row,
+            spec.tokens.rank,
+            spec.tokens.of,
+            spec.tokens.chunk,
+            spec.null_block,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All but the null block: numbers, which have an order."""
+        return (self.block_tokens, self.block_ratio, self.tokens_per_row, self.rank, self.of, self.chunk)
+
+    @property
+    def grid(self) -> int:
+        """Rows never cross a multiple of this many token rows."""
+        return gcd(self.block_tokens, self.chunk) if self.of > 1 else self.block_tokens
+
+    def common(self, other: "RowSide") -> int:
+        """Token rows of a sub-block of both sides; 1 for state."""
+        return gcd(self.grid, other.grid) or 1
+
+    def holds(self, tokens: I64) -> NDArray[np.bool_]:
+        """Which of these tokens are on this rank."""
+        if self.of == 1:
+            return np.ones(len(tokens), np.bool_)
+        return np.asarray((tokens // self.chunk) % self.of == self.rank)
+
+    def local(self, tokens: I64) -> I64:
+        """How many tokens before these this rank holds: where in its blocks they are, if it holds them."""
+        if self.of == 1:
+            return tokens
+        turn = self.chunk * self.of
+        return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
+
+    def before(self, token: int) -> int:
+        """The same of one token: for numbers, of which there are few, arrays take longer."""
+        if self.of == 1:
+            return token
+        turns, rest = divmod(token, self.chunk * self.of)
+        return turns * self.chunk + min(max(0, rest - self.rank * self.chunk), self.chunk)
+
+    def most(self, tokens: int) -> int:
+        """How many token rows this rank holds of so many neighbouring tokens, at most."""
+        turns, rest = divmod(tokens, self.chunk * self.of)
+        return (turns * self.chunk + min(rest, self.chunk)) // self.tokens_per_row
+
+    def kernel_blocks(self, ids: I64) -> I64:
+        """Kernel block numbers of a list of block ids."""
+        if self.block_ratio == 1:
+            return ids
+        return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()

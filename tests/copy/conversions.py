@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from copy_plans import random_shape
 
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
-from kvxfer.geometry.spec import Elements
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Elements, Segment, Stencil
 from kvxfer.names import CONVERTIBLE
 
 PAIRS = [(src, dst) for src in CONVERTIBLE for dst in CONVERTIBLE]

@@ -9,7 +9,7 @@ from triton.compiler import ASTSource, compile  # noqa: A004
 
 from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_constants, sum_items
 from kvxfer.copy.tables import SumVariant, Variant
-from kvxfer.geometry.spec import Elements
+from kvxfer.geometry.copyplan import Elements
 
 MORE = os.environ.get("KERNEL") == "all"
 SIGNATURE = (

@@ -12,7 +12,7 @@ from kvxfer.copy import tables
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.spec import Elements
+from kvxfer.geometry.copyplan import Elements
 
 NBYTES = 1 << 18
 SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)

@@ -9,7 +9,7 @@ from opened import opened
 
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Tables
 from kvxfer.copy.template import Batch
-from kvxfer.geometry.spec import Elements
+from kvxfer.geometry.copyplan import Elements
 
 _SIZE, _ITEMS, _ROWS, _REGIONS, _LINES, _AXES, _AXIS_COUNT = 2, 5, 6, 9, 10, 11, 12
 

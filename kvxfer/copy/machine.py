@@ -189,14 +189,10 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
                 state[r.OUT + 4], state[r.OUT + 6] = job[r.COPYING], job[r.WIRED]
             elif slot >= r.JOBS:
                 state[r.OUT + 3] = job[r.OF_FLOW] - 1
-            started, job[r.STARTED] = (
-                job[r.STARTED],
-                0,
-            )  # before: who reads it may look at the row of what takes its place
-            if (
-                call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, 8 * r.EVENT_WORDS)
-                != 8 * r.EVENT_WORDS
-            ):
+            # before: who reads it may look at the row of what takes its place
+            started, job[r.STARTED] = job[r.STARTED], 0
+            size = 8 * r.EVENT_WORDS
+            if call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, size) != size:
                 job[r.STARTED] = started
                 return
             if slot >= r.JOBS or (flow and not ended):

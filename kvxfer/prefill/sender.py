@@ -712,7 +712,7 @@ class Sender:
 
     def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
         """Chunks that are gathered and written, or copied in place."""
-        event, peer = self._events(chunks.start), self.peer
+        event, peer = READY if self._prompt else self._events(chunks.start), self.peer
         if post is None:
             return CopyJob(bound.copies(chunks, run.reached), after=event, gate=run.gate)
         if not extents:  # windows in which no group has a row

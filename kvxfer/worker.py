@@ -1371,8 +1371,7 @@ class Worker:
     def _ticket(self, site: Site, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         if self._closing is not None or (site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
-        if site.issuer is None:  # ranks of one engine must be known as such before they fetch
-            _ = site.joined
+        _ = site.issuer or site.joined  # ranks of one engine must be known as such before they fetch
         return Ticket.parse(ticket)
 
 

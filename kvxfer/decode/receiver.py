@@ -174,8 +174,9 @@ class Grants:
 
     def write_in_place(self, nbytes: int) -> None:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
-        self._in_place += nbytes
-        self._site.written[self._peer.identity.incarnation] += nbytes
+        if nbytes:
+            self._in_place += nbytes
+            self._site.written[self._peer.identity.incarnation] += nbytes
 
     def use_ahead(self) -> None:
         """The peer uses what `Fetch` granted."""
@@ -186,16 +187,16 @@ class Grants:
         ahead, self.ahead = self.ahead, ()
         if ahead:
             self._give_back(ahead)
-        if self._in_place:
-            self._end_in_place()
+        self._end_in_place()
 
     def _end_in_place(self) -> None:
         """The peer writes none of the caller's blocks any more."""
         nbytes, self._in_place = self._in_place, 0
-        written, key = self._site.written, self._peer.identity.incarnation
-        written[key] -= nbytes
-        if not written[key]:
-            del written[key]
+        if nbytes:
+            written, key = self._site.written, self._peer.identity.incarnation
+            written[key] -= nbytes
+            if not written[key]:
+                del written[key]
 
     def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
@@ -215,8 +216,7 @@ class Grants:
         """Nothing is in the peer's hands, and nothing is read: give the ring back."""
         if self.ring:
             self._settle(range(0))
-        if self._in_place:
-            self._end_in_place()
+        self._end_in_place()
 
     def settle(self, hands: range, *, lost: bool) -> None:
         """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
@@ -228,10 +228,7 @@ class Grants:
             lost: Whether it is lost.
         """
         if not lost:
-            if self.ahead:
-                self.void_ahead()
-            elif self._in_place:
-                self._end_in_place()
+            self.void_ahead()
             hands = range(0)
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
@@ -342,7 +339,7 @@ class Receiver:
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
-        self._staged = Route.STAGED in self._routes[:1]  # whether what the peer writes is staging memory
+        self._staged = Route.STAGED in self._routes[:1]  # the peer writes staging memory, if it accepts that route
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
         self._run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
         self._turns: Turns | None = None  # which it takes with the peer's
@@ -685,7 +682,8 @@ class Receiver:
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
         gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
         self.link.send(*self.machine.grant(chunks, lease_ms, gate, ring, said.copied, token))
-        self._say_soon()
+        if self._turns is not None:  # in place nothing waits for a place, nor is told by agents
+            self._say_soon()
 
     def _say_soon(self) -> None:
         """Say again what our agent tells the peer's, should that not come, and renew the lease of what waits for it."""
@@ -936,7 +934,7 @@ class Receiver:
         return f"kvxfer receive {self.transfer}"
 
     def _grant_ahead(self) -> int:
-        """What may be granted with the question is; for how many chunks that is.
+        """Grant with the question what may be; for how many chunks that is.
 
         Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
         `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each

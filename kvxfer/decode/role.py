@@ -459,6 +459,7 @@ class Decode:
                 if not receiver.owes_an_answer:
                     self._incoming.pop(receiver.transfer, None)
                     receiver.exposure.end()
+                    receiver.grants.let_go()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
 
     # --- messages

@@ -132,7 +132,7 @@ class PairPlan:
         tokens_per_chunk: int | None = None,
         by_tokens: bool = False,
     ) -> ChunkGrid:
-        """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so.
+        """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so: the same each time.
 
         Whole runs of layers over all tokens while one layer fits; otherwise one layer cut into token windows. A chunk
         exceeds the target only where a layer's state, or its smallest window, does.
@@ -144,12 +144,13 @@ class PairPlan:
             tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
             by_tokens: Rather cut token windows of all layers, so that no piece that reaches over layers is cut.
         """
-        asked = tokens, target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens
-        found = self._grids.get(asked)
+        limits = target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens
+        key = tokens.start, tokens.stop, *limits  # and not the range: empty ones are all equal
+        found = self._grids.get(key)
         if found is None:
             if len(self._grids) >= _KEPT_SIZES:
                 self._grids.clear()
-            found = self._grids[asked] = self._grid(*asked)
+            found = self._grids[key] = self._grid(tokens, *limits)
         return found
 
     def _grid(

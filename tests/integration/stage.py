@@ -235,6 +235,7 @@ def is_quiet(worker):
     return (
         all(share.free_bytes == share.capacity_bytes and share.waiting_requests == 0 for share in shares)
         and not seen["custody"].holders
+        and not seen["written"]
         and seen["sending"] == seen["receiving"] == seen["in_doubt"] == 0
     )
 

@@ -3,10 +3,20 @@
 import asyncio
 
 import pytest
-from inside import break_steps, plan_steps_in_threads
+from inside import break_steps, cut, plan_steps_in_threads, timers
 from stage import Cache, Copied, Tap, eventually, extents, quiet, written
 
-from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
+from kvxfer import (
+    BlocksError,
+    Code,
+    Group,
+    Interleave,
+    PeerLostError,
+    Released,
+    Span,
+    TransferFailedError,
+    TransferState,
+)
 from kvxfer.geometry import normalise_blocks
 from kvxfer.plans.planning import joined_spans
 from kvxfer.protocol.messages import Reserve
@@ -91,6 +101,38 @@ async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
     await eventually(lambda: landed(copied))
     await eventually(lambda: not (written(decode) or extents(decode, "receive")))
     assert not transfer.done
+    offer.finish()
+    await transfer
+    await quiet(prefill, decode)
+
+
+async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost(stage):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    copied = Copied(target).bring(source, IDS, INTO, range(8))
+    offer.extend(IDS[:2], tokens=range(8))
+    offer.ready()
+    await eventually(lambda: landed(copied))
+    cut(decode)
+    with pytest.raises(PeerLostError):
+        await transfer
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_what_is_granted_in_place_is_granted_once(stage, monkeypatch):
+    """Chunks wait there for no place, so nothing has to be said of them again."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route="direct", grant_lease=77.0)
+    seconds = timers(decode, monkeypatch)
+    offer = prefill.offer("r", IDS, tokens=16, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16))
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer.ready()
+    await eventually(lambda: landed(copied))
+    assert not [one for one in seconds if 25 < one < 26], "a third of the lease"
     offer.finish()
     await transfer
     await quiet(prefill, decode)
@@ -338,15 +380,18 @@ async def test_state_moves_where_every_token_is_held(stage, route, held):
 
     sources, targets = caches(), caches()
     prefill, decode = await stage.pair(sources, targets, route=route)
-    offer = prefill.offer("r", {"full": [5, 6], "state": [2]}, tokens=6, payload=b"token")
-    copied = [Copied(target) for target in targets]
-    copied[1].bring(sources[1], [2], [3], range(1))
-    result = await decode.fetch(prefill.engine.ticket("r"), {"full": held, "state": [3]}, tokens=range(6, 6), timeout=5)
-    assert result.payload == b"token"
-    assert result.stats.bytes == 4 * 8 * 4
-    for one in copied:
-        one.check()
-    assert isinstance(await offer.released(), Released)
+    for stop in (6, 8, 5):  # of other requests of the pair, whose last token is in another window
+        offer = prefill.offer(f"r{stop}", {"full": [5, 6], "state": [2]}, tokens=stop, payload=b"token")
+        copied = [Copied(target) for target in targets]
+        copied[1].bring(sources[1], [2], [3], range(1))
+        targets[1].memory[7][:, 3] = 0
+        into, tokens = {"full": held, "state": [3]}, range(stop, stop)
+        result = await decode.fetch(prefill.engine.ticket(f"r{stop}"), into, tokens=tokens, timeout=5)
+        assert result.payload == b"token"
+        assert result.stats.bytes == 4 * 8 * 4
+        for one in copied:
+            one.check()
+        assert isinstance(await offer.released(), Released)
     await quiet(prefill, decode)
 
 

@@ -115,100 +115,60 @@ def usual_threads() -> int:
 
 
 class Copy(Struct, eq=False):
-    """A copy that was asked for, until `job.done` is called.
-
-    Attributes:
-        waits: Events that have not happened yet, and need the interpreter.
-        handles: Events that the machine asks.
-        kept: What its record points to.
-        room: Memory for tables that are larger than a ring.
-        sums: What is added up on a GPU when it has run.
-        found: Where the machine puts that.
-        slot: Its row in the machine; -1 if it is not there.
-        cancelled: Whether nobody wants it any more.
-        closed: Whether that is because the worker is closing.
-        left: Whether it ended in doubt, and the machine still has it.
-        flow: What it is a step of, or several that follow one another.
-        batch: Its tables as compiled code has them.
-        records: Its record, or those of its steps, once they are made.
-        laid: How many of these are where the machine finds them.
-        stop: How many steps of the flow they and those before them are.
-        awaits: Whether it goes on as peers do, who wait for what goes on by itself: that must not wait for it.
-    """
+    """A copy that was asked for, until `job.done` is called."""
 
     job: CopyJob
     lane: int
+    # events that have not happened yet, and need the interpreter
     waits: list[Event] = field(default_factory=list[Event])
-    handles: list[int] = field(default_factory=list[int])
-    kept: list[Any] = field(default_factory=list[Any])
-    room: Any = None
-    sums: SumTables | None = None
-    found: I64 | None = None
-    slot: int = -1
-    cancelled: bool = False
-    closed: bool = False
-    left: bool = False
-    flow: "Flow | None" = None
-    batch: "Batch | None" = None
-    records: I64 | None = None
-    laid: int = 0
-    stop: int = 0
+    handles: list[int] = field(default_factory=list[int])  # events that the machine asks
+    kept: list[Any] = field(default_factory=list[Any])  # what its record points to
+    room: Any = None  # memory for tables that are larger than a ring
+    sums: SumTables | None = None  # what is added up on a GPU when it has run
+    found: I64 | None = None  # where the machine puts that
+    slot: int = -1  # its row in the machine; -1 if it is not there
+    cancelled: bool = False  # whether nobody wants it any more
+    closed: bool = False  # whether that is because the worker is closing
+    left: bool = False  # whether it ended in doubt, and the machine still has it
+    flow: "Flow | None" = None  # what it is a step of, or several that follow one another
+    batch: "Batch | None" = None  # its tables as compiled code has them
+    records: I64 | None = None  # its record, or those of its steps, once they are made
+    laid: int = 0  # how many of these are where the machine finds them
+    stop: int = 0  # how many steps of the flow they and those before them are
+    # whether it goes on as peers do, who wait for what goes on by itself: that must not wait for it
     awaits: bool = False
 
 
 class Flow(Copy, eq=False):
-    """Copies that follow one another.
-
-    Attributes:
-        width: How many may be under way at once.
-        allowed: How many may begin.
-        progress: Called when more are done; `steps` of what it is given are, and its times are those of all of them.
-        steps: Those that the machine does not know yet.
-        table: Records of those that it knows, from the one that is not done on.
-        known: How many it knows.
-        passed: How many are done.
-        until: When their lease ends, in ns.
-        pointed: What the records point to, of those that are not done.
-        held: Whether the next step has to wait, or is being prepared.
-        turns: How it takes turns with a flow of a peer's.
-        heard: How many steps that has done, as the loop heard.
-        said: What the machine was told last.
-        lefts: Rows of steps in doubt; whether bytes of this side may still move for each.
-        error: What has gone wrong before a step got to the machine.
-        over: Whether it has ended, but for those.
-        doubtful: Whether bytes of this side could move for a step in doubt.
-        severed: Whether one of them may land though this side moves nothing: its agent has ended, or its peer is gone.
-        unasked: Whether nobody asks any more for one of them.
-        late: Whether all that was to be told of them was.
-        news: How far it is, as heard last.
-        quiet: Until when `progress` is not called for that.
-        later: Calls it then.
-    """
+    """Copies that follow one another."""
 
     total: int = 1
-    width: int = _ROOM
-    allowed: int = 0
+    width: int = _ROOM  # how many may be under way at once
+    allowed: int = 0  # how many may begin
+    # called when more are done; `steps` of what it is given are, and its times are those of all of them
     progress: Callable[[CopyOutcome], None] = lambda _: None
-    steps: deque[Copy] = field(default_factory=deque[Copy])
-    table: Any = None
-    known: int = 0
-    passed: int = 0
-    until: int = 0
-    pointed: deque[Copy] = field(default_factory=deque[Copy])
-    held: bool = False
-    turns: Turns | None = None
-    heard: int = 0
-    said: tuple[int, ...] = ()
+    steps: deque[Copy] = field(default_factory=deque[Copy])  # those that the machine does not know yet
+    table: Any = None  # records of those that it knows, from the one that is not done on
+    known: int = 0  # how many it knows
+    passed: int = 0  # how many are done
+    until: int = 0  # when their lease ends, in ns
+    pointed: deque[Copy] = field(default_factory=deque[Copy])  # what the records point to, of those that are not done
+    held: bool = False  # whether the next step has to wait, or is being prepared
+    turns: Turns | None = None  # how it takes turns with a flow of a peer's
+    heard: int = 0  # how many steps that has done, as the loop heard
+    said: tuple[int, ...] = ()  # what the machine was told last
+    # rows of steps in doubt; whether bytes of this side may still move for each
     lefts: dict[int, bool] = field(default_factory=dict[int, bool])
-    error: KvxferError | None = None
-    over: bool = False
-    doubtful: bool = False
+    error: KvxferError | None = None  # what has gone wrong before a step got to the machine
+    over: bool = False  # whether it has ended, but for those
+    doubtful: bool = False  # whether bytes of this side could move for a step in doubt
+    # whether one of them may land though this side moves nothing: its agent has ended, or its peer is gone
     severed: bool = False
-    unasked: bool = False
-    late: bool = False
-    news: CopyOutcome = _NOTHING_YET
-    quiet: float = 0.0
-    later: asyncio.TimerHandle | None = None
+    unasked: bool = False  # whether nobody asks any more for one of them
+    late: bool = False  # whether all that was to be told of them was
+    news: CopyOutcome = _NOTHING_YET  # how far it is, as heard last
+    quiet: float = 0.0  # until when `progress` is not called for that
+    later: asyncio.TimerHandle | None = None  # calls it then
 
 
 class Mover:

@@ -244,6 +244,7 @@ class Clients:
         while any(map(operator.lt, self.right, enough)) and not any(self.wrong):
             await self.news.wait()
             self.news.clear()
+        await self.router.forget_the_dead()  # also those whose last request failed before Ray knew why
         engines = self.router.prefills, self.router.decodes
         print(f"{what}: {len(engines[0])} engines for prefill, {len(engines[1])} for decode", flush=True)
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,33 +18,12 @@ SHAPES = [("NHD", 16), ("HND", 16), ("NHD", 32), ("HND", 32), ("HND", 7)]
 DIVIDED: list[dict[str, Any]] = [{}, {"cross_layer": True}, {"ranks": 2}, {"cross_layer": True, "ranks": 4}]
 
 
-def config(**changes):
-    plain = {"num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": HEADS}
-    return SimpleNamespace(**(plain | {"head_dim": DIM, "hidden_size": 64} | changes))
-
-
-def pool(
-    layout: Any = "NHD",
-    block_tokens=16,
-    *,
-    num_blocks=24,
-    dtype=torch.float32,
-    seed=0,
-    cross_layer=False,
-    ranks=1,
-    **changes,
-):
-    return PagedCache(
-        config(**changes),
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        layout=layout,
-        dtype=dtype,
-        device="cpu",
-        cross_layer=cross_layer,
-        ranks=["cpu"] * ranks,
-        seed=seed,
-    )
+def pool(layout: Any = "NHD", block_tokens=16, *, ranks=1, **changes):
+    own = {"num_blocks": 24, "dtype": torch.float32, "seed": 0, "cross_layer": False}
+    own = {name: changes.pop(name, value) for name, value in own.items()}
+    model = {"num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": HEADS, "head_dim": DIM}
+    config = SimpleNamespace(**{**model, "hidden_size": 64, **changes})
+    return PagedCache(config, block_tokens=block_tokens, layout=layout, device="cpu", ranks=["cpu"] * ranks, **own)
 
 
 def logical(tokens=TOKENS, dtype=torch.float32):
@@ -64,16 +44,6 @@ def filled(cache, data=None):
     return sequence
 
 
-def element(cache, sequence, layer, kv, token, head, dim):
-    """One element, addressed by hand from the axis string alone."""
-    block = sequence.block_ids[token // cache.block_tokens]
-    (shard,) = [shard for shard in cache.shards if head in shard.heads]
-    at = {"kv": kv, "block": block, "token": token % cache.block_tokens, "dim": dim}
-    at |= {"head": head - shard.heads.start, "layer": layer}
-    tensor = shard.tensors[0] if len(shard.tensors) == 1 else shard.tensors[layer]
-    return tensor[tuple(at[axis] for axis in shard.axes.split())]
-
-
 # blocks
 
 
@@ -86,11 +56,11 @@ def test_blocks_come_in_a_shuffled_order_that_the_seed_repeats():
     assert pool(seed=1).allocate(16 * 24) != ids
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_allocate_rounds_up_to_whole_blocks(tokens, blocks):
-    cache = pool()
-    assert len(cache.allocate(tokens)) == blocks
-    assert cache.free_blocks == 24 - blocks
+def test_allocate_rounds_up_to_whole_blocks():
+    for tokens, blocks in [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)]:
+        cache = pool()
+        assert len(cache.allocate(tokens)) == blocks
+        assert cache.free_blocks == 24 - blocks
 
 
 def test_running_out_of_blocks_takes_none_and_says_how_many_were_needed():
@@ -143,21 +113,16 @@ def test_reserve_appends_what_is_missing_and_refuses_a_table_that_is_too_short()
         cache.reserve(Sequence(sequence.block_ids, tokens=49), 50)
 
 
-def test_tables_that_are_too_short_or_name_a_block_twice_are_refused():
+def test_tables_that_are_too_short_or_name_blocks_of_others_are_refused():
     cache = pool()
-    table = cache.table(cache.allocate(32))
-    part = torch.zeros(HEADS, 3, DIM)
+    sequence = filled(cache)
+    table, part = cache.table(sequence.block_ids[:2]), torch.zeros(HEADS, 3, DIM)
     with pytest.raises(BlocksError, match="33 tokens do not fit"):
         cache.write(0, table, 30, part, part)
     with pytest.raises(BlocksError, match="33 tokens do not fit"):
         cache.gather(0, table, 33)
     with pytest.raises(BlocksError, match="named twice"):
         cache.table([*table.tolist(), int(table[0])])
-
-
-def test_blocks_of_others_and_freed_blocks_cannot_be_read():
-    cache = pool()
-    sequence = filled(cache)
     with pytest.raises(BlocksError, match="hold 80 at most"):
         digests(cache, Sequence(sequence.block_ids, tokens=81))
     cache.free(sequence.block_ids)
@@ -175,45 +140,43 @@ def test_every_element_lies_where_the_axis_string_says(layout, block_tokens, div
     data = logical()
     sequence = filled(cache, data)
     for layer, kv, token, head, dim in [(0, 0, 0, 0, 0), (2, 1, 74, 3, 7), (1, 0, 33, 2, 5), (2, 1, 16, 1, 0)]:
-        assert element(cache, sequence, layer, kv, token, head, dim) == data[layer, kv, head, token, dim]
+        (shard,) = [shard for shard in cache.shards if head in shard.heads]
+        block, row = sequence.block_ids[token // block_tokens], token % block_tokens
+        at = {"kv": kv, "block": block, "token": row, "dim": dim, "head": head - shard.heads.start, "layer": layer}
+        tensor = shard.tensors[0] if len(shard.tensors) == 1 else shard.tensors[layer]
+        assert tensor[tuple(at[axis] for axis in shard.axes.split())] == data[layer, kv, head, token, dim]
     for layer in range(LAYERS):
-        keys, values = cache.gather(layer, cache.table(sequence.block_ids), TOKENS)
-        assert torch.equal(keys, data[layer, 0].transpose(0, 1))
-        assert torch.equal(values, data[layer, 1].transpose(0, 1))
-
-
-@pytest.mark.parametrize(("layout", "shape"), [("NHD", (2, 24, 16, 4, 8)), ("HND", (2, 24, 4, 16, 8))])
-def test_shape_axes_and_bytes(layout, shape):
-    cache = pool(layout, dtype=torch.bfloat16)
-    assert [tuple(t.shape) for t in cache.tensors] == [shape] * LAYERS
-    assert cache.axes == {"NHD": "kv block token head dim", "HND": "kv block head token dim"}[layout]
-    assert all(t.is_contiguous() for t in cache.tensors)
-    assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
+        both = cache.gather(layer, cache.table(sequence.block_ids), TOKENS)
+        assert all(torch.equal(found, data[layer, kv].transpose(0, 1)) for kv, found in enumerate(both))
 
 
 @pytest.mark.parametrize(
     ("layout", "axes", "shape"),
-    [
-        ("NHD", "block layer kv token head dim", (24, LAYERS, 2, 16, 2, 8)),
-        ("HND", "block layer kv head token dim", (24, LAYERS, 2, 2, 16, 8)),
-    ],
+    [("NHD", "kv block token head dim", (2, 24, 16, 4, 8)), ("HND", "kv block head token dim", (2, 24, 4, 16, 8))],
 )
-def test_cross_layer_blocks_of_two_ranks(layout, axes, shape):
+def test_a_tensor_a_layer_is_described_as_it_is(layout, axes, shape):
+    cache = pool(layout, dtype=torch.bfloat16)
+    assert [tuple(t.shape) for t in cache.tensors] == [shape] * LAYERS
+    assert cache.axes == axes
+    assert all(t.is_contiguous() for t in cache.tensors)
+    assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
+    described = cache.cache_tensors()
+    assert [(t.axes, list(t.layers), t.heads) for t in described] == [(axes, [n], range(HEADS)) for n in range(LAYERS)]
+    assert all(t.tensor is raw and t.spec() for t, raw in zip(described, cache.tensors, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "inner", "shape"), [("NHD", "token head", (16, 2)), ("HND", "head token", (2, 16))])
+def test_cross_layer_blocks_of_two_ranks(layout, inner, shape):
     cache = pool(layout, cross_layer=True, ranks=2)
-    assert [tuple(t.shape) for t in cache.tensors] == [shape] * 2, "a tensor a rank"
-    assert [shard.heads for shard in cache.shards] == [range(2), range(2, 4)]
-    for shard in cache.shards:
+    assert [tuple(t.shape) for t in cache.tensors] == [(24, LAYERS, 2, *shape, 8)] * 2, "a tensor a rank"
+    for shard, heads in zip(cache.shards, (range(2), range(2, 4)), strict=True):
         (described,) = shard.cache_tensors()
-        assert (described.axes, list(described.layers), described.heads) == (axes, list(range(LAYERS)), shard.heads)
+        assert (described.axes, list(described.layers)) == (f"block layer kv {inner} dim", list(range(LAYERS)))
+        assert described.heads == shard.heads == heads
         assert described.spec() is not None
     assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
     with pytest.raises(GeometryError, match=r"divided among 2 ranks.*shards\[rank\]"):
         cache.cache_tensors()
-
-
-def test_heads_are_divided_equally_or_not_at_all():
-    with pytest.raises(GeometryError, match="4 heads of K and V cannot be divided equally among 3 ranks"):
-        pool(ranks=3)
 
 
 def test_a_write_touches_its_own_tokens_only():
@@ -248,18 +211,24 @@ def test_the_pool_starts_with_garbage_and_scrub_brings_fresh_garbage(divided):
         assert not changed[others].any()
 
 
-def test_what_the_pool_cannot_store_is_refused_by_name():
-    with pytest.raises(ConfigError, match="layout 'NDH'"):
-        pool("NDH")
-    with pytest.raises(ConfigError, match="block_tokens=0"):
-        pool(block_tokens=0)
-    with pytest.raises(GeometryError, match="sliding_window=4096"):
-        pool(sliding_window=4096)
-    with pytest.raises(GeometryError, match="linear_attention"):
-        pool(layer_types=["linear_attention", "full_attention"])
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ({"layout": "NDH"}, ConfigError, "layout 'NDH'"),
+        ({"block_tokens": 0}, ConfigError, "block_tokens=0"),
+        ({"ranks": 3}, GeometryError, "4 heads of K and V cannot be divided equally among 3 ranks"),
+        ({"sliding_window": 4096}, GeometryError, "sliding_window=4096"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, GeometryError, "linear_attention"),
+    ],
+)
+def test_what_the_pool_cannot_store_is_refused_by_name(asked, error, says):
+    with pytest.raises(error, match=says):
+        pool(**asked)
+
+
+def test_what_does_not_fit_into_the_pool_is_not_written():
     cache = pool()
-    table = cache.table(cache.allocate(4))
-    good = torch.zeros(HEADS, 4, DIM)
+    table, good = cache.table(cache.allocate(4)), torch.zeros(HEADS, 4, DIM)
     with pytest.raises(GeometryError, match="values of layer 2"):
         cache.write(2, table, 0, good, good[:, :3])
     with pytest.raises(GeometryError, match="keys of layer 0"):
@@ -294,68 +263,43 @@ def test_digests_are_of_the_bytes_in_token_head_dim_order(dtype):
     sequence = filled(cache, data)
     raw = data[1, 0].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
     assert digests(cache, sequence)[1][0] == hashlib.blake2b(raw, digest_size=32).digest()
-    size = len(raw) // TOKENS
-    assert (
-        token_digests(cache, sequence)[1][0][9] == hashlib.blake2b(raw[9 * size : 10 * size], digest_size=32).digest()
-    )
+    row = raw[9 * len(raw) // TOKENS : 10 * len(raw) // TOKENS]
+    assert token_digests(cache, sequence)[1][0][9] == hashlib.blake2b(row, digest_size=32).digest()
 
 
 def heads_view(cache, layer):
     return cache.tensors[layer] if cache.layout == "HND" else cache.tensors[layer].transpose(2, 3)
 
 
-def zero_a_block(cache, ids):
-    cache.tensors[1][:, ids[2]] = 0
+def to(factor, offset):
+    return lambda cells, at, _: cells[at] * factor + offset
 
 
-def zero_values_only(cache, ids):
-    cache.tensors[1][1, ids[2]] = 0
-
-
-def swap_two_blocks(cache, ids):
-    cache.tensors[0][:, [ids[1], ids[3]]] = cache.tensors[0][:, [ids[3], ids[1]]]
-
-
-def swap_two_heads(cache, ids):
-    view = heads_view(cache, 2)
-    view[:, ids[0], [0, 1]] = view[:, ids[0], [1, 0]]
-
-
-def cut_the_last_block(cache, ids):
-    heads_view(cache, 2)[:, ids[-1], :, (TOKENS - 1) % cache.block_tokens] = 0.5
-
-
-def flip_one_element(cache, ids):
-    heads_view(cache, 1)[1, ids[1], 3, 4, 5] += 1e-6
-
-
-def flip_the_very_first_element(cache, ids):
-    cache.tensors[0][0, ids[0], 0, 0, 0] += 1e-6
-
-
-def swap_keys_and_values(cache, ids):
-    cache.tensors[2][:, ids[0]] = cache.tensors[2][[1, 0], ids[0]]
+def from_(source):
+    return lambda cells, _, ids: cells[source(ids)]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("damage", "where"),
-    [
-        (zero_a_block, Difference(1, "k", 32)),
-        (zero_values_only, Difference(1, "v", 32)),
-        (swap_two_blocks, Difference(0, "k", 16)),
-        (swap_two_heads, Difference(2, "k", 0)),
-        (cut_the_last_block, Difference(2, "k", TOKENS - 1)),
-        (flip_one_element, Difference(1, "v", 20)),
-        (flip_the_very_first_element, Difference(0, "k", 0)),
-        (swap_keys_and_values, Difference(2, "k", 0)),
+    ("at", "comes", "where"),
+    [  # cells are [kv, block, head, token, dim] of one layer
+        (lambda ids: np.s_[:, ids[2]], to(0, 0), Difference(1, "k", 32)),
+        (lambda ids: np.s_[1, ids[2]], to(0, 0), Difference(1, "v", 32)),
+        (lambda ids: np.s_[:, [ids[1], ids[3]]], from_(lambda ids: np.s_[:, [ids[3], ids[1]]]), Difference(0, "k", 16)),
+        (lambda ids: np.s_[:, ids[0], [0, 1]], from_(lambda ids: np.s_[:, ids[0], [1, 0]]), Difference(2, "k", 0)),
+        (lambda ids: np.s_[:, ids[-1], :, (TOKENS - 1) % 16], to(0, 0.5), Difference(2, "k", TOKENS - 1)),
+        (lambda ids: np.s_[1, ids[1], 3, 4, 5], to(1, 1e-6), Difference(1, "v", 20)),
+        (lambda ids: np.s_[0, ids[0], 0, 0, 0], to(1, 1e-6), Difference(0, "k", 0)),
+        (lambda ids: np.s_[[0, 1], ids[0]], from_(lambda ids: np.s_[[1, 0], ids[0]]), Difference(2, "k", 0)),
     ],
+    ids=["block", "values", "blocks swapped", "heads swapped", "last", "an element", "the first", "halves swapped"],
 )
-def test_damage_changes_the_digests_and_is_named(layout, damage, where):
+def test_damage_changes_the_digests_and_is_named(layout, at, comes, where):
     cache = pool(layout, 16)
     sequence = filled(cache)
     whole, by_token = digests(cache, sequence), token_digests(cache, sequence)
-    damage(cache, sequence.block_ids)
+    cells, ids = heads_view(cache, where.layer), sequence.block_ids
+    cells[at(ids)] = comes(cells, at(ids), ids)
     after = digests(cache, sequence)
     assert [i for i in range(LAYERS) if whole[i] != after[i]] == [where.layer]
     assert first_difference(by_token, token_digests(cache, sequence)) == where
@@ -385,21 +329,6 @@ def test_an_empty_sequence_has_digests():
     cache = pool()
     assert len(set(digests(cache, Sequence([])))) == 1
     assert token_digests(cache, Sequence([])) == [([], [])] * LAYERS
-
-
-# neighbours
-
-
-def test_cache_tensors_describe_every_layer_once():
-    from kvxfer.geometry import CacheTensor
-
-    cache = pool("HND")
-    described = cache.cache_tensors()
-    assert all(isinstance(t, CacheTensor) for t in described)
-    assert [list(t.layers) for t in described] == [[0], [1], [2]]
-    assert {t.heads for t in described} == {range(HEADS)}
-    assert all(t.spec() is not None for t in described)
-    assert all(t.tensor is raw for t, raw in zip(described, cache.tensors, strict=True))
 
 
 def test_the_pool_needs_no_transformers():

@@ -54,6 +54,16 @@ def produced(tokens=40, name="r"):
     return request({"do_remote_decode": True, "do_remote_prefill": False}, tokens=tokens, name=name)
 
 
+def announced(one, *blocks, at=0, tokens=40, **options):
+    """A scheduler to which a request has come, and that; with blocks, also these, for tokens to load from there on."""
+    scheduler = side(**options)
+    scheduler.on_new_request(one)
+    if blocks:
+        scheduler.update_state_after_alloc(one, Blocks(*blocks), tokens)
+        one.num_computed_tokens = at + tokens  # as vLLM counts it then
+    return scheduler, one
+
+
 def step(new=(), cached=(), preempted=()) -> Any:
     """A scheduler's output: (request, blocks, computed, scheduled) of each."""
     return make(
@@ -99,8 +109,7 @@ def test_a_rank_that_is_missing_is_named():
 
 
 def test_asking_changes_nothing():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted())
     for _ in range(3):
         assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
         assert scheduler.get_num_new_matched_tokens(coming, 32) == (8, True)
@@ -110,8 +119,7 @@ def test_asking_changes_nothing():
 
 
 def test_a_request_is_claimed_as_it_comes():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted())
     orders = scheduler.build_connector_meta(step())
     assert list(orders.claims) == ["r"]
     scheduler.on_new_request(coming)
@@ -120,10 +128,7 @@ def test_a_request_is_claimed_as_it_comes():
 
 
 def test_it_is_loaded_behind_what_is_held_once():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
-    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 24)
-    coming.num_computed_tokens = 40  # as vLLM counts it then
+    scheduler, coming = announced(wanted(), 5, 6, 7, at=16, tokens=24)
     ticket = coming.kv_transfer_params["ticket"]
     loads = scheduler.build_connector_meta(step()).loads
     assert loads == [Load("r", ticket, [6, 7], first_token=16, start=16, stop=40, in_step=False)]
@@ -135,8 +140,7 @@ def test_it_is_loaded_behind_what_is_held_once():
 
 
 def test_nothing_to_load_is_a_decline():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted())
     for _ in range(2):
         scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 0)
     assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
@@ -145,39 +149,27 @@ def test_nothing_to_load_is_a_decline():
 
 
 def test_a_request_that_ends_while_it_waits_is_declined():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted())
     assert scheduler.request_finished(coming) == (False, None)
     assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_request_that_ends_while_it_is_loaded_is_cancelled(ordered):
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
-    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
-    coming.num_computed_tokens = 40
+@pytest.mark.parametrize(
+    ("ordered", "loaded", "cancels"), [(False, False, ["r"]), (True, False, ["r"]), (True, True, [])]
+)
+def test_a_request_that_ends_before_it_is_loaded_is_cancelled(ordered, loaded, cancels):
+    scheduler, coming = announced(wanted(), 5, 6, 7)
     if ordered:
         assert len(scheduler.build_connector_meta(step()).loads) == 1
-    scheduler.request_finished(coming)
-    orders = scheduler.build_connector_meta(step())
-    assert (len(orders.loads), orders.cancels, orders.declines) == (int(not ordered), ["r"], {})
-
-
-def test_a_request_that_ends_after_its_load_is_not():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
-    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
-    coming.num_computed_tokens = 40
-    scheduler.build_connector_meta(step())
-    scheduler.update_connector_output(received("r", "unknown"))
+    if loaded:
+        scheduler.update_connector_output(received("r", "unknown"))
     assert scheduler.request_finished(coming) == (False, None)
-    assert scheduler.build_connector_meta(step()).cancels == []
+    orders = scheduler.build_connector_meta(step())
+    assert (len(orders.loads), orders.cancels, orders.declines) == (int(not ordered), cancels, {})
 
 
 def test_layerwise_loads_leave_a_token_to_compute():
-    scheduler, coming = side(layerwise=True), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted(), layerwise=True)
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (39, False)
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 39)
     coming.num_computed_tokens = 39
@@ -188,8 +180,7 @@ def test_layerwise_loads_leave_a_token_to_compute():
 
 
 def test_another_order_of_calls_is_refused_by_name():
-    scheduler, coming = side(), wanted()
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted())
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
     with pytest.raises(RequestError, match="another order"):
         scheduler.build_connector_meta(step())
@@ -199,8 +190,7 @@ def test_another_order_of_calls_is_refused_by_name():
     "params", [{"ticket": None}, {"ticket": "x"}, {"remote_num_tokens": 0}, {"remote_num_tokens": None}]
 )
 def test_what_is_no_ticket_is_computed_here(params):
-    scheduler, coming = side(), wanted(**params)
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted(**params))
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
     assert scheduler.request_finished(coming) == (False, None)
     orders = scheduler.build_connector_meta(step())
@@ -208,8 +198,7 @@ def test_what_is_no_ticket_is_computed_here(params):
 
 
 def test_more_tokens_than_the_prompt_has_are_not_loaded():
-    scheduler, coming = side(), wanted(64)
-    scheduler.on_new_request(coming)
+    scheduler, coming = announced(wanted(64))
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
 
 
@@ -217,8 +206,7 @@ def test_more_tokens_than_the_prompt_has_are_not_loaded():
 
 
 def test_a_prompt_is_offered_as_it_is_computed():
-    scheduler, going = side(), produced()
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced())
     steps = [
         scheduler.build_connector_meta(output).steps
         for output in (
@@ -238,20 +226,14 @@ def test_a_prompt_is_offered_as_it_is_computed():
     later, params = scheduler.request_finished(going)
     assert later
     assert params is not None
-    assert params | {"ticket": 0} == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_num_tokens": 40,
-        "ticket": 0,
-    }
-    assert Ticket.parse(params["ticket"]).request == "r"
+    assert Ticket.parse(params.pop("ticket")).request == "r"
+    assert params == {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": 40}
     assert scheduler.build_connector_meta(step()).withdraws == []
 
 
 @pytest.mark.parametrize(("computed", "status"), [(40, "FINISHED_ABORTED"), (32, "FINISHED_STOPPED")])
 def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
-    scheduler, going = side(), produced()
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced())
     scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, computed)]))
     going.status = STATUS[status]
     assert scheduler.request_finished(going) == (True, None)
@@ -299,8 +281,7 @@ def test_a_name_is_one_requests_until_its_offer_is_over():
 
 @pytest.mark.parametrize(("key", "refused"), [(None, []), (bytes(32), ["r"])])
 def test_a_prompt_that_never_ran_holds_nothing_and_is_refused_if_it_may_have_a_ticket(key, refused):
-    scheduler, going = side(key=key), produced()
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced(), key=key)
     going.status = STATUS.FINISHED_ABORTED
     assert scheduler.request_finished(going) == (False, None)
     orders = scheduler.build_connector_meta(step())
@@ -309,8 +290,7 @@ def test_a_prompt_that_never_ran_holds_nothing_and_is_refused_if_it_may_have_a_t
 
 
 def test_a_preempted_prompt_is_another_attempt():
-    scheduler, going = side(), produced()
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced())
     scheduler.build_connector_meta(step(new=[("r", [3, 4], 0, 32)]))
     orders = scheduler.build_connector_meta(step(preempted=["r", "other"]))
     assert (orders.preempted, orders.steps) == (["r"], [])
@@ -324,8 +304,7 @@ def test_a_preempted_prompt_is_another_attempt():
 
 
 def test_a_prompt_that_is_preempted_between_steps_and_then_aborted_has_lost_its_blocks_too():
-    scheduler, going = side(), produced()
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced())
     scheduler.build_connector_meta(step(new=[("r", [3, 4], 0, 32)]))
     going.status = STATUS.FINISHED_ABORTED
     assert scheduler.request_finished(going) == (True, None)
@@ -334,8 +313,7 @@ def test_a_prompt_that_is_preempted_between_steps_and_then_aborted_has_lost_its_
 
 
 def test_a_request_of_which_no_ticket_can_be_made_is_withdrawn():
-    scheduler, going = side(), produced(name="r" * 300)
-    scheduler.on_new_request(going)
+    scheduler, going = announced(produced(name="r" * 300))
     scheduler.build_connector_meta(step(new=[(going.request_id, [3, 4, 5], 0, 40)]))
     going.status = STATUS.FINISHED_STOPPED
     assert scheduler.request_finished(going) == (True, None)
@@ -343,8 +321,7 @@ def test_a_request_of_which_no_ticket_can_be_made_is_withdrawn():
 
 
 def test_a_request_that_is_neither_is_left_alone():
-    scheduler, plain = side(), request()
-    scheduler.on_new_request(plain)
+    scheduler, plain = announced(request())
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
     scheduler.update_state_after_alloc(plain, Blocks(1), 0)
     orders = scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, 40)]))

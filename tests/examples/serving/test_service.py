@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
+from itertools import product
 
 import httpx
 import pytest
@@ -36,6 +37,19 @@ async def streaming(service, url, **body):
         yield response
 
 
+async def streamed(response):
+    """The text of a stream that ended as it should, and its last chunk."""
+    chunks, whole = await events(response)
+    assert whole
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks), chunks[-1]
+
+
+async def ticket(service, prefill, prompt):
+    """What a prefill server says of a cache that a decode server is to fetch."""
+    asked = await service.post(prefill, prompt=prompt, kv_transfer_params={"do_remote_decode": True})
+    return asked.json()["kv_transfer_params"]
+
+
 # the same answers
 
 
@@ -45,10 +59,8 @@ async def test_answers_are_those_of_one_server(service, alone, stream):
     for prompt in PROMPTS:
         if stream:
             async with streaming(service, urls.router, prompt=prompt) as response:
-                chunks, whole = await events(response)
-            assert whole
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone(prompt).text
-            assert chunks[-1]["choices"][0]["finish_reason"] == alone(prompt).finish
+                text, last = await streamed(response)
+            assert (text, last["choices"][0]["finish_reason"]) == (alone(prompt).text, alone(prompt).finish)
         else:
             response = await service.post(urls.router, prompt=prompt)
             assert text_of(response) == alone(prompt).text == text_of(await service.post(urls.decode, prompt=prompt))
@@ -61,8 +73,7 @@ async def test_answers_are_those_of_one_server(service, alone, stream):
 async def test_tokens_and_digests_agree_to_the_byte(service, alone):
     urls = await service.all(verify=True)
     for prompt in PROMPTS:
-        asked = await service.post(urls.prefill, prompt=prompt, kv_transfer_params={"do_remote_decode": True})
-        params = asked.json()["kv_transfer_params"]
+        params = await ticket(service, urls.prefill, prompt)
         answer = (await service.post(urls.decode, prompt=prompt, kv_transfer_params=params)).json()
         said = answer["kv_transfer_params"]
         assert said["token_ids"] == alone(prompt).tokens
@@ -102,19 +113,14 @@ async def test_no_ticket_is_for_a_request_that_waits_for_blocks(service, alone):
     """Else a decode server would hold blocks for it that the one before it needs."""
     prefill, decode = await service.prefill(), await service.decode()
     first, second = "y" * 600, "z" * 600  # each takes more than half of the blocks
-
-    def ask(prompt):
-        return service.post(prefill, prompt=prompt, kv_transfer_params={"do_remote_decode": True})
-
-    params = (await ask(first)).json()["kv_transfer_params"]
-    waiting = asyncio.create_task(ask(second))
+    params = await ticket(service, prefill, first)
+    waiting = asyncio.create_task(ticket(service, prefill, second))
     await service.eventually(lambda: len(service.nodes["prefill"].tasks) == 2)
     for _ in range(20):  # it would have been answered meanwhile
         await service.stats(prefill)
     assert not waiting.done()
     assert text_of(await service.post(decode, prompt=first, kv_transfer_params=params)) == alone(first).text
-    params = (await waiting).json()["kv_transfer_params"]
-    assert text_of(await service.post(decode, prompt=second, kv_transfer_params=params)) == alone(second).text
+    assert text_of(await service.post(decode, prompt=second, kv_transfer_params=await waiting)) == alone(second).text
     assert (await service.stats(decode))["caches"] == {"fetched": 2, "recomputed": 0}
     await service.idle("prefill", "decode")
 
@@ -233,8 +239,7 @@ async def test_a_ticket_reaches_no_client_and_comes_from_none(service, path):
 
 async def test_the_ticket_of_another_prompt_is_noticed(service, alone):
     urls = await service.all()
-    asked = await service.post(urls.prefill, prompt="one prompt", kv_transfer_params={"do_remote_decode": True})
-    params = asked.json()["kv_transfer_params"]
+    params = await ticket(service, urls.prefill, "one prompt")
     answer = await service.post(urls.decode, prompt="not this 1", kv_transfer_params=params)
     assert text_of(answer) == alone("not this 1").text
     assert "another prompt" in answer.json()["kv_transfer_params"]["transfer"]["recomputed"]
@@ -256,9 +261,7 @@ async def test_a_failed_transfer_costs_time_or_an_error_and_never_a_wrong_token(
             assert (error["type"], error["code"]) == ("server_error", "transfer_failed")
             assert not re.search(r"blocks|prefill|[@\[]", error["message"]), "peers and blocks are no client's business"
         else:
-            chunks, whole = await events(response)
-            assert whole
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone("Hello").text
+            assert (await streamed(response))[0] == alone("Hello").text
     stats = await service.stats(urls.decode)
     assert stats["caches"] == {"fetched": 1, "recomputed": int(on_failure == "recompute")}
     assert text_of(await service.post(urls.router, prompt="after")) == alone("after").text
@@ -364,40 +367,13 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
 
 async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(service, alone):
     prefill, decode = await service.prefill(), await service.decode(on_failure="fail")
-    asked = await service.post(prefill, prompt="Hello", kv_transfer_params={"do_remote_decode": True})
+    params = await ticket(service, prefill, "Hello")
     (worker,) = service.nodes["prefill"].ranks.workers
     await service.eventually(lambda: worker.describe()["offers"])
     service.stop(prefill)
     await service.eventually(lambda: worker.describe()["draining"])
-    answer = await service.post(decode, prompt="Hello", kv_transfer_params=asked.json()["kv_transfer_params"])
-    assert text_of(answer) == alone("Hello").text
+    assert text_of(await service.post(decode, prompt="Hello", kv_transfer_params=params)) == alone("Hello").text
     assert (await service.stats(decode))["caches"] == {"fetched": 1, "recomputed": 0}
-
-
-async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers_that_it_began(
-    service, alone, monkeypatch
-):
-    pages, serve = [], kvxfer.tools.admin.serve
-
-    def remembered(*workers, **options):
-        pages.append(serve(*workers, **options))
-        return pages[-1]
-
-    async def ready():
-        return (await service.client.get(f"{pages[0].url}readyz")).json()
-
-    monkeypatch.setattr(kvxfer.tools.admin, "serve", remembered)
-    decode = await service.decode(admin="127.0.0.1:0")
-
-    assert (await ready())["ready"]
-    cache = service.nodes["decode"].engine.cache
-    whole = cache.free_blocks
-    with service.paused("decode"):
-        answering = asyncio.create_task(service.post(decode, prompt="Hello"))
-        await service.eventually(lambda: cache.free_blocks < whole)
-        service.stop(decode)
-        assert await ready() == {"ready": False, "reasons": {"decode[0]": ["its application stops"]}}
-    assert text_of(await answering) == alone("Hello").text
 
 
 # servers that stand still
@@ -436,9 +412,7 @@ async def test_a_decode_server_that_stands_still_in_mid_answer_is_replaced(servi
     router = await service.router([prefill], [wire.url, decode], silent_after=1)
     wire.freeze_at = b"token_ids"
     async with streaming(service, router, prompt="Hello") as response:
-        chunks, whole = await events(response)
-    assert whole
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone("Hello").text
+        assert (await streamed(response))[0] == alone("Hello").text
     assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
     await service.idle("prefill")
     wire.thaw()  # it goes on, and nobody hears what it says
@@ -463,10 +437,14 @@ async def test_a_prefill_server_that_stands_still_is_waited_for_no_longer(
     await service.idle("prefill", "decode")
 
 
-async def test_a_server_that_refuses_still_says_all_of_the_answers_that_it_began(
+async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers_that_it_began(
     service, alone, impatient, monkeypatch
 ):
-    refused, get = [], httpx.AsyncClient.get
+    pages, serve, refused, get = [], kvxfer.tools.admin.serve, [], httpx.AsyncClient.get
+
+    def remembered(*workers, **options):
+        pages.append(serve(*workers, **options))
+        return pages[-1]
 
     async def counted(client, url, **asked):
         try:
@@ -475,16 +453,22 @@ async def test_a_server_that_refuses_still_says_all_of_the_answers_that_it_began
             refused.append(error)
             raise
 
+    async def ready():
+        return (await service.client.get(f"{pages[0].url}readyz")).json()
+
+    monkeypatch.setattr(kvxfer.tools.admin, "serve", remembered)
     monkeypatch.setattr(httpx.AsyncClient, "get", counted)
-    decode = await service.decode()
+    decode = await service.decode(admin="127.0.0.1:0")
     router = await service.router([], [decode], "fail")
+    assert (await ready())["ready"]
     cache = service.nodes["decode"].engine.cache
     whole = cache.free_blocks
     with service.paused("decode"):
         answering = asyncio.create_task(service.post(router, prompt="Hello"))
         await service.eventually(lambda: cache.free_blocks < whole)
         service.stop(decode)
-        await service.eventually(lambda: len(refused) > 1)
+        assert await ready() == {"ready": False, "reasons": {"decode[0]": ["its application stops"]}}
+        await service.eventually(lambda: len(refused) > 1)  # when the router asks how it is
     assert text_of(await answering) == alone("Hello").text
 
 
@@ -577,38 +561,44 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
 # requests
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"prompt": None}, "a completion needs a prompt"),
-        ({"prompt": []}, "a prompt of tokens"),
-        ({"prompt": [1, 262]}, "0 to 261"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "temperature": 0.7}, "most likely"),
-        ({"prompt": "x", "presence_penalty": 2}, "most likely"),
-        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: this example does not support it; leave it out"),
-        ({"prompt": "x", "suffix": "y"}, "suffix: this example does not support it"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs: "),
-        ({"prompt": "x", "logprobs": True}, "probabilities"),
-        ({"prompt": "x", "stream": "true"}, "stream: "),
-        ({"prompt": "x", "stream_options": 5}, "stream_options: "),
-        ({"prompt": "x", "n": 2}, "n: this example does not support any other value than 1"),
-        ({"prompt": "x", "stop": ["."]}, "stop: this example does not support it"),
-        ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
-        ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
-        ({"prompt": ["1", "2"]}, "and not several prompts"),
-        ({"prompt": "x", "max_tokens": 100_000}, "2 tokens of the prompt and 100000 to generate are too many"),
-        ({"prompt": "x", "max_tokens": 100_000}, "a decode server has room for 2048"),
-        ({"prompt": "y" * 3000}, "3001 tokens of the prompt "),
-    ],
-)
-async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
+REFUSED = [
+    ({"prompt": None}, "a completion needs a prompt"),
+    ({"prompt": []}, "a prompt of tokens"),
+    ({"prompt": [1, 262]}, "0 to 261"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "temperature": 0.7}, "most likely"),
+    ({"prompt": "x", "presence_penalty": 2}, "most likely"),
+    ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: this example does not support it; leave it out"),
+    ({"prompt": "x", "suffix": "y"}, "suffix: this example does not support it"),
+    ({"prompt": "x", "logprobs": 0}, "logprobs: "),
+    ({"prompt": "x", "logprobs": True}, "probabilities"),
+    ({"prompt": "x", "stream": "true"}, "stream: "),
+    ({"prompt": "x", "stream_options": 5}, "stream_options: "),
+    ({"prompt": "x", "n": 2}, "n: this example does not support any other value than 1"),
+    ({"prompt": "x", "stop": ["."]}, "stop: this example does not support it"),
+    ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
+    ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
+    ({"prompt": ["1", "2"]}, "and not several prompts"),
+    ({"prompt": "x", "max_tokens": 100_000}, "2 tokens of the prompt and 100000 to generate are too many"),
+    ({"prompt": "x", "max_tokens": 100_000}, "a decode server has room for 2048"),
+    ({"prompt": "y" * 3000}, "3001 tokens of the prompt "),
+    (b'{"prompt": "x", "max_tokens": NaN}', "max_tokens: "),
+    (b'{"prompt": "x", "max_tokens": 1e999}', "max_tokens: "),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature: "),
+    (b'{"prompt": "x", "other": %b}' % (b"[" * 100_000 + b"]" * 100_000), "no JSON"),
+    (b'{"prompt": "x", "other": "%b"}' % (b"y" * 2**24), "more than"),
+]
+
+
+async def test_what_cannot_be_served_is_refused_by_name_and_no_failure_of_the_server(service):
     urls = await service.all()
-    for url in (urls.router, urls.decode):
-        answer = await service.post(url, **body)
-        assert answer.status_code == 400
-        assert says in answer.json()["error"]["message"]
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+    for url, (body, says) in product((urls.router, urls.decode), REFUSED):
+        content = body if isinstance(body, bytes) else json.dumps({"max_tokens": 8, **body})
+        answer = await service.client.post(f"{url}/v1/completions", content=content)
+        assert answer.status_code == (413 if says == "more than" else 400), (says, answer.text)
+        error = answer.json()["error"]
+        assert says in error["message"]
+        assert error["type"] == "invalid_request_error"
 
 
 async def test_a_prompt_that_is_too_long_is_so_by_itself(service):
@@ -635,24 +625,6 @@ async def test_null_is_as_if_a_field_were_left_out(service, alone):
     fields = ["stream", "stream_options", "max_completion_tokens", "temperature", "n", "stop", "logprobs", "suffix"]
     for url in (urls.router, urls.decode):
         assert text_of(await service.post(url, prompt="Hello", **dict.fromkeys(fields))) == alone("Hello").text
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b'{"prompt": "x", "max_tokens": NaN}', "max_tokens: "),
-        (b'{"prompt": "x", "max_tokens": 1e999}', "max_tokens: "),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature: "),
-        (b'{"prompt": "x", "other": %b}' % (b"[" * 100_000 + b"]" * 100_000), "no JSON"),
-        (b'{"prompt": "x", "other": "%b"}' % (b"y" * 2**24), "more than"),
-    ],
-)
-async def test_json_that_python_reads_and_others_do_not_is_no_failure_of_the_server(service, body, says):
-    urls = await service.all()
-    for url in (urls.router, urls.decode):
-        answer = await service.client.post(f"{url}/v1/completions", content=body)
-        assert answer.status_code in {400, 413}, answer.text
-        assert says in answer.json()["error"]["message"]
 
 
 async def test_half_a_character_is_a_prompt_like_another(service, alone):

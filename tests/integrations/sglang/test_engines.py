@@ -71,6 +71,20 @@ class Pair:
         ended = {"done", "failed"}
         self.run(lambda p, d: all(p.get(room) in ended and d.get(room) in ended for room in rooms))
 
+    def serves(self, *rooms):
+        """These end well, and the decode engine has what was computed."""
+        self.finish(*rooms)
+        ends = {engine.state(room) for engine in (self.prefill, self.decode) for room in rooms}
+        assert (ends, [self.decode.exact(room) for room in rooms]) == ({("done", "")}, [True] * len(rooms))
+
+    def idle(self, patience=30):
+        """Until nothing is left at either."""
+        deadline = time.monotonic() + patience
+        for engine in (self.prefill, self.decode):
+            while not engine.idle():
+                engine.step()
+                assert time.monotonic() < deadline, "something is left"
+
     def close(self):
         for engine in (self.prefill, self.decode):
             engine.close()
@@ -81,13 +95,6 @@ def pair(processes):
     made = Pair(*processes)
     yield made
     made.close()
-
-
-def idle(engine, patience=30):
-    deadline = time.monotonic() + patience
-    while not engine.idle():
-        engine.step()
-        assert time.monotonic() < deadline, "something is left"
 
 
 SHAPES = {
@@ -105,30 +112,23 @@ def test_a_prompt_in_chunks_of_which_the_decode_engine_has_some(pair, shape):
     pair.open(**SHAPES[shape], chunk=10)
     pair.add(11, 27)
     pair.add(12, 8, prefix=4)
-    pair.finish(11, 12)
-    assert [pair.decode.state(room) for room in (11, 12)] == [("done", "")] * 2
-    assert [pair.prefill.state(room) for room in (11, 12)] == [("done", "")] * 2
-    assert [pair.decode.exact(room) for room in (11, 12)] == [True] * 2
-    idle(pair.prefill)
-    idle(pair.decode)
+    pair.serves(11, 12)
+    pair.idle()
 
 
 def test_only_what_the_decode_engine_lacks_travels(pair):
     pair.open()
     pair.add(21, 32)
     pair.add(22, 32, prefix=24)
-    pair.finish(21, 22)
+    pair.serves(21, 22)
     whole = 2 * 2 * 32 * 4 * 8 * 4
     assert (pair.prefill.sent_bytes(21), pair.prefill.sent_bytes(22)) == (whole, whole // 4)
-    assert pair.decode.exact(22)
 
 
 def test_metadata_alone(pair):
     pair.open()
     pair.add(31, 16, prefix=16)
-    pair.finish(31)
-    assert pair.decode.state(31) == pair.prefill.state(31) == ("done", "")
-    assert pair.decode.exact(31)
+    pair.serves(31)
 
 
 def test_a_prompt_waits_until_its_decode_engine_has_a_place(pair):
@@ -140,8 +140,7 @@ def test_a_prompt_waits_until_its_decode_engine_has_a_place(pair):
         pair.decode.step()
     assert pair.prefill.state(41) == ("live", "")
     pair.add(42, 16)
-    pair.finish(42)
-    assert pair.decode.state(42)[0] == "done"
+    pair.serves(42)
     assert pair.prefill.state(41) == ("live", "")
 
 
@@ -154,8 +153,7 @@ def test_an_abort_before_there_is_a_place_fails_the_other_side(pair):
     pair.finish(51)
     assert pair.decode.state(51) == ("failed", "room 51: it was aborted")
     assert pair.prefill.state(51) == ("failed", "room 51: the decode engine gave it up")
-    idle(pair.prefill)
-    idle(pair.decode)
+    pair.idle()
 
 
 def test_an_abort_of_a_prompt_that_nobody_has_asked_for(pair):
@@ -176,11 +174,9 @@ def test_an_abort_while_the_prompt_is_computed(pair, deferred):
     pair.finish(71)
     assert pair.decode.state(71) == ("failed", "room 71: it was aborted")
     assert "the decode engine" in pair.prefill.state(71)[1]
-    idle(pair.prefill)
-    idle(pair.decode)
+    pair.idle()
     pair.add(72, 32)
-    pair.finish(72)
-    assert pair.decode.exact(72)
+    pair.serves(72)
 
 
 def test_a_prompt_that_is_aborted_between_chunks_fails_its_fetch(pair):
@@ -192,8 +188,7 @@ def test_a_prompt_that_is_aborted_between_chunks_fails_its_fetch(pair):
     assert pair.prefill.state(81) == ("failed", "room 81: it was aborted")
     assert pair.decode.state(81)[0] == "failed"
     assert "OFFER_WITHDRAWN" in pair.decode.state(81)[1]
-    idle(pair.prefill)
-    idle(pair.decode)
+    pair.idle()
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -206,8 +201,7 @@ def test_pages_are_kept_until_no_rank_writes_them(pair, deferred):
     pair.run(lambda p, d: d[91] == "failed")  # `_check_safe` has looked into the books of both ranks
     pair.finish(91)
     assert pair.decode.state(91) == ("failed", "room 91: it broke")
-    idle(pair.decode)
-    idle(pair.prefill)
+    pair.idle()
 
 
 def test_nobody_asks_for_a_prompt(pair):
@@ -223,8 +217,7 @@ def test_a_prompt_is_never_computed(pair):
     pair.finish(111)
     assert "did not end within 0.3 s" in pair.decode.state(111)[1]
     assert "decode engine" in pair.prefill.state(111)[1]
-    idle(pair.decode)
-    idle(pair.prefill)
+    pair.idle()
 
 
 def test_a_prefill_engine_that_slept_is_found_again(pair):
@@ -236,9 +229,7 @@ def test_a_prefill_engine_that_slept_is_found_again(pair):
     pair.run(lambda p, d: d[122] == "failed")  # its ticket was of the engine before
     pair.prefill.abort(122)
     pair.add(123, 16)
-    pair.finish(123)
-    assert pair.decode.state(123) == ("done", "")
-    assert pair.decode.exact(123)
+    pair.serves(123)
 
 
 BALANCES = {
@@ -255,9 +246,7 @@ def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, balance):
     pair.prefill.pretend_rank(0)
     room = 131 if balance == "the room names it" else 132
     pair.add(room, 16)
-    pair.finish(room)
-    assert pair.decode.state(room) == ("done", "")
-    assert pair.decode.exact(room)
+    pair.serves(room)
 
 
 def test_the_rank_of_a_prompt_is_asked_for_between_two_turns_of_the_loop(pair):
@@ -268,9 +257,7 @@ def test_the_rank_of_a_prompt_is_asked_for_between_two_turns_of_the_loop(pair):
     for _ in range(3):
         assert pair.decode.step() == {136: "live"}
     pair.prefill.add(136, 16)
-    pair.finish(136)
-    assert pair.decode.state(136) == ("done", "")
-    assert pair.decode.exact(136)
+    pair.serves(136)
 
 
 def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
@@ -284,9 +271,7 @@ def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
     pair.prefill.abort(133)
     pair.decode.abort(133)
     pair.add(134, 16)
-    pair.finish(134)
-    assert pair.decode.state(134) == ("done", "")
-    assert pair.decode.exact(134)
+    pair.serves(134)
 
 
 def test_pages_of_another_kind_are_not_fetched_and_end_nothing(pair):
@@ -317,15 +302,15 @@ def test_what_cannot_be_handed_over_is_refused_by_name(processes, odd, said):
 
 def test_a_prefill_engine_that_dies_fails_what_it_had():
     prefill, decode = Process(), Process()
+    pair = Pair(prefill, decode)
     try:
-        pair = Pair(prefill, decode).open(chunk=4, decode={"tp": 2})
-        pair.add(151, 32, prefill={"hold": True})
+        pair.open(chunk=4, decode={"tp": 2}).add(151, 32, prefill={"hold": True})
         pair.run(lambda p, d: prefill.waits(151))
         prefill.kill()
         pair.run(lambda d: d[151] == "failed", [decode])
         # of two ranks one alone had to be there, so the other may have met it as it died, or after
         assert re.search(r"PEER_LOST|closed the stream|cannot connect to", decode.state(151)[1])
-        idle(decode)
+        Pair(decode, decode).idle()
         decode.close()
     finally:
         prefill.end()

@@ -34,6 +34,13 @@ def spawned(*arguments, stdin="", **environment):
     return done.returncode, done.stdout, done.stderr
 
 
+def refused(said, code, out, err):
+    assert (code, out) == (2, "")
+    assert err.startswith("kvxfer: ")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
 def test_the_entry_point_is_main():
     (script,) = [entry for entry in importlib.metadata.entry_points(group="console_scripts") if entry.name == "kvxfer"]
     assert script.load() is cli.main
@@ -49,19 +56,6 @@ def test_version():
     assert lines["nixl"] == importlib.metadata.version("nixl")
     assert re.fullmatch(r"\d+\.\d+\.\d+", lines["ucx"]), "NIXL's wheel brings UCX"
     assert list(lines) == ["kvxfer", "wire", "nixl", "ucx", "torch", "cuda"]
-
-
-def test_version_imports_nothing_heavy():
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(['torch', 'nixl', 'numpy', 'pydantic']))\n"
-        "sys.argv = ['kvxfer', '--version']\n"
-        "from kvxfer.tools.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "torch" in done.stdout
 
 
 def test_config_prints_values_sources_and_bounds(command, tmp_path):
@@ -106,12 +100,7 @@ def test_config_as_json(command):
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(command, arguments, environment, said):
-    code, out, err = command(*arguments, **environment)
-    assert code == 2
-    assert out == ""
-    assert err.startswith("kvxfer: ")
-    assert said in err
-    assert len(err.splitlines()) == 1
+    refused(said, *command(*arguments, **environment))
 
 
 @pytest.mark.parametrize(
@@ -172,24 +161,13 @@ def test_plan_as_json(command, model):
     found = json.loads(out)
     assert code == 0
     assert set(found) == {"model", "tokens", "prefill", "decode", "profile", "pairs", "bytes", "slowest_pair_s"}
-    assert found["model"] == {
-        "type": "llama",
-        "layers": 32,
-        "groups": ["default"],
-        "dtype": "float8_e4m3fn",
-        "notes": [],
-    }
+    model_told = {"type": "llama", "layers": 32, "groups": ["default"], "dtype": "float8_e4m3fn", "notes": []}
+    assert found["model"] == model_told
     assert found["tokens"] == {"start": 24, "stop": 1024}
     assert found["profile"]["name"] == "cpu"
     assert found["profile"]["hardware"].endswith("; bandwidths as given: staged at 1 GB/s")
-    assert found["decode"] == {
-        "ranks": 2,
-        "tp": 2,
-        "pp": [32],
-        "cp": 1,
-        "block": 64,
-        "axes": "block layer kv head token dim",
-    }
+    axes = "block layer kv head token dim"
+    assert found["decode"] == {"ranks": 2, "tp": 2, "pp": [32], "cp": 1, "block": 64, "axes": axes}
     assert len(found["pairs"]) == 4
     first = found["pairs"][0]
     assert first["piece_bytes"] == {"min": 128, "median": 128, "max": 128}
@@ -234,24 +212,28 @@ def test_plan_decides_by_the_settings(command, model):
 )
 def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(command, model, changes, said):
     given = {model[0]: model[1], "--prefill": "tp=1", "--decode": "tp=1", "--tokens": "100"} | changes
-    code, out, err = command("plan", *(word for pair in given.items() for word in pair))
-    assert (code, out) == (2, "")
-    assert err.startswith("kvxfer: ")
-    assert said in err
-    assert len(err.splitlines()) == 1
+    refused(said, *command("plan", *(word for pair in given.items() for word in pair)))
 
 
-def test_plan_imports_neither_torch_nor_nixl(model):
+@pytest.mark.parametrize(
+    ("arguments", "missing", "said"),
+    [
+        (["--version"], ["torch", "nixl", "numpy", "pydantic"], "torch"),
+        (["plan", *ENGINES, "--tokens", "100"], ["torch", "nixl", "triton"], "3 -> 1"),
+    ],
+    ids=["version", "plan"],
+)
+def test_nothing_heavy_is_imported(model, arguments, missing, said):
     code = (
         "import sys\n"
-        "sys.modules.update(dict.fromkeys(['torch', 'nixl', 'triton']))\n"
-        f"sys.argv = ['kvxfer', 'plan', *{[*model, *ENGINES]!r}, '--tokens', '100']\n"
+        f"sys.modules.update(dict.fromkeys({missing!r}))\n"
+        f"sys.argv = ['kvxfer', *{[*arguments, *(model if 'plan' in arguments else [])]!r}]\n"
         "from kvxfer.tools.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "3 -> 1" in done.stdout
+    assert said in done.stdout
 
 
 def test_inspect_reads_hex_stdin_and_files(command, tmp_path):

@@ -447,12 +447,8 @@ async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make,
     rig.network.hold("c")
     rig.post("under way", PART, peer="c")
     rig.step()
-
-    def defect(*_: object) -> bool:
-        raise ZeroDivisionError("a bug")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rig.transport, call, defect)
+        patch.setattr(rig.transport, call, lambda *_: 1 // 0)
         rig.post("next", PART, peer="b")
         rig.step(4)
         rig.network.release("c")
@@ -462,7 +458,7 @@ async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make,
     for tag, before in (("under way", {"poll"}), ("next", {"post", "poll"})):
         result = rig.result(tag)
         assert result.outcome is (Outcome.IN_DOUBT if call in before else Outcome.DONE)
-        assert ("a bug" in str(result.error)) is (call in before)
+        assert ("by zero" in str(result.error)) is (call in before)
 
 
 # ---- many posts ------------------------------------------------------------------------------------------------------
@@ -509,11 +505,7 @@ async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_no
     rig.post("one", PART, peer="b")
     broken = rig.post("broken", 8, peer="b")
     rig.post("two", PART, peer="c")
-
-    def done(_: object) -> None:
-        raise ZeroDivisionError
-
-    broken.job = replace(broken.job, done=done)
+    broken.job = replace(broken.job, done=lambda _: 1 // 0)
     rig.step(3)
     rig.network.release("b")
     rig.network.release("c")
@@ -530,11 +522,7 @@ async def test_a_broken_late_strands_none(make):
     heard: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said))
     rig.network.hold("b")
-
-    def late(_: bool) -> None:
-        raise ZeroDivisionError
-
-    rig.submit("broken", Post("b", Operation.WRITE, *rig.piece(PART), late=late))
+    rig.submit("broken", Post("b", Operation.WRITE, *rig.piece(PART), late=lambda _: 1 // 0))
     rig.post("x", PART, at=PART)
     rig.step(10, seconds=0.2)
     rig.network.release("b")
@@ -557,11 +545,6 @@ async def test_more_posts_than_the_machine_has_rows_are_all_done(rig):
 # ---- gathered, then posted -------------------------------------------------------------------------------------------
 
 
-def gather(rig: Rig, staging: np.ndarray, nbytes: int) -> Any:
-    rows, where = nbytes // PART, (rig.source.ctypes.data, staging.ctypes.data)
-    return pack(contiguous_rows(*where, rows=rows, regions=1, row_bytes=PART, pool=rows, flat="both"))
-
-
 async def staged(rig: Rig) -> np.ndarray:
     """Memory of this side into which is gathered."""
     staging = np.zeros(SIZE, np.uint8)
@@ -573,7 +556,9 @@ def gathered_post(rig: Rig, staging: np.ndarray, nbytes: int, **job: Any) -> Any
     here = Descriptors("DRAM", 0, pieces((staging.ctypes.data, nbytes)))
     there = Descriptors("DRAM", 0, pieces((rig.memory["b"].ctypes.data, nbytes)))
     post = Post("b", Operation.WRITE, here, there, late=rig.late.append)
-    return rig.submit("x", post, tables=gather(rig, staging, nbytes), nbytes=nbytes, **job)
+    rows, where = nbytes // PART, (rig.source.ctypes.data, staging.ctypes.data)
+    plan = contiguous_rows(*where, rows=rows, regions=1, row_bytes=PART, pool=rows, flat="both")
+    return rig.submit("x", post, tables=pack(plan), nbytes=nbytes, **job)
 
 
 async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(rig):
@@ -627,22 +612,15 @@ async def test_idle_until_something_is_asked_for(rig):
     assert rig.step() == 0.0
 
 
-async def test_it_looks_without_a_pause_and_then_ever_less_often(rig):
-    rig.state[records.SPIN] = 200_000
-    rig.network.hold("b")
-    rig.post(nbytes=PART)
-    assert rig.step() == 0.0
-    delays: list[float] = []
-    for waited in (100e-6, 199e-6, 200e-6, 400e-6, 1e-3, 0.1, 0.5, 2.0):
-        rig.runtime.time = 100.0 + waited
-        delays.append(rig.step() or 0.0)
-    assert delays == pytest.approx([0.0, 0.0, 20e-6, 20e-6, 31.25e-6, 100e-6, 500e-6, 1e-3], rel=1e-3, abs=1e-9)
-
-
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=12).map(sorted), st.booleans(), st.booleans())
+@given(
+    st.lists(st.floats(0.0, 30.0) | st.floats(0.0, 1e-3), min_size=1, max_size=12).map(sorted),
+    st.booleans(),
+    st.booleans(),
+)
 def test_what_is_under_way_is_looked_at_often_enough_and_ever_less_often(waits, flies, held):
-    """Whatever is waited for: never more than 1 ms in between, and 100 us, or a thousandth of the wait, before that."""
+    """Without a pause at first; then never more than 1 ms in between, and 100 us, or a thousandth of the wait, before
+    that."""
 
     async def play() -> list[float | None]:
         rig = Rig(no_progress_timeout=1e6)
@@ -672,7 +650,10 @@ def test_what_is_under_way_is_looked_at_often_enough_and_ever_less_often(waits, 
         assert delay is not None
         assert delay <= 1e-3
         assert delay <= max(100e-6, waited / 1_000) + 1e-9
-        assert delay > 0 or (flies and waited < 201e-6)
+        if not 199e-6 < waited < 201e-6:
+            assert (delay == 0) is (flies and waited < 200e-6)
+        assert held or delay <= max(20e-6, waited / 32) + 1e-9, "soon after it was begun, soon again"
+        assert delay == 0 or delay >= min(1e-3, max(20e-6, waited / 1_000)) * 0.999
 
 
 async def test_what_was_given_up_is_looked_at_seldom(make):
@@ -708,18 +689,6 @@ async def test_a_hold_keeps_the_transport_progressing(rig):
     second()
     assert rig.step() is None
     assert rig.transport.progressed == progressed + 5
-
-
-async def test_what_the_transport_says_when_it_cannot_progress_is_kept(rig):
-
-    def broken() -> None:
-        raise FabricError("the device is gone")
-
-    rig.transport.progress = broken
-    release = rig.mover.hold_awake()
-    rig.step(3)
-    release()
-    assert rig.fabric.health()[1] == "the device is gone"
 
 
 # ---- in doubt, and made anew -----------------------------------------------------------------------------------------
@@ -915,10 +884,6 @@ async def test_close_fails_what_was_never_posted(rig):
 # ---- in a thread -----------------------------------------------------------------------------------------------------
 
 
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
-
-
 async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(threaded):
     rng = np.random.default_rng(2)
     outcomes: set[Outcome] = set()
@@ -944,7 +909,7 @@ async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(t
 async def test_idle_threads_use_no_processor_time(threaded):
     async with asyncio.timeout(10):
         await threaded.post(0, SIZE)[1]
-    running = threads("kvxfer-fabric") + threads("kvxfer-mover")
+    running = [thread for thread in threading.enumerate() if thread.name in {"kvxfer-fabric", "kvxfer-mover"}]
     assert len(running) == 4
     clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in running]
     before = [time.clock_gettime(clock) for clock in clocks]

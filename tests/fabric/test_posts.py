@@ -522,7 +522,11 @@ async def test_a_broken_late_strands_none(make):
     heard: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said))
     rig.network.hold("b")
-    rig.submit("broken", Post("b", Operation.WRITE, *rig.piece(PART), late=lambda _: 1 // 0))
+
+    def late(_: bool) -> None:
+        raise ZeroDivisionError
+
+    rig.submit("broken", Post("b", Operation.WRITE, *rig.piece(PART), late=late))
     rig.post("x", PART, at=PART)
     rig.step(10, seconds=0.2)
     rig.network.release("b")

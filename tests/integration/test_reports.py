@@ -195,6 +195,9 @@ async def a_later_post_that_is_refused(scene):
     scene.offers()
     transfer = scene.start()
     await scene.held()
+    scene.stage.network.release("decode", posts=1)
+    await eventually(lambda: [one for one in scene.decode.describe()["transfers"] if one["chunks_done"]])
+    await scene.held()
     scene.stage.network.refuse_next("decode")
     scene.stage.network.release("decode")
     return transfer

@@ -99,11 +99,6 @@ _LOOK_MAX_S: Final = 0.002
 _LOOK_GROWTH: Final = 1.1
 """How often events that need the interpreter are asked: at first, and after a while."""
 _EXIT_S: Final = 2.0
-_QUIET_S: Final = 0.0003
-"""Between two times that somebody is told of the same flow, unless it waits for him: to take news of one chunk costs as
-much as of several, and takes the interpreter from whoever else needs it.
-"""
-_NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _STOP_LOOK_S: Final = 0.001
 _MOST_THREADS: Final = 8
 _CPUS_EACH: Final = 4
@@ -166,9 +161,6 @@ class Flow(Copy, eq=False):
     severed: bool = False
     unasked: bool = False  # whether nobody asks any more for one of them
     late: bool = False  # whether all that was to be told of them was
-    news: CopyOutcome = _NOTHING_YET  # how far it is, as heard last
-    quiet: float = 0.0  # until when `progress` is not called for that
-    later: asyncio.TimerHandle | None = None  # calls it then
 
 
 class Mover:
@@ -849,16 +841,12 @@ class Mover:
                 self._say(flow)
             if told.steps == flow.total:  # its end comes next
                 return
-            quiet = told.finished < flow.quiet and told.steps < flow.allowed
-            flow.news = told
-            if not quiet:
-                self._progress(flow)
-            elif flow.later is None:
-                flow.later = self._loop.call_later(flow.quiet - told.finished, self._progress, flow)
+            try:
+                flow.progress(told)
+            except Exception as error:  # noqa: BLE001 - as in `_tell`
+                self._loop.call_exception_handler({"message": "nobody took the progress of a flow", "exception": error})
             return
         flow.over = True
-        if flow.later is not None:
-            flow.later.cancel()
         flow.left = bool(flow.lefts)
         self._let_out(flow)
         flow.steps.clear()
@@ -869,17 +857,6 @@ class Mover:
             self._settle(flow)
         else:
             flow.pointed.clear()
-
-    def _progress(self, flow: Flow) -> None:
-        """Tell whoever began a flow how far it is."""
-        if flow.later is not None:
-            flow.later.cancel()
-            flow.later = None
-        flow.quiet = self._runtime.now() + _QUIET_S
-        try:
-            flow.progress(flow.news)
-        except Exception as error:  # noqa: BLE001 - as in `_tell`
-            self._loop.call_exception_handler({"message": "nobody took the progress of a flow", "exception": error})
 
     def _step_news(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
         """A step of a flow ended in doubt, or more is known of that."""

@@ -96,12 +96,6 @@ class Side(Moving):
         self.transport.close()
 
 
-@pytest.fixture(autouse=True)
-def told_at_once(monkeypatch):
-    """Of whatever is done: here the loop does not run, and nothing comes later."""
-    monkeypatch.setattr("kvxfer.copy.mover._QUIET_S", 0.0)
-
-
 @pytest.fixture
 async def side(network):
     """A mover over agent "a", beside two agents that notify it of what the test says."""

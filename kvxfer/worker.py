@@ -1346,7 +1346,7 @@ class Worker:
 
     @property
     def _open(self) -> Service:
-        return self._assembly.home.own(self._service or self._entered)
+        return self._assembly.home.own(self._entered)
 
     @property
     def _entered(self) -> Service:
@@ -1371,7 +1371,7 @@ class Worker:
     def _ticket(self, site: Site, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         if self._closing is not None or (site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
-        _ = site.issuer or site.joined  # ranks of one engine must be known as such before they fetch
+        _ = site.joined  # ranks of one engine must be known as such before they fetch
         return Ticket.parse(ticket)
 
 

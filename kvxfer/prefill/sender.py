@@ -137,8 +137,7 @@ def answer(
         pair = site.plans.outgoing(peer, fetch.selections)
     except GeometryError as error:
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
-    if pair.has_state:
-        check_state(pair, tokens, offer.tokens)
+    check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     _check_agreement(fetch, plan)
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
@@ -712,7 +711,7 @@ class Sender:
 
     def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
         """Chunks that are gathered and written, or copied in place."""
-        event, peer = READY if self._prompt else self._events(chunks.start), self.peer
+        event, peer = self._events(chunks.start), self.peer
         if post is None:
             return CopyJob(bound.copies(chunks, run.reached), after=event, gate=run.gate)
         if not extents:  # windows in which no group has a row

@@ -67,11 +67,13 @@ def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
     assert said.turns == 2
     said.note(13, now + 0.01, 4)  # not a whole turn yet
     assert said.turns == 2
-    said.note(14, now + 0.02, 4)
-    assert said.turns == 4
-    said.note(18, now + 0.1, 4)
+    said.note(14, now + 1 / 64, 4)
+    assert said.turns == 3  # of 16 ms, in 50
+    said.note(18, now + 9 / 64, 4)
     assert said.turns == 1
-    said.note(23, now + 0.11, 4)
-    assert said.turns == 4
+    said.note(26, now + 10 / 64, 4)
+    assert said.turns == 6  # of 8 ms
+    said.note(30, now + 10 / 64, 4)
+    assert said.turns == 50
     said.restart(30, now + 1)
     assert said.turns == 2

@@ -72,6 +72,8 @@ _AHEAD_BYTES: Final = 512 << 20
 _SHORTEST_NS: Final = 20_000
 _LOOK_BACK_NS: Final = 10_000_000
 """Between two looks at what was given up: over TCP it goes on in these alone."""
+_QUIET_NS: Final = 1_000_000
+"""Between two times that the loop is told of the same flow, while more goes on by itself."""
 _GROWTH: Final = 1_000
 """Where the library may need this side to go on, a sleep is at most this fraction of the wait, but may be `OFTEN`."""
 _LONGEST_STEP_NS: Final = 1_000_000_000
@@ -200,7 +202,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
         state[r.DUE_FIRST] = (state[r.DUE_FIRST] + 1) % r.ROWS
         state[r.DUE_COUNT] -= 1
         if slot >= r.JOBS and job[r.OUTCOME] <= r.IN_DOUBT:
-            _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job, job[r.OF_FLOW] - 1)
+            _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job)
         if flow and not ended:
             job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
         elif stays:
@@ -236,7 +238,7 @@ def _step_at(flow: Any, step: Any) -> Any:
 
 
 @inlined
-def _passed(state: Any, ports: Any, flow: Any, job: Any, slot: Any) -> None:
+def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
     flow[r.ACTIVE] -= 1
     if flow[r.STARTED] == 0:
@@ -257,9 +259,17 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any, slot: Any) -> None:
     if _owes(flow) and enter_agent(state):  # else, as somebody else calls it, later, or by the loops if it is the last
         inform(state, ports, flow)
         leave_agent(state)
-    if flow[r.PASSED] > flow[r.TOLD] and flow[r.PASSED] < flow[r.TOTAL] and flow[r.MARKED] == 0:
-        flow[r.MARKED] = 1
-        _owe(state, slot)
+
+
+@inlined
+def _is_news(flow: Any, now: Any) -> Any:
+    """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
+
+    To take news of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it.
+    """
+    passed = flow[r.PASSED] - flow[r.TOLD]
+    half = 2 * passed >= min(flow[r.KNOWN], flow[r.ALLOWED]) - flow[r.TOLD]
+    return half or flow[r.ACTIVE] == 0 or now - flow[r.TOLD_AT] >= _QUIET_NS
 
 
 @inlined
@@ -357,6 +367,13 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         ready = min(flow[r.KNOWN], flow[r.ALLOWED]) if flow[r.TOKEN] != 0 else _may_begin_of(flow)
         if flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready:
             state[r.EAGER] += 1
+        more = flow[r.TOLD] < flow[r.PASSED] < flow[r.TOTAL]
+        if more and flow[r.MARKED] == 0 and flow[r.CANCELLED] == 0:  # else its end tells it
+            if _is_news(flow, now):
+                flow[r.MARKED], flow[r.TOLD_AT] = 1, now
+                _owe(state, slot)
+            else:
+                state[r.EAGER] += 1
         over = flow[r.CANCELLED] != 0 or flow[r.PASSED] >= flow[r.TOTAL]
         if over and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
             whole = flow[r.PASSED] >= flow[r.TOTAL]

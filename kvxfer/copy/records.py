@@ -74,7 +74,7 @@ JOB_WORDS: Final = PARTS_AT + MOST_PARTS
 # of a flow: the step that is next; the first so many are done, and the loop was told of so many; those under way; what
 # its steps took, in ns, where those on the wire together count once; up to when that was
 NEXT, PASSED, TOLD, ACTIVE, COPYING, WIRED, WIRED_TO = range(20, 27)
-SAID: Final = 35  # of how many the peer was told
+SAID, TOLD_AT = 35, 36  # of how many the peer was told; when the loop was told last
 FREE, WAITING, RUNNING, SENDING, ENDED, LEFT, OFF, FLOWS, FEEDING = range(9)
 """LEFT: nobody waits for it, and it may still move bytes, or holds the lock in front of a peer's memory. OFF: the loop
 has seen to it, in one exchange for WAITING (of a flow for FLOWS), that it never begins. FLOWS: a flow, whose steps have
@@ -132,7 +132,7 @@ NEXT_PIECE, NEXT_WITHIN, MADE = 71, 72, 73  # where the part ends that was made 
 OFTEN, SELDOM = 77, 78  # a sleep at most, in ns: where parts fly or somebody is held awake for; else
 ROWS_AT: Final = 80  # the address of all jobs
 ASLEEP: Final = 79  # whether it does nothing before a record comes
-SPARE_COUNT, FLOW_COUNT, EAGER = 62, 63, 64  # of SPARE; flows; those of which a step may begin
+SPARE_COUNT, FLOW_COUNT, EAGER = 62, 63, 64  # of SPARE; flows; those of which a step may begin, or news is told soon
 LISTENING, STRANGE = 82, 83  # flows that hear of peers by notifications; notifications that nobody waits for
 NOTE: Final = 84  # room for one, and for what functions say of one
 BROKEN: Final = 76  # what the agent said first when it could not make progress

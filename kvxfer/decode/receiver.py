@@ -128,10 +128,11 @@ _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
 _UNTIMED: Final = wire.Timings()
 _TURNS: Final = 2
-_QUICK_TURNS: Final = 4
-"""How many turns of a ring are granted at most where the movers see to them, at first, and while one is over within
-`REPEAT_S`; else one at a time. The loops have so long to grant more, and others who wait for memory wait so long.
+"""How many turns of a ring are granted at first, where the movers see to them; then as many as are over in `REPEAT_S`,
+but one at least. The loops have so long to grant more, and others who wait for memory wait so long.
 """
+_TURN_S: Final = 1e-3
+"""Seconds that none is taken to be quicker than."""
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
@@ -281,8 +282,8 @@ class _Said(Struct, eq=False):
 
     def note(self, copied: int, now: float, places: int) -> None:
         """So many chunks have left their places: see how long a turn of all takes."""
-        if copied - self.first >= places:
-            self.turns = _QUICK_TURNS if now - self.since <= REPEAT_S else 1
+        if (chunks := copied - self.first) >= places:
+            self.turns = max(1, int(REPEAT_S / max(_TURN_S, (now - self.since) * places / chunks)))
             self.first, self.since = copied, now
 
 
@@ -704,8 +705,10 @@ class Receiver:
 
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        turn = self._begun + max(1, len(self.grants.ring))  # no more at once: the mover and the peer wait for news
-        chunks = range(self._begun, min(self.machine.granted, turn))
+        stop = self.machine.granted
+        if self._copied == self._begun:  # no more at once: the mover and the peer wait for these
+            stop = min(stop, self._begun + max(1, len(self.grants.ring)))
+        chunks = range(self._begun, stop)
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         steps = await self.site.plan(make, rows=rows) if rows else make()

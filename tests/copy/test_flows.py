@@ -1,6 +1,8 @@
 """Flows: copies that follow one another in the machine, told by counts."""
 
+import os
 import random
+from contextlib import suppress
 
 import pytest
 from stepped import CANARY, Flag, World, kind
@@ -223,21 +225,34 @@ async def test_it_is_closed_while_a_step_waits_for_its_event(world):
 
 async def test_it_does_not_sleep_while_it_owes_news(world):
     """The loop has read nothing for so long that the pipe is full, and does not go on with what it is not told of."""
-    flows = [Progress(world, number, 64, first=64 * number, total=65) for number in range(16)]
-    while world.machine.step() is not None:
-        pass
-    last = Progress(world, "last", 1, first=64 * 16, total=2)
+    unread = 0
+    with suppress(BlockingIOError):
+        while True:
+            unread += os.write(int(world.machine.state[records.NEWS]), bytes(8 * records.EVENT_WORDS))
+    flow = Progress(world, "f", 1, total=2)
     for _ in range(20):
         world.machine.step()
     assert world.machine.state[records.DUE_COUNT] == 1
     assert world.machine.step() is not None, "it does not sleep"
+    assert len(os.read(world.machine.news, unread)) == unread
     await world.settle()
     world.step()
-    assert [one.counts[-1] for one in (*flows, last)] == [64] * 16 + [1]
-    for one in (*flows, last):
-        world.mover.finish(one.flow)
-        world.mover.cancel(one.flow)
-    await world.run(17)
+    assert flow.counts == [1]
+    world.mover.finish(flow.flow)
+    await world.run(1)
+
+
+async def test_the_loop_is_told_of_many_steps_at_once(world):
+    """Of half of what may begin, of the last that may, and else once in a while."""
+    flow = Progress(world, "f", 64, total=65, width=1)
+    await world.settle()
+    for _ in range(1000):
+        world.step()
+    assert flow.counts[0] == 1
+    assert flow.counts[-1] == 64
+    assert len(flow.counts) <= 8
+    world.mover.finish(flow.flow)
+    await world.run(1)
 
 
 async def test_many_share_the_rows_of_steps(world):

@@ -269,12 +269,10 @@ class Entry:
         self.doubtful.pop(transfer, None)
         if in_doubt:
             self.doubtful[transfer] = in_doubt
-        if moved:
-            self._book.touched(self)
-        if self.state is not OfferState.LIVE:
+        if self.state is OfferState.LIVE:
+            self._book.left(self, moved=moved)
+        else:
             self.settle()
-        elif not self.transfers:
-            self._book.left(self)
 
     def forsake(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""

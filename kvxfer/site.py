@@ -21,7 +21,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import IdentityKey, PeerInfo
 from kvxfer.runtime import Runtime
-from kvxfer.safety.fence import SHARED_GATE, Gates, Keys
+from kvxfer.safety.fence import Gates, Keys
 from kvxfer.safety.mappings import Mappings
 from kvxfer.safety.processes import Processes
 from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
@@ -765,19 +765,6 @@ class Site:
     def heard(self, peer: PeerInfo, *, fenced: bool) -> None:
         """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""
         (self.fenced.add if fenced else self.fenced.discard)(peer.identity.incarnation)
-
-    def granted(self, peer: PeerInfo, gate: int, *, mapped: bool) -> int:
-        """What a grant to a peer says of the gate that it leads through; 0 where the peer passes none.
-
-        Args:
-            peer: Who is granted memory.
-            gate: Its number.
-            mapped: Whether the peer's own copies write there.
-        """
-        if mapped and self.gates.words:
-            return self.gates.granted(gate)
-        passes = gate != SHARED_GATE and peer.identity.incarnation in self.fenced
-        return self.gates.granted(gate) if passes else 0
 
     def pause(self) -> None:
         """The agent is about to be made anew: grant nothing that is reached through it."""

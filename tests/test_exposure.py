@@ -16,15 +16,15 @@ def test_one_grant_that_names_no_gate_is_enough_for_it_to_tell_nothing(granted, 
     """None: the peer has said that it does not use what it was granted so far."""
     generations = iter([one for one in granted if one is not None])
     site = SimpleNamespace(
-        gates=SimpleNamespace(allot=lambda: 5),
-        granted=lambda peer, gate, *, mapped: next(generations),
+        gates=SimpleNamespace(allot=lambda: 5, words=1 << 20, granted=lambda gate: next(generations)),
+        fenced=set(),
         loop=SimpleNamespace(create_future=Future),
     )
-    link = SimpleNamespace(peer=None, renewals=0)
+    link = SimpleNamespace(peer=SimpleNamespace(identity=SimpleNamespace(incarnation=b"p")), renewals=0)
     exposure = Exposure(site, link, "x", lambda: None, ())  # pyright: ignore[reportArgumentType]
     for one in granted:
         if one is None:
             exposure.void()
         else:
-            assert exposure.grant(mapped=False) == one
+            assert exposure.grant(mapped=True) == one
     assert exposure.fenced is fenced

@@ -410,8 +410,15 @@ class Cut:
     """
 
     def __init__(self, plan: Fitted, grid: ChunkGrid) -> None:
+        template, most = plan.template, plan.meeting_rows
+        if grid.windows > 1:
+            step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
+            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
         self._plan: Final = plan
         self._grid: Final = grid
+        self._scratch: Final = np.empty(binding.scratch_words(len(most), len(template.classes), sum(most)), np.int64)
+        self._scratch[0] = 0
+        self._rows: Final = sum(map(most.__getitem__, template.classes))  # of all classes in a window, at most
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Cut | None":
@@ -419,11 +426,6 @@ class Cut:
         if not isinstance(plan, Fitted) or grid.layers != plan.pair.layers:
             return None
         return cls(plan, grid) if (grid.start, grid.stop) == (plan.tokens.start, plan.tokens.stop) else None
-
-    @property
-    def regions(self) -> I64:
-        """Of copies in place: int64 (R, 2), source and destination; the same array for all requests of the pair."""
-        return self._plan.template.shapes[Kind.COPY].regions
 
     @lazy
     def sizes(self) -> Sequence[Sequence[int]]:
@@ -442,24 +444,13 @@ class Cut:
         self._fill(Kind.COPY, what, np.arange(chunks), binding.SIZES, out)
         return out.reshape(chunks, binding.SIZES)
 
-    @lazy
-    def _room(self) -> tuple[I64, int]:
-        """Memory for compiled code; and rows of all classes in a window, at most."""
-        template, most = self._plan.template, self._plan.meeting_rows
-        if self._grid.windows > 1:
-            step, of = self._grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
-            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
-        scratch = np.empty(binding.scratch_words(len(most), len(template.classes), sum(most)), np.int64)
-        scratch[0] = 0
-        return scratch, sum(map(most.__getitem__, template.classes))
-
     def tables(
         self,
         kind: Kind,
         chunks: range,
         addresses: Sequence[int],
         *,
-        regions: I64 | None = None,
+        reached: Callable[[I64], I64] | None = None,
         from_nic: bool = False,
     ) -> Batch | None:
         """The tables of chunks that follow each other; None: ask the planner.
@@ -468,7 +459,8 @@ class Cut:
             kind: What they do.
             chunks: Which.
             addresses: For each of them its place in staging; of copies in place any number.
-            regions: Of copies in place, where this process addresses destinations differently.
+            reached: Makes regions of copies in place, int64 (R, 2), where this process addresses destinations
+                differently; it is given the same array for all requests of the pair.
             from_nic: As of tables.
         """
         template, grid, count = self._plan.template, self._grid, len(chunks)
@@ -478,7 +470,8 @@ class Cut:
         told = shapes.variants.told
         said = count * told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
-        room += 3 * self._room[1]
+        room += 3 * self._rows
+        regions = shapes.regions if reached is None else reached(shapes.regions)
         while True:
             out = np.empty(said + count * room, np.int64)
             out[:said:told] = addresses
@@ -499,7 +492,7 @@ class Cut:
             grid.layers_per_chunk,
             grid.tokens_per_chunk,
             cells,
-            self._room[0],
+            self._scratch,
             told,
             out,
         )

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = [
     "IN_PLACE",
     "LISTED",
-    "UNBOUNDED",
     "Agreed",
     "Bound",
     "PairPlans",
@@ -311,8 +310,6 @@ IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 """Routes whose pieces are listed for the transport."""
-UNBOUNDED: Final = 1 << 62
-"""More bytes than any cache has: how large a chunk may be that takes no staging memory."""
 _LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""
@@ -723,8 +720,7 @@ class Bound:
     ) -> "Batch":
         cut = self.cut
         if cut is not None:
-            regions = None if reached is None else reached(cut.regions)
-            found = cut.tables(kind, chunks, addresses, regions=regions, from_nic=from_nic)
+            found = cut.tables(kind, chunks, addresses, reached=reached, from_nic=from_nic)
             if found is not None:
                 self._carried.update(zip(chunks, found.nbytes.tolist(), strict=True))
                 return found
@@ -755,12 +751,12 @@ def fit_grid(
     plan: TransferPlan,
     *,
     target_bytes: int,
-    limit_bytes: int,
+    limit_bytes: int | None,
     layers_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
     listed: bool = False,
 ) -> ChunkGrid:
-    """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging.
+    """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging, if they take any.
 
     Staging holds full sub-blocks, so a chunk may need more room than it carries bytes. Where pieces are `listed` for
     the transport, those that reach over layers are not cut.
@@ -770,7 +766,7 @@ def fit_grid(
     """
     grid = plan.pair.grid(
         plan.tokens,
-        target_bytes=min(target_bytes, limit_bytes),
+        target_bytes=target_bytes if limit_bytes is None else min(target_bytes, limit_bytes),
         layers_per_chunk=layers_per_chunk,
         tokens_per_chunk=tokens_per_chunk,
         by_tokens=listed and plan.pair.joins_layers,
@@ -781,7 +777,7 @@ def fit_grid(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    if not plan.pair.has_state and plan.pair.chunk_bytes(grid) <= limit_bytes:
+    if limit_bytes is None or (not plan.pair.has_state and plan.pair.chunk_bytes(grid) <= limit_bytes):
         return grid
     need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:

@@ -247,9 +247,12 @@ class OfferBook:
         """Its decode engine moves it: that renews the lease as a claim would."""
         offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
 
-    def left(self, offer: Entry) -> None:
-        """No transfer keeps it any more: its lease counts again."""
-        self._watch(offer.key, offer.lease)
+    def left(self, offer: Entry, *, moved: bool) -> None:
+        """A transfer is over, in which its decode engine `moved` it: once none keeps it, its lease counts again."""
+        if moved:
+            self.touched(offer)
+        if not offer.transfers:
+            self._watch(offer.key, offer.lease)
 
     def ended(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""

@@ -219,8 +219,14 @@ class Prefill:
                 pass
 
     def fetch(self, link: Link, message: wire.Fetch) -> None:
-        """A decode rank asks for a part of a request."""
-        key = self._fresh(link, message.transfer)
+        """A decode rank asks for a part of a request.
+
+        Raises:
+            ProtocolError: If its number stands for something else that is under way, or in doubt.
+        """
+        key = (link.peer.identity.incarnation, message.transfer)
+        if key in self._transfers or self._doubtful.find(*key) is not None:
+            raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         offer_key = (message.ticket.request, message.ticket.attempt)
         refusal, found = self._refusal(message.ticket), self.book.find(offer_key)
         if refusal is None and found is None and self._site.draining:
@@ -431,17 +437,6 @@ class Prefill:
             doubt.severed = True
             if here is not None:
                 self.renewed(here)
-
-    def _fresh(self, link: Link, transfer: int) -> tuple[bytes, int]:
-        """By what is known what begins under a number.
-
-        Raises:
-            ProtocolError: If the number stands for something else that is under way, or in doubt.
-        """
-        key = (link.peer.identity.incarnation, transfer)
-        if key in self._transfers or self._doubtful.find(*key) is not None:
-            raise ProtocolError(f"transfer {transfer} is under way already", peer=link.peer.name)
-        return key
 
 
 _REASONS: Final = {

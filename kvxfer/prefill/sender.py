@@ -55,7 +55,6 @@ from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
     IN_PLACE,
     LISTED,
-    UNBOUNDED,
     Bound,
     bind,
     block_pieces,
@@ -211,7 +210,9 @@ def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fe
 def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
     """How it is cut."""
     nbytes = plan.nbytes
-    target, limit = _chunk_sizes(site, fetch, route, plan)
+    target, limit = in_place_bytes(route, plan, site.in_place_chunk_bytes), None
+    if route is Route.STAGED:  # others take no memory, so a chunk that is larger than was wished for does no harm
+        target = limit = min(site.config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
     step = _streamed_tokens(offer, plan, nbytes) if offer.tokens < plan.tokens.stop else None
@@ -228,15 +229,6 @@ def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
     together = -(-(plan.tokens.stop if step is None else step) // grid.tokens_per_chunk)
     return replace(grid, band=min(MAX_CHUNKS, together))
-
-
-def _chunk_sizes(site: Site, fetch: wire.Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:
-    """Bytes of a chunk: about, and at most."""
-    config = site.config
-    if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
-        return in_place_bytes(route, plan, site.in_place_chunk_bytes), UNBOUNDED
-    limit = min(config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
-    return limit, limit
 
 
 def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:

@@ -165,9 +165,11 @@ class Exposure:
 
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""
+        gates = self._site.gates
         if self.gate == SHARED_GATE:
-            self.gate = self._site.gates.allot()
-        generation = self._site.granted(self.peer, self.gate, mapped=mapped)
+            self.gate = gates.allot()
+        passes = self.gate != SHARED_GATE and self.peer.identity.incarnation in self._site.fenced
+        generation = gates.granted(self.gate) if passes or (mapped and gates.words) else 0
         self.fenced = (self.fenced or not self._granted) and generation > 0
         self._granted = True
         self._renewals, self._renewed = self._granted_over.renewals, False

@@ -15,7 +15,7 @@ from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, ChunkGrid, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
-from kvxfer.plans.planning import LISTED, UNBOUNDED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.plans.planning import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
@@ -389,7 +389,7 @@ def _pair(
         if route is Route.STAGED:
             target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
         else:
-            target, limit = in_place_bytes(route, plan, config.in_place_chunk_bytes), UNBOUNDED
+            target, limit = in_place_bytes(route, plan, config.in_place_chunk_bytes), None
         return fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
 
     choice, grid = choose_and_cut(

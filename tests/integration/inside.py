@@ -847,7 +847,7 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    worker._service.prefill.book.left(entry(offer))
+    worker._service.prefill.book.left(entry(offer), moved=False)
 
 
 def counters(worker: Any) -> Any:

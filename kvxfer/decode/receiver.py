@@ -705,10 +705,8 @@ class Receiver:
 
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        stop = self.machine.granted
-        if self._copied == self._begun:  # no more at once: the mover and the peer wait for these
-            stop = min(stop, self._begun + max(1, len(self.grants.ring)))
-        chunks = range(self._begun, stop)
+        turn = self._begun + max(1, len(self.grants.ring))  # no more at once: the mover and the peer wait for these
+        chunks = range(self._begun, min(self.machine.granted, turn))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         steps = await self.site.plan(make, rows=rows) if rows else make()

@@ -408,8 +408,8 @@ class Desk:
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
-_SMALL_PLAN: Final = 16_384
-"""Table rows up to which a plan is made on the loop, where so many take 0.4 ms; larger ones go to a worker thread."""
+_SMALL_PLAN: Final = 32_768
+"""Table rows up to which a plan is made on the loop, where so many take 0.5 ms; larger ones go to a worker thread."""
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
 

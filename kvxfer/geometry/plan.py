@@ -39,6 +39,10 @@ _FAR_APART: Final = 1 << 44
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
 _KEPT_SIZES: Final = 1024
+_ROW_BYTES: Final = 16 << 10
+"""Of all layers of a chunk a row has about so many bytes at least, if windows have as many rows: on a fast link they
+take no longer than to write the row's addresses."""
+_LEAST_ROWS: Final = 64
 _TWO: Final = struct.Struct("<qq")
 
 
@@ -134,8 +138,9 @@ class PairPlan:
     ) -> ChunkGrid:
         """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so: the same each time.
 
-        Whole runs of layers over all tokens while one layer fits; otherwise one layer cut into token windows. A chunk
-        exceeds the target only where a layer's state, or its smallest window, does.
+        Whole runs of layers over all tokens while one layer fits; otherwise token windows, of one layer, or of a few
+        where its rows are so short that a chunk's tables would cost more than its bytes. A chunk exceeds the target
+        only where a layer's state, or its smallest window, does.
 
         Args:
             tokens: The transfer's tokens.
@@ -171,11 +176,12 @@ class PairPlan:
             fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._staged_bytes(n * align)[1])
             if fitting:
                 return ChunkGrid(self.layers, len(self.layers), min(window, fitting * align), tokens.start, tokens.stop)
-        most, _ = self._staged_bytes(touched * align)
-        fitting = max(1, target_bytes // max(1, most))
+        row, most = (max(1, self._staged_bytes(rows * align)[0]) for rows in (1, touched))
+        few = max(1, min(target_bytes // (_LEAST_ROWS * row), -(-_ROW_BYTES // row)))
+        fitting = max(few, target_bytes // most)
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
-        if most > target_bytes:
-            window = min(window, align * min(touched, self._fitting(target_bytes)))
+        if most * layers > target_bytes:
+            window = min(window, align * min(touched, self._fitting(target_bytes // layers)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
     def chunk_bytes(self, grid: ChunkGrid) -> int:

@@ -219,7 +219,7 @@ SESSION_FRAME_LIMIT: Final = 16 * 1024 * 1024
 MAX_DEPTH: Final = 64
 """Containers around one value, at most. A receiver may refuse more, and refuses 16,384 for certain."""
 
-_LONG_BYTES: Final = 64 * 1024
+_LONG_BYTES: Final = 128 * 1024
 """A longer frame that comes in pieces is put together in memory of its own: a buffer would be moved as it grows."""
 _LENGTH: Final = struct.Struct("<I")
 _BIN_32: Final = struct.Struct(">BI")

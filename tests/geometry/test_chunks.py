@@ -99,6 +99,24 @@ def test_the_chosen_grid_keeps_to_its_target(target: int, per_chunk: int | None,
     assert (grid.layers_per_chunk, grid.tokens_per_chunk) == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "per_chunk", "expected"),
+    [
+        (64 * 4000, None, (4, 1000)),
+        (64 * 4000, 2, (2, 2000)),
+        (64 * 4000, 1, (1, 4000)),
+        (64 * 2 * 64, None, (2, 64)),
+        (64 * 127, None, (1, 127)),
+    ],
+)
+def test_windows_of_short_rows_are_of_several_layers(target: int, per_chunk: int | None, expected: object) -> None:
+    """A row is 64 bytes of a layer: addresses of one that is in every chunk of its layer would be half as many."""
+    grid = pair_of(1, 1).grid(range(10_000), target_bytes=target, layers_per_chunk=per_chunk)
+    assert (grid.layers_per_chunk, grid.tokens_per_chunk) == expected
+    wide = pair_of(256, 256).grid(range(10_240), target_bytes=64 * 4096, layers_per_chunk=per_chunk)
+    assert (wide.layers_per_chunk, wide.tokens_per_chunk) == (1, 4096)
+
+
 def test_windows_are_aligned_to_every_group() -> None:
     tensors = [
         [

@@ -1,6 +1,7 @@
 """What of a ring is given back, and when: never what the peer may still write."""
 
 import asyncio
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
 def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
     """Others who wait for memory wait for all that is granted."""
     said, now = _Said(), 5.0
-    said.restart(10, now)
+    said.restart(10, now, math.inf)
     assert said.turns == 2
     said.note(13, now + 0.01, 4)  # not a whole turn yet
     assert said.turns == 2
@@ -75,5 +76,7 @@ def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
     assert said.turns == 6  # of 8 ms
     said.note(30, now + 10 / 64, 4)
     assert said.turns == 50
-    said.restart(30, now + 1)
+    said.restart(30, now + 1, 1 / 128)  # as is predicted
+    assert said.turns == 6
+    said.restart(30, now + 1, 1.0)
     assert said.turns == 2

@@ -70,18 +70,11 @@ def written(context: SpanContext) -> str:
 
 @dataclass(slots=True)
 class _Offered:
-    """An offer that can be found.
+    """An offer that can be found."""
 
-    Attributes:
-        caller: The span in which it was made.
-        began: When, by the worker's clock.
-        fetched: The first fetch of it that said to which trace it belongs.
-        links: What was sent of it.
-    """
-
-    caller: SpanContext
+    caller: SpanContext  # the span in which it was made
     began: float
-    fetched: SpanContext | None = None
+    fetched: SpanContext | None = None  # the first fetch of it that said to which trace it belongs
     links: list[Link] = field(default_factory=list[Link])
 
 
@@ -214,13 +207,9 @@ class Traces:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """The time of day of instants of the worker's clock.
+    """The time of day of instants of the worker's clock."""
 
-    Attributes:
-        zero_ns: When that clock said 0.
-    """
-
-    zero_ns: int
+    zero_ns: int  # when that clock said 0
 
     @classmethod
     def set(cls, now: float, wall_ns: int) -> Self:

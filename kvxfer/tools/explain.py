@@ -75,44 +75,26 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a run has taken in: an axis, or a stretch of another kind that begins where the run ended on both sides.
+    """What a run has taken in: an axis, or a stretch of another kind that begins where the run ended on both sides."""
 
-    Attributes:
-        axis: Name of the axis; of a stretch, in what it differs: group, part, kv, layer, head or dim.
-        count: How many of it.
-        nbytes: Bytes of the run with it.
-        then: The stretch that the run goes on with; None for an axis.
-    """
-
-    axis: str
+    axis: str  # of a stretch, in what it differs: group, part, kv, layer, head or dim
     count: int
-    nbytes: int
-    then: "Stretch | None" = None
+    nbytes: int  # of the run with it
+    then: "Stretch | None" = None  # the stretch that the run goes on with; None for an axis
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What one part of a cache puts into a piece, or all of it.
-
-    Attributes:
-        group: As in `CacheTensor`.
-        part: As in `CacheTensor`.
-        halves: Which of k and v, or `("",)`.
-        layers: First and last layer.
-        heads: First head and one past the last of what is copied.
-        dtype: As in `TensorSpec`; of both sides where they differ.
-        item_bytes: Bytes of one element, in which both sides are counted; of the narrower dtype where they differ.
-        steps: What it is made of, the innermost axis first; of the first stretch of a piece, how the piece went on.
-    """
+    """What one part of a cache puts into a piece, or all of it."""
 
     group: str
     part: str
     halves: tuple[str, ...]
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-    dtype: str
-    item_bytes: int
-    steps: tuple[Step, ...] = ()
+    layers: tuple[int, int]  # first and last
+    heads: tuple[int, int]  # first, and one past the last
+    dtype: str  # of both sides where they differ
+    item_bytes: int  # of the narrower dtype where they differ: both sides are counted in it
+    steps: tuple[Step, ...] = ()  # the innermost axis first; of the first stretch of a piece, how the piece went on
 
     @property
     def nbytes(self) -> int:
@@ -128,17 +110,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Breaks:
-    """Where the full rows of one transfer follow each other in memory, and where they do not.
+    """Where the full rows of one transfer follow each other in memory, and where they do not."""
 
-    Attributes:
-        places: Pairs of neighbouring rows, in the order of destination addresses.
-        source: Pairs that only the source breaks.
-        destination: Pairs that only the destination breaks.
-        both: Pairs that both break.
-    """
-
-    places: int
-    source: int
+    places: int  # pairs of neighbouring rows, in the order of destination addresses
+    source: int  # pairs that only the source breaks
     destination: int
     both: int
 
@@ -150,33 +125,20 @@ class Breaks:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One axis that would continue a run if it lay elsewhere.
+    """One axis that would continue a run if it lay elsewhere."""
 
-    Attributes:
-        axis: Its name: dim, head, token, kv, layer or block; group or part for what is of another kind.
-        side: On which side it would have to lie elsewhere.
-        cause: Why it does not continue the run.
-        expected: The stride that would continue it, in bytes: the length of the run.
-        src_stride: Bytes from one index to the next at the source; None where there is no one number.
-        dst_stride: The same at the destination.
-        count: Indices of the axis; 0 for blocks, whose number a request decides.
-        between: Axes whose other indices lie in between, on that side.
-        held: On that side, the heads that lie there (first, one past the last), where more do than are copied.
-        breaks: For block ids and one transfer: how often that is so.
-        then: What continues it on the other side, where that is of another kind.
-    """
-
-    axis: str
-    side: Side
+    axis: str  # dim, head, token, kv, layer or block; group or part for what is of another kind
+    side: Side  # where it would have to lie elsewhere
     cause: Cause
-    expected: int
-    src_stride: int | None
+    expected: int  # the stride that would continue the run: its length
+    src_stride: int | None  # None where there is no one number
     dst_stride: int | None
-    count: int = 0
-    between: tuple[str, ...] = ()
+    count: int = 0  # indices of the axis; 0 for blocks, whose number a request decides
+    between: tuple[str, ...] = ()  # axes whose other indices lie in between, on that side
+    # the heads that lie on that side (first, one past the last), where more do than are copied
     held: tuple[int, int] | None = None
-    breaks: Breaks | None = None
-    then: Stretch | None = None
+    breaks: Breaks | None = None  # for block ids and one transfer: how often that is so
+    then: Stretch | None = None  # what continues it on the other side, where that is of another kind
 
     @property
     def name(self) -> str:
@@ -226,21 +188,13 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The pieces of regions that are alike.
+    """The pieces of regions that are alike."""
 
-    Attributes:
-        first: What a piece begins with, and by its steps all that the piece is made of.
-        piece_bytes: Bytes of one piece in a full row.
-        pieces: Pieces of all these regions in a full row.
-        row_tokens: Token rows in a full row; 1 for state.
-        limits: Why it ends there: any one of them mended would make pieces longer.
-    """
-
-    first: Stretch
-    piece_bytes: int
+    first: Stretch  # what a piece begins with, and by its steps all that it is made of
+    piece_bytes: int  # in a full row, as is `pieces`
     pieces: int
-    row_tokens: int
-    limits: tuple[Limit, ...]
+    row_tokens: int  # in a full row; 1 for state
+    limits: tuple[Limit, ...]  # any one of them mended would make pieces longer
 
     def __str__(self) -> str:
         row = f"row of {self.row_tokens} tokens" if self.row_tokens > 1 else "row"
@@ -287,11 +241,7 @@ def _counted(what: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the pieces of a pair, or of one transfer, are as long as they are; `str()` of it is for people.
-
-    Attributes:
-        runs: Every kind of run.
-    """
+    """Why the pieces of a pair, or of one transfer, are as long as they are; `str()` of it is for people."""
 
     runs: tuple[Run, ...]
 
@@ -468,17 +418,11 @@ def _placed(stretch: Stretch, places: Iterator[tuple[list[int], list[int]]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Regions, or what runs that go through several begin with.
+    """Regions, or what runs that go through several begin with."""
 
-    Attributes:
-        low: int64 (R, S, 4): least coordinates of each of S stretches.
-        high: int64 (R, S, 4): the greatest.
-        bases: int64 (R, 2): where they begin.
-    """
-
-    low: I64
-    high: I64
-    bases: I64
+    low: I64  # int64 (R, S, 4): least coordinates of each of S stretches
+    high: I64  # int64 (R, S, 4): the greatest
+    bases: I64  # int64 (R, 2): where they begin
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -506,23 +450,14 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Runs that grow alike.
+    """Runs that grow alike."""
 
-    Attributes:
-        key: The class in which they begin.
-        rows: The rows of one transfer.
-        frames: On either side, equal for classes that the same rows move by the same distances.
-        first: What they are made of, not yet placed.
-        axes: What they have not taken in of a region.
-        regions: Where they are, at index 0 of these axes.
-    """
-
-    key: SegmentKey
+    key: SegmentKey  # of the class in which they begin
     rows: Rows | None
-    frames: tuple[int, int]
-    first: Stretch
-    axes: tuple[Axis, ...]
-    regions: Regions
+    frames: tuple[int, int]  # on either side, equal for classes that the same rows move by the same distances
+    first: Stretch  # what they are made of, not yet placed
+    axes: tuple[Axis, ...]  # what they have not taken in of a region
+    regions: Regions  # at index 0 of these axes
 
     @property
     def run(self) -> int:

@@ -85,22 +85,13 @@ def failure(room: int, reason: str) -> RoomFailedError:
 
 @dataclass(slots=True)
 class Rooms:
-    """One side of an engine's rank. All from one thread, as sglang's scheduler does.
-
-    Attributes:
-        worker: Does the work.
-        page_tokens: Tokens of a page.
-        rows: Metadata.
-        device: Where the pages are.
-        patience: Seconds that a request waits for the other engine.
-        now: A clock.
-    """
+    """One side of an engine's rank. All from one thread, as sglang's scheduler does."""
 
     worker: BlockingWorker
     page_tokens: int
     rows: Rows
     device: torch.device
-    patience: float
+    patience: float  # seconds that a request waits for the other engine
     now: Callable[[], float] = time.monotonic
     _live: dict[BlockingOffer | BlockingTransfer, Room] = field(default_factory=dict)
     _taken: WeakValueDictionary[int, Room] = field(default_factory=WeakValueDictionary)

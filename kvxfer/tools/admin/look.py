@@ -30,18 +30,11 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One worker at one moment.
-
-    Attributes:
-        engine: Name of its engine.
-        rank: Its rank there.
-        state: As `describe` gives it; None if it did not answer.
-        why: Why it did not.
-    """
+    """One worker at one moment."""
 
     engine: str
     rank: int
-    state: Mapping[str, Any] | None
+    state: Mapping[str, Any] | None  # as `describe` gives it; None if it did not answer
     why: str = ""
 
 

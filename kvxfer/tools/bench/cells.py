@@ -36,19 +36,12 @@ _ROOM: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row of the matrix.
-
-    Attributes:
-        route: As the setting.
-        layout: Of both caches.
-        request_bytes: About how many; whole blocks are fetched.
-        ctas: Thread blocks of a copy on a GPU; None leaves the setting alone.
-    """
+    """One row of the matrix."""
 
     route: str
     layout: Layout
-    request_bytes: int
-    ctas: int | None = None
+    request_bytes: int  # about how many: whole blocks are fetched
+    ctas: int | None = None  # thread blocks of a copy on a GPU; None leaves the setting alone
 
     @property
     def shared(self) -> bool:
@@ -67,51 +60,30 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Everything that the two processes are to measure.
+    """Everything that the two processes are to measure."""
 
-    Attributes:
-        cells: In this order, but for those whose caches lie in shared memory: on a CPU they come last.
-        repetitions: Of each cell, warm-ups not counted.
-        warmups: Transfers before them. The first one of a pair also connects, and compiles; after two every block of
-            the decode side was written, and no page is mapped while a fetch is timed.
-        cell_seconds: When a cell has taken so long, it ends after the repetition under way.
-        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
-        sabotage: `byte` changes one byte of what was received, `outside` one beside it: the checks must notice.
-    """
-
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...]  # in this order, but on a CPU those whose caches lie in shared memory come last
     repetitions: int = 5
+    # the first one connects and compiles; after two every block of the decode side was written, and has its pages
     warmups: int = 2
-    cell_seconds: float = 60.0
-    beside: str = ""
-    sabotage: str = ""
+    cell_seconds: float = 60.0  # when a cell has taken so long, it ends after the repetition under way
+    beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
+    sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell's results, of repetitions that were each verified.
-
-    Attributes:
-        cell: Which one.
-        nbytes: Of each request.
-        fetch: Seconds of the timed fetches.
-        reference: Seconds of the references that were taken between them.
-        reference_kind: What those are.
-        difference: How the first wrong cache differed from what it should be; empty if none did.
-        received: Stats of the decode side, of the repetition in the middle.
-        sent: Those of the prefill side.
-        first_predicted: Seconds that the pair's first transfer, the warm-up, was predicted to take: by the profile of
-            the machine alone, as no transfer had corrected it yet.
-    """
+    """One cell's results, of repetitions that were each verified."""
 
     cell: Cell
     nbytes: int
     fetch: Samples
     reference: Samples
     reference_kind: ReferenceKind
-    difference: str
-    received: TransferStats
+    difference: str  # how the first wrong cache differed from what it should be
+    received: TransferStats  # of the repetition in the middle
     sent: TransferStats | None
+    # of the pair's first transfer, the warm-up: by the profile alone, which no transfer had corrected yet
     first_predicted: float | None
 
 

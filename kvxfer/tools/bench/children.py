@@ -56,47 +56,28 @@ class PeerGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A child has got on by one step.
-
-    Attributes:
-        label: What it does next.
-    """
+    """A child has got on by one step."""
 
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A child has measured something.
-
-    Attributes:
-        values: As they go into the JSON.
-    """
+    """A child has measured something."""
 
     values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A child failed.
-
-    Attributes:
-        name: Of the child.
-        error: Type and message.
-    """
+    """A child failed."""
 
     name: str
     error: str
 
 
 class Side:
-    """What a child has: its device, a folder, the parent to report to, and the other child to talk to.
-
-    Attributes:
-        name: Of this child.
-        device: `cpu`, or `cuda:<index>`, which is then current.
-        folder: For sockets; removed when the run ends.
-    """
+    """What a child has: its device, a folder, the parent to report to, and the other child to talk to."""
 
     def __init__(self, name: str, device: str, folder: Path, parent: Pipes, other: "Pipes | None") -> None:
         self.name: Final = name

@@ -31,32 +31,20 @@ TARGET_POISON: Final = 0x2BAD_F00D_2BAD_F00D
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Content of one request, and the blocks that it lies in on one side.
-
-    Attributes:
-        seed: Of its words; any number.
-        ids: Its blocks, in the order of its tokens.
-    """
+    """Content of one request, and the blocks that it lies in on one side."""
 
     seed: int
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # in the order of its tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cache:
-    """The cache of one side: one tensor a layer.
+    """The cache of one side: one tensor a layer."""
 
-    Attributes:
-        tensors: bfloat16, one a layer, contiguous, with `dim` as their last axis.
-        axes: Names of their axes.
-        heads: Global numbers of the heads that they hold.
-        poison: Word that blocks hold which belong to no request.
-    """
-
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]  # bfloat16, one a layer, contiguous, with `dim` as their last axis
     axes: str
-    heads: range
-    poison: int
+    heads: range  # by their global numbers
+    poison: int  # word that blocks hold which belong to no request
 
     def cache_tensors(self) -> list[CacheTensor]:
         """As a worker takes them."""

@@ -94,16 +94,11 @@ def device_names(kind: Kind) -> list[str]:
 class Buffer:
     """Plain memory with an address, for references: pages, or cudaMalloc, whose start an IPC handle can name.
 
+    `bytes` is the same memory as a tensor, not to be used after `close`. Kind and index are as NIXL has them.
+
     Args:
         device: Where.
         nbytes: How much.
-
-    Attributes:
-        address: Of its first byte.
-        kind: As NIXL calls it: `DRAM` or `VRAM`.
-        index: Of the GPU, as NIXL counts: 0 for `DRAM`.
-        nbytes: As asked for.
-        bytes: The same memory as a uint8 tensor; not to be used after `close`.
     """
 
     def __init__(self, device: str, nbytes: int) -> None:

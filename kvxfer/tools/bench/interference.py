@@ -36,23 +36,14 @@ _FETCH_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        ctas: Thread blocks of copies; on a CPU there are none.
-        request_bytes: Of each transfer.
-        seconds: How long a victim's speed is taken, each time.
-        turns: How often, without and with transfers.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    ctas: tuple[int, ...] = CTAS
+    ctas: tuple[int, ...] = CTAS  # on a CPU there are none
     request_bytes: int = 512 * MIB
-    seconds: float = 2.0
-    turns: int = 3
+    seconds: float = 2.0  # how long a victim's speed is taken, each time
+    turns: int = 3  # how often, without and with transfers
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything.
@@ -194,18 +185,13 @@ async def _verify(cache: Cache, traffic: "_Traffic", seed: int, device: str) -> 
 
 @dataclass(slots=True)
 class _Traffic:
-    """Fetches that follow one another.
-
-    Attributes:
-        gbps: While they last flowed.
-        route: That the last one took.
-    """
+    """Fetches that follow one another."""
 
     worker: kvxfer.Worker
     tickets: Tickets
     blocks: int
-    gbps: float = 0.0
-    route: str = ""
+    gbps: float = 0.0  # while they last flowed
+    route: str = ""  # that the last one took
     ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

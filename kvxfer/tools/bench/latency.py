@@ -37,19 +37,11 @@ _FETCH_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        fetches: How many of each kind are timed; at most 4,000.
-        uvloop: Whether both loops are uvloop's.
-        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    fetches: int = 1000
+    fetches: int = 1000  # of each kind
     uvloop: bool = False
     beside: str = ""
 

@@ -39,21 +39,12 @@ _ROOM: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        concurrency: Fetches under way; each number is a run of its own.
-        sizes: Bytes of a fetch; slots take them in turn.
-        seconds: How long each run is.
-        uvloop: Whether both loops are uvloop's.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    concurrency: tuple[int, ...] = CONCURRENCY
-    sizes: tuple[int, ...] = SIZES
+    concurrency: tuple[int, ...] = CONCURRENCY  # each number is a run of its own
+    sizes: tuple[int, ...] = SIZES  # slots take them in turn
     seconds: float = 10.0
     uvloop: bool = False
 

@@ -41,25 +41,13 @@ def known_routes(text: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        layouts: Which pieces.
-        sizes: Bytes of a request.
-        ctas: Thread blocks of copies on a GPU; empty leaves the setting alone.
-        repetitions: Of each cell.
-        cell_seconds: When a cell has taken so long, it is not repeated further.
-        beside: See `Grid`.
-        sabotage: See `Grid`.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...] = field(default_factory=routes)
     layouts: tuple[Layout, ...] = field(default_factory=lambda: (*map(plain, PIECES), *NAMED.values()))
     sizes: tuple[int, ...] = SIZES
-    ctas: tuple[int, ...] = ()
+    ctas: tuple[int, ...] = ()  # empty leaves the setting alone
     repetitions: int = 5
     cell_seconds: float = 60.0
     beside: str = ""

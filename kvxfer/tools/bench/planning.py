@@ -190,17 +190,11 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        device: Plays no part: plans are made on the CPU, without memory.
-        pieces: About how many, of each layout.
-        seconds: To spend on each step.
-    """
-
-    device: Kind
+    device: Kind  # plays no part: plans are made without memory
     pieces: tuple[int, ...] = PIECES
-    seconds: float = 0.5
+    seconds: float = 0.5  # to spend on each step
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything, in this process."""

@@ -39,21 +39,13 @@ def kind_for(route: str, device: str) -> ReferenceKind:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the source needs to know of the target.
-
-    Attributes:
-        metadata: Of its NIXL agent.
-        address: Of its memory.
-        index: Of its GPU.
-        nbytes: How much memory there is.
-        handle: CUDA IPC handle; empty on a CPU.
-    """
+    """What the source needs to know of the target."""
 
     metadata: bytes
     address: int
-    index: int
+    index: int  # of its GPU
     nbytes: int
-    handle: bytes
+    handle: bytes  # of CUDA IPC; empty on a CPU
 
 
 class _Agent:

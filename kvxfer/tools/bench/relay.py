@@ -12,12 +12,7 @@ _READ_BYTES: Final = 1 << 16
 
 
 class Relay:
-    """Listens at one Unix socket and connects to another one.
-
-    Attributes:
-        sent: Bytes from whoever connected towards the worker.
-        answered: Bytes back.
-    """
+    """Listens at one Unix socket and connects to another one."""
 
     def __init__(self) -> None:
         self.sent = 0

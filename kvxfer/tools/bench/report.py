@@ -19,65 +19,38 @@ _SCHEMA: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows for people; the data say more.
-
-    Attributes:
-        title: Above it.
-        headings: Of the columns.
-        rows: Texts; the first column is flush left, all others flush right.
-        notes: Lines below it.
-    """
+    """Rows for people; the data say more."""
 
     title: str
     headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
+    rows: Sequence[Sequence[str]]  # the first column is flush left, all others flush right
+    notes: Sequence[str] = ()  # lines below it
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Series over common places.
+    """Series over common places."""
 
-    Attributes:
-        name: Of the file that it is drawn into.
-        title: Above it.
-        x_label: What the places are.
-        y_label: What the values are.
-        x: Names of the places.
-        series: Values by name, None where there is none.
-        log: Whether the values' axis is logarithmic.
-        target: A value to draw a line at.
-    """
-
-    name: str
+    name: str  # of the file that it is drawn into
     title: str
     x_label: str
     y_label: str
-    x: Sequence[str]
-    series: Mapping[str, Sequence[float | None]]
-    log: bool = False
-    target: float | None = None
+    x: Sequence[str]  # names of the places
+    series: Mapping[str, Sequence[float | None]]  # None where there is no value
+    log: bool = False  # whether the values' axis is logarithmic
+    target: float | None = None  # a value to draw a line at
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run of one benchmark.
-
-    Attributes:
-        benchmark: Its name.
-        head: Versions, hardware, settings.
-        data: Results, as they go into the JSON.
-        tables: For people.
-        charts: For `--plot`.
-        failures: What was measured and found wrong; empty is good.
-    """
+    """One run of one benchmark."""
 
     benchmark: str
     head: dict[str, Any]
-    data: dict[str, Any]
+    data: dict[str, Any]  # results, as they go into the JSON
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
-    failures: Sequence[str] = field(default_factory=tuple[str, ...])
+    failures: Sequence[str] = field(default_factory=tuple[str, ...])  # what was measured and found wrong
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tables and charts, which are made of it."""

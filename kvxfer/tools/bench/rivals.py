@@ -44,29 +44,17 @@ _ROOM: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        folder: With the rivals' code.
-        pieces: Bytes of a piece.
-        size: Bytes of the whole.
-        routes: Of kvxfer, beside them.
-        only: Names of rivals; empty for all.
-        repetitions: Of each, after one to warm up.
-        seconds: When one piece size of a rival has taken so long, it is not repeated further.
-        sabotage: As in the matrix.
-    """
+    """What to measure."""
 
     device: Kind
-    folder: Path
+    folder: Path  # with the rivals' code
     pieces: tuple[int, ...] = PIECES
-    size: int = 512 * MIB
-    routes: tuple[str, ...] = field(default_factory=routes)
-    only: tuple[str, ...] = ()
+    size: int = 512 * MIB  # of the whole
+    routes: tuple[str, ...] = field(default_factory=routes)  # of kvxfer, beside them
+    only: tuple[str, ...] = ()  # names of rivals; empty for all
     repetitions: int = 5
-    seconds: float = 30.0
-    sabotage: str = ""
+    seconds: float = 30.0  # when one piece size of a rival has taken so long, it is not repeated further
+    sabotage: str = ""  # as in the matrix
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure kvxfer, then one rival after the other, each in processes of its own.

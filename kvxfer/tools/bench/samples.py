@@ -18,15 +18,10 @@ GIGABYTE: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Durations of the same work, in seconds.
+    """Durations of the same work, in seconds."""
 
-    Attributes:
-        seconds: One a repetition, in the order in which they were measured.
-        warmups: Runs before them that are not among them.
-    """
-
-    seconds: tuple[float, ...]
-    warmups: int = 0
+    seconds: tuple[float, ...]  # one a repetition, in the order in which they were measured
+    warmups: int = 0  # runs before them, which are not among them
 
     def __post_init__(self) -> None:
         """Refuse what no figure can be made of.

@@ -47,25 +47,15 @@ _SEED: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        device: Plays no part: everything is CPU memory.
-        peers: How many, in rising order.
-        route: `staged` or `direct`.
-        transfers: Warm fetches at each number of peers, at least one of each.
-        idle_seconds: How long an idle hub is watched.
-        layers: Of the cache, a tensor each; a block has 16 KiB of each.
-        nixl: Move the bytes by NIXL, with an agent for each worker, instead of within the process.
-    """
-
-    device: Kind
+    device: Kind  # plays no part: everything is CPU memory
     peers: tuple[int, ...] = PEERS
     route: str = "staged"
-    transfers: int = 1000
+    transfers: int = 1000  # warm ones at each number of peers, at least one of each
     idle_seconds: float = _IDLE_SECONDS
-    layers: int = _LAYERS
-    nixl: bool = False
+    layers: int = _LAYERS  # a tensor each, with 16 KiB a block
+    nixl: bool = False  # move the bytes by NIXL, with an agent for each worker
 
     @property
     def layout(self) -> Layout:

@@ -71,12 +71,7 @@ def run(script: Script, console: Console) -> bool:
 
 
 class Verdict:
-    """What was seen of one run.
-
-    Attributes:
-        broken: Sides that failed.
-        timed_out: How many seconds were too many, if they were.
-    """
+    """What was seen of one run."""
 
     def __init__(self, script: Script) -> None:
         self.broken: list[Broken] = []

@@ -49,31 +49,18 @@ class Sabotage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Everything about one run of the demo.
-
-    Attributes:
-        route: As in `Config.route`.
-        device: `"cpu"` or `"cuda"`.
-        sabotage: Damage to do, if any.
-        prompts: Lengths of the prompts in tokens.
-        steps: Tokens to decode for each.
-        layers: Layers of the model.
-        kv_heads: KV heads; there are twice as many query heads.
-        head_dim: Elements per head.
-        hidden: Width of the model.
-        seed: Of weights, prompts and block order.
-    """
+    """Everything about one run of the demo."""
 
     route: str = "auto"
     device: str = "cpu"
     sabotage: Sabotage = Sabotage.NONE
-    prompts: tuple[int, ...] = (1, 15, 17, 64, 130, 400, 1000, 1500)
-    steps: int = 24
+    prompts: tuple[int, ...] = (1, 15, 17, 64, 130, 400, 1000, 1500)  # tokens of each
+    steps: int = 24  # tokens to decode for each
     layers: int = 8
-    kv_heads: int = 8
+    kv_heads: int = 8  # there are twice as many query heads
     head_dim: int = 128
     hidden: int = 256
-    seed: int = 7
+    seed: int = 7  # of weights, prompts and block order
 
     def __post_init__(self) -> None:
         """Refuse what would show nothing: a run without prompts, or damage that these prompts cannot take.
@@ -146,14 +133,10 @@ class LayerReady:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill: the prompt is complete; what its cache and its continuation must look like.
-
-    Attributes:
-        prompt: Number of the prompt.
-        digests: By layer, digests of K and of V, token by token in logical order.
-    """
+    """Prefill: the prompt is complete; what its cache and its continuation must look like."""
 
     prompt: int
+    # by layer, of K and of V, token by token in logical order
     digests: list[tuple[list[bytes], list[bytes]]] = field(repr=False)
 
 
@@ -184,19 +167,12 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Decode: tokens generated, and the first difference between the caches if there is one.
-
-    Attributes:
-        prompt: Number of the prompt.
-        tokens: The first one came with the cache.
-        difference: Where the caches differ first; empty if they do not.
-        damaged: Whether the sabotage changed anything of this prompt.
-    """
+    """Decode: tokens generated, and the first difference between the caches if there is one."""
 
     prompt: int
-    tokens: list[int]
+    tokens: list[int]  # the first one came with the cache
     difference: str
-    damaged: bool
+    damaged: bool  # whether the sabotage changed anything of this prompt
 
 
 @dataclass(frozen=True, slots=True)

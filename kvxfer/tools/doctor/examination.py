@@ -39,18 +39,11 @@ class Outcome:
 
 @dataclass
 class Examination:
-    """One run of the doctor.
+    """One run of the doctor."""
 
-    Attributes:
-        report: Hears each finding as it comes.
-        machine: This one.
-        device: `auto`, `cpu` or `cuda`: where caches of probes lie.
-        found: Everything so far.
-    """
-
-    report: Callable[[Finding], None]
+    report: Callable[[Finding], None]  # hears each finding as it comes
     machine: Machine = field(default_factory=Machine)
-    device: str = "auto"
+    device: str = "auto"  # where caches of probes lie
     found: list[Finding] = field(default_factory=list[Finding])
 
     def __post_init__(self) -> None:

@@ -22,21 +22,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: Of what was looked at.
-        status: How it is.
-        seen: What was seen, for people.
-        remedy: What to do about it; empty only where there is nothing to do.
-        facts: What was seen, for programs: plain values.
-    """
+    """One thing that was looked at."""
 
     name: str
     status: Status
-    seen: str
-    remedy: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    seen: str  # for people
+    remedy: str = ""  # empty only where there is nothing to do
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what was seen, for programs: plain values
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

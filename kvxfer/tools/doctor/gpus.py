@@ -19,36 +19,23 @@ _ROOM: Final = 2 * _GIB
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one GPU can do with the memory of another.
+    """What one GPU can do with the memory of another."""
 
-    Attributes:
-        access: Whether its kernels can address it.
-        atomics: Whether they have atomics on it; None if that is not known.
-    """
-
-    access: bool
-    atomics: bool | None = None
+    access: bool  # its kernels can address it
+    atomics: bool | None = None  # they have atomics on it; None if that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        index: Among those that this process sees.
-        name: Of its kind.
-        memory: Bytes that it has.
-        free: Bytes that are free.
-        peers: What it can do with the others' memory, by their indices.
-        links: NVLinks that are up; None if that is not known.
-    """
-
-    index: int
+    index: int  # among those that this process sees
     name: str
     memory: int
     free: int
+    # what it can do with the others' memory, by their indices
     peers: Mapping[int, Reach] = field(default_factory=dict[int, Reach])
-    links: int | None = None
+    links: int | None = None  # NVLinks that are up; None if that is not known
 
 
 def look() -> list[Gpu]:

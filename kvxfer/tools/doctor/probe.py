@@ -37,29 +37,17 @@ _UNKNOWN_PEER: Final = "set KVXFER_SECRET to the same secret on both sides: with
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One side of a probe.
-
-    Attributes:
-        channel: To the other side.
-        first: Whether this side is the source of the first direction.
-        device: `cpu` or `cuda:<index>`.
-        names: What this side and the other one are called in findings.
-        listen: Where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`.
-        lanes: What UCX writes in this process.
-        nbytes: Of one transfer at most; the smaller of both sides is taken.
-        seed: Of the content; the first side's is taken.
-        tls: Value of `UCX_TLS` in this process.
-    """
+    """One side of a probe."""
 
     channel: Channel
-    first: bool
+    first: bool  # whether this side is the source of the first direction
     device: str
-    names: tuple[str, str]
-    listen: str
+    names: tuple[str, str]  # what this side and the other one are called in findings
+    listen: str  # where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`
     lanes: LaneLog
-    nbytes: int
-    seed: int
-    tls: str = ""
+    nbytes: int  # of one transfer at most; the smaller of both sides is taken
+    seed: int  # of the content; the first side's is taken
+    tls: str = ""  # `UCX_TLS` in this process
 
     async def run(self) -> AsyncGenerator[Finding, None]:
         """Probe every route."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import kvxfer
 from kvxfer.tools.bench.caches import Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
-from kvxfer.tools.bench.children import Result, Side, Step, collect
+from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.contents import Cache, Request
 from kvxfer.tools.bench.device import Kind, sides, synchronize
 from kvxfer.tools.bench.layouts import plain
@@ -137,7 +137,7 @@ async def decode(side: Side, spec: Interference) -> None:
                     difference = await _verify(cache, traffic, seed, side.device)
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
-                    side.report(Result({**named, "victim": kind, "side": where, **values, **checked}))
+                    side.report({**named, "victim": kind, "side": where, **values, **checked})
                 side.send("no more victims")
                 await side.hear()
     side.send("closed")

@@ -14,7 +14,7 @@ import kvxfer
 from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Slab, in_shared_memory
 from kvxfer.tools.bench.cells import draw, settings, stages
-from kvxfer.tools.bench.children import Result, Side, Step, collect
+from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.contents import Cache
 from kvxfer.tools.bench.device import Kind, sides, synchronize
 from kvxfer.tools.bench.layouts import Layout, plain
@@ -137,7 +137,7 @@ async def _fetch(side: Side, spec: Latency) -> None:
         for route in spec.routes:
             side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
             cache = slab.cache(layout, _POOL, shared=in_shared_memory(route))
-            side.report(Result(await _measure(side, spec, layout, route, cache, target)))
+            side.report(await _measure(side, spec, layout, route, cache, target))
     await side.ask(_Close())
     await target.close()
 

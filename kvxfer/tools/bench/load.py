@@ -15,7 +15,7 @@ from typing import Any, Final
 import kvxfer
 from kvxfer.tools.bench.caches import Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
-from kvxfer.tools.bench.children import Result, Side, Step, collect
+from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.contents import Cache, Request
 from kvxfer.tools.bench.device import Kind, available_bytes, sides, synchronize
 from kvxfer.tools.bench.layouts import Layout
@@ -152,10 +152,10 @@ async def decode(side: Side, spec: Load) -> None:
             named: dict[str, Any] = {"route": route, "concurrency": slots, "device": spec.device}
             if needed[slots] > free:
                 reason = f"it needs {needed[slots] // MIB} MiB of memory, and {free // MIB} MiB are free"
-                side.report(Result({**named, "skipped": reason}))
+                side.report({**named, "skipped": reason})
                 continue
             cache = slab.cache(_LAYOUT, spec.pool(slots), shared=in_shared_memory(route))
-            side.report(Result(named | await _Slots(side, spec, route, slots, cache).measure()))
+            side.report(named | await _Slots(side, spec, route, slots, cache).measure())
     side.send("closed")
 
 

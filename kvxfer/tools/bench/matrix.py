@@ -9,7 +9,7 @@ from kvxfer.config import Config
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.caches import in_shared_memory
 from kvxfer.tools.bench.cells import Cell, Grid, Measured, Skipped, decode, prefill, stages
-from kvxfer.tools.bench.children import conduct
+from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
 from kvxfer.tools.bench.report import Chart, Report, Table
@@ -86,14 +86,8 @@ class Matrix:
         """
         seconds, damage = self.cell_seconds, self.sabotage
         grid = Grid(self.cells(), self.repetitions, cell_seconds=seconds, beside=self.beside, sabotage=damage)
-        done: list[Measured | Skipped] = []
-
-        def show(item: object) -> None:
-            if isinstance(item, Measured | Skipped):
-                done.append(item)
-            on_step(getattr(item, "label", ""), len(done), len(grid.cells))
-
-        conduct({"prefill": prefill, "decode": decode}, grid, show, devices=sides(self.device))
+        bodies = {"prefill": prefill, "decode": decode}
+        done = collect(bodies, grid, len(grid.cells), on_step, devices=sides(self.device))
         order = {cell: number for number, cell in enumerate(grid.cells)}
         return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
 

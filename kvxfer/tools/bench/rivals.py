@@ -24,7 +24,7 @@ import numpy as np
 import kvxfer
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.cells import draw
-from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, conduct
+from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Cache
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides, synchronize
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
@@ -94,19 +94,11 @@ class Rivals:
         return _report(head, ours, found, skipped)
 
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        devices = sides(self.device)
         bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
         try:
-            conduct(
-                bodies,
-                task,
-                lambda item: found.append(item.values) if isinstance(item, Result) else None,
-                devices={name: devices[name] for name in bodies},
-            )
+            return collect(bodies, task, len(self.pieces), lambda *_: None, devices=sides(self.device))
         except BenchFailedError as error:
             raise BenchFailedError(f"{task.variant}: {error}") from error
-        return found
 
     def _lacks_memory(self) -> str:
         needed = 4 * self.size + _ROOM
@@ -212,7 +204,7 @@ def _source(side: Side, task: _Task) -> None:
         if not both:
             side.send(None)
         rival.close()
-        side.report(Result(_row(task, piece, count, Samples.of(took, 1), difference)))
+        side.report(_row(task, piece, count, Samples.of(took, 1), difference))
         del rival, source, sink
     if not both:
         side.send(None)

@@ -24,7 +24,7 @@ import kvxfer
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.tools.bench.caches import Slab
-from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, collect
+from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.contents import Cache, Request
 from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout
@@ -78,13 +78,13 @@ async def measure(side: Side, spec: Scale) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     side.report(Step("control frames and bytes"))
     async with AsyncExitStack() as stack:
-        side.report(Result(await _count(_Place(side, spec, stack))))
+        side.report(await _count(_Place(side, spec, stack)))
     async with AsyncExitStack() as stack:
         group = _Group(_Place(side, spec, stack))
         await group.open()
         for count in sorted(spec.peers):
             side.report(Step(f"{count} peers"))
-            side.report(Result(await group.grow(count)))
+            side.report(await group.grow(count))
 
 
 class _Place:

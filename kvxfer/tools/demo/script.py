@@ -1,12 +1,8 @@
 """What the two processes of the demo agree on beforehand: model, prompts, caches, and what they tell their parent."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -18,14 +14,12 @@ from kvxfer.telemetry import TransferStats
 __all__ = [
     "DECODE_BLOCK_TOKENS",
     "PREFILL_BLOCK_TOKENS",
-    "Broken",
     "Decoded",
     "Fetched",
     "LayerLanded",
     "LayerReady",
     "News",
     "Offered",
-    "Parent",
     "Prefilled",
     "Reference",
     "Sabotage",
@@ -175,61 +169,4 @@ class Decoded:
     damaged: bool  # whether the sabotage changed anything of this prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A side failed."""
-
-    side: str
-    error: str
-
-
-News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | Fetched | Decoded | Broken
-
-
-class Parent:
-    """Reports to the parent, and hears from it what the other side said.
-
-    Args:
-        pipe: This side's end.
-
-    Attributes:
-        news: What the other side said, passed on by the parent.
-        dismissed: Set when the parent has seen everything.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self.news: asyncio.Queue[Offered | Prefilled] = asyncio.Queue()
-        self.dismissed = asyncio.Event()
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, news: News) -> None:
-        """Report an event. Safe from any thread: the model's and the loop's both do."""
-        with self._lock:
-            self._pipe.send(news)
-
-    def listen(self, gone: Callable[[], object]) -> None:
-        """Begin to listen; `gone` is called on the loop when the parent is gone.
-
-        In a thread that ends with the process: both ends send without looking whether the other one reads, so reading
-        on the loop could wait for a loop that waits for its turn to send.
-        """
-        loop = asyncio.get_running_loop()
-
-        def receive() -> None:
-            while True:
-                try:
-                    item: Offered | Prefilled | None = self._pipe.recv()
-                except (EOFError, OSError):
-                    tell(gone)
-                    return
-                if item is None:
-                    tell(self.dismissed.set)
-                else:
-                    tell(partial(self.news.put_nowait, item))
-
-        def tell(callback: Callable[[], object]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(callback)
-
-        threading.Thread(target=receive, name="kvxfer-demo-pipe", daemon=True).start()
+News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | Fetched | Decoded

@@ -1,15 +1,13 @@
 """What a few transfers say, and what is said when they are damaged."""
 
 import asyncio
-import secrets
 
 import pytest
 
 from kvxfer.mapped import here
 from kvxfer.tools.doctor import probe
 from kvxfer.tools.doctor.lanes import LaneLog
-from kvxfer.tools.doctor.memory import ProbeCache
-from kvxfer.tools.doctor.probe import Probe, judge
+from kvxfer.tools.doctor.probe import Probe, ProbeCache, judge
 
 MIB = 1 << 20
 BOOT, NAMESPACE = here().split(" ")
@@ -53,13 +51,18 @@ def test_a_direction_is_judged(route, last, known, host, status, seen, remedy):
     assert bool(found.remedy) is bool(remedy)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(probe, "_probe_bytes", lambda device: MIB)
+
+
 class Both:
     """Two sides in this process, on real workers over NIXL."""
 
     def __init__(self, channels, folder):
         listen = f"unix:{folder}/{{route}}-"
         self.sides = [
-            Probe(channel, first, "cpu", names, f"{listen}{first}", LaneLog(folder), MIB, secrets.randbits(32))
+            Probe(channel, first, "cpu", names, f"{listen}{first}", LaneLog(folder))
             for channel, first, names in ((channels[0], True, ("a", "b")), (channels[1], False, ("b", "a")))
         ]
 

@@ -5,23 +5,29 @@ a few transfers each way, the first of which warms up. Items are plain data, sin
 """
 
 import asyncio
+import random
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import numpy as np
+import torch
+
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.mapped import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
-from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn
+from kvxfer.tools.bench.device import available_bytes, empty, synchronize
+from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn, words
 from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
-from kvxfer.tools.doctor.memory import ProbeCache
+from kvxfer.tools.doctor.machine import Machine
 from kvxfer.tools.doctor.trial import Channel
 
-__all__ = ["ROUTES", "Probe", "judge"]
+__all__ = ["ROUTES", "Probe", "ProbeCache", "judge"]
 
 ROUTES: Final = ("mapped", "staged", "direct", "pull")
 _TRANSFERS: Final = 3
@@ -32,7 +38,94 @@ _REASONS: Final = frozenset(
     {"peer_not_mapped", "cache_not_exported", "route_fell_back", "blocks_not_registered", "locks_refused"}
 )
 """Warnings of the library that say why a route was not taken."""
+_SEED_BITS: Final = 48
 _UNKNOWN_PEER: Final = "set KVXFER_SECRET to the same secret on both sides: without it peers are not told addresses"
+
+
+# --- the cache: what it holds is known byte for byte, before and after
+
+_LAYERS: Final = 2
+_TOKENS, _HEADS, _DIM = 16, 8, 128
+_PIECE: Final = _TOKENS * _HEADS * _DIM * 2
+"""Bytes of one block of one layer, which are contiguous: 32 KiB."""
+_POISON: Final = 0xA5
+_NEEDED: Final = 12
+"""How much memory there should be for each byte that is moved: the pool, what it is compared with, an arena, others."""
+
+
+def _probe_bytes(device: str) -> int:
+    """How much a probe moves here: enough to be worth timing, and little beside what is free."""
+    wanted = 16 * _MIB if device == "cpu" else 256 * _MIB
+    return max(_MIB, min(wanted, available_bytes(device) // _NEEDED))
+
+
+class ProbeCache:
+    """A pool of twice the blocks that are moved, so that those that are not can be looked at as well.
+
+    Args:
+        device: `cpu` or `cuda:<index>`; on a CPU other processes can map it.
+        nbytes: Bytes of one transfer, as both sides have agreed.
+        seed: Of the content, likewise.
+    """
+
+    def __init__(self, device: str, nbytes: int, seed: int) -> None:
+        self._device: Final = device
+        self._count: Final = max(1, nbytes // (_LAYERS * _PIECE))
+        self._pool: Final = 2 * self._count
+        self._cache: Final = empty([_LAYERS, self._pool, _TOKENS, _HEADS, _DIM], device, shared=True)
+        self._bytes: Final[Any] = self._cache.view(torch.uint8).view(_LAYERS, self._pool, _PIECE)
+        drawn = np.random.PCG64(seed).random_raw(_LAYERS * self._count * _PIECE // 8)  # the same with every numpy
+        content: Any = torch.from_numpy(drawn.view(np.uint8))  # pyright: ignore[reportUnknownMemberType]
+        self._content: Final[Any] = content.view(_LAYERS, self._count, _PIECE).to(device)
+
+    @property
+    def tensors(self) -> list[kvxfer.CacheTensor]:
+        """For a worker: keys without values, one tensor a layer."""
+        heads = range(_HEADS)
+        return [
+            kvxfer.CacheTensor(layer, axes="block token head dim", kv="k", layers=[number], heads=heads)
+            for number, layer in enumerate(self._cache)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Of one transfer."""
+        return self._count * _TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        """Of one transfer."""
+        return self._count * _LAYERS * _PIECE
+
+    def source(self, number: int) -> list[int]:
+        """Blocks from which a transfer is read; they hold what belongs to it afterwards."""
+        ids = self._ids(2 * number)
+        self._bytes[:, ids] = self._content ^ (number % 256)
+        synchronize(self._device)
+        return ids
+
+    def target(self, number: int) -> list[int]:
+        """Blocks into which a transfer is written; the whole pool holds something else afterwards."""
+        self._bytes.fill_(_POISON)
+        synchronize(self._device)
+        return self._ids(2 * number + 1)
+
+    def difference(self, number: int) -> str:
+        """How the pool differs from what it should be after a transfer; empty if it does not."""
+        ids = self._ids(2 * number + 1)
+        wrong = int((self._bytes[:, ids] != (self._content ^ (number % 256))).sum())
+        others = torch.ones(self._pool, dtype=torch.bool)
+        others[ids] = False
+        touched = int((self._bytes[:, others.to(self._device)] != _POISON).sum())
+        if wrong:
+            return f"{wrong} of {self.nbytes} bytes are wrong"
+        return f"{touched} bytes outside of the request were overwritten" if touched else ""
+
+    def _ids(self, seed: int) -> list[int]:
+        return random.Random(seed).sample(range(self._pool), self._count)  # noqa: S311
+
+
+# --- the probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +138,13 @@ class Probe:
     names: tuple[str, str]  # what this side and the other one are called in findings
     listen: str  # where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`
     lanes: LaneLog
-    nbytes: int  # of one transfer at most; the smaller of both sides is taken
-    seed: int  # of the content; the first side's is taken
-    tls: str = ""  # `UCX_TLS` in this process
 
     async def run(self) -> AsyncGenerator[Finding, None]:
         """Probe every route."""
-        theirs = await self._exchange({"nbytes": self.nbytes, "seed": self.seed})
-        seed = self.seed if self.first else int(theirs["seed"])
-        cache = await asyncio.to_thread(ProbeCache, self.device, min(self.nbytes, int(theirs["nbytes"])), seed)
+        mine = {"nbytes": await asyncio.to_thread(_probe_bytes, self.device), "seed": secrets.randbits(_SEED_BITS)}
+        theirs = await self._exchange(mine)
+        seed = int((mine if self.first else theirs)["seed"])
+        cache = await asyncio.to_thread(ProbeCache, self.device, min(mine["nbytes"], int(theirs["nbytes"])), seed)
         for route in ROUTES:
             for finding in await self._route(route, cache):
                 yield finding
@@ -71,7 +162,7 @@ class Probe:
                 try:
                     worker = await stack.enter_async_context(kvxfer.Worker(cache.tensors, self._settings(route)))
                 except KvxferError as error:
-                    why = _words(error)
+                    why = words(error)
                     forbidden = isinstance(error, ConfigError)
                 else:
                     forbidden = False
@@ -122,7 +213,7 @@ class Probe:
             "reasons": list(dict.fromkeys([*mine["reasons"], *theirs["reasons"]])),
             "trusted": trusted and theirs["trusted"],
             "gpu": self.device != "cpu",
-            "tls": self.tls,
+            "tls": Machine().environment.get("UCX_TLS", ""),
         }
         return judge(name, route, came, facts, host)
 
@@ -144,7 +235,7 @@ class Probe:
                 ticket, blocks, tokens=range(cache.tokens), after=kvxfer.READY, timeout=_FETCH_SECONDS
             )
         except KvxferError as error:
-            came["error"] = f"{type(error).__name__}: {_words(error)}"
+            came["error"] = f"{type(error).__name__}: {words(error)}"
         else:
             came |= {"seconds": time.perf_counter() - began, "bytes": result.stats.bytes}
             came |= {"route": result.stats.route, "why": result.stats.why}
@@ -229,7 +320,3 @@ def _not_opened(route: str, names: tuple[str, str], why: str, theirs: dict[str, 
     if forbidden if why else theirs["forbidden"]:
         return skipped(name, f"the settings of {side} forbid it: {reason}", "change the setting if the route is wanted")
     return fail(name, f"no worker could be opened on {side}: {reason}", _BROKEN)
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -24,8 +24,6 @@ from kvxfer.names import Endpoint
 from kvxfer.tools import versions
 from kvxfer.tools.doctor.findings import Finding, fail, ok, warn
 from kvxfer.tools.doctor.lanes import LaneLog
-from kvxfer.tools.doctor.machine import Machine
-from kvxfer.tools.doctor.memory import probe_bytes
 from kvxfer.tools.doctor.probe import Probe
 
 __all__ = ["Wire", "check_peer", "compare", "serve_peer"]
@@ -35,7 +33,6 @@ _LINE_BYTES: Final = 1 << 20
 _SILENCE: Final = 90.0
 _CONNECT_SECONDS: Final = 10.0
 _CLOCKS_APART_S: Final = 1.0
-_SEED_BITS: Final = 48
 _SPOKEN: Final = re.compile(r"speaks (\d{1,9}) to (\d{1,9})")
 
 
@@ -221,10 +218,7 @@ async def _probe(
     else:
         host = str(writer.get_extra_info("sockname")[0])
         listen = f"{Endpoint('tcp', host=host)}"
-    nbytes, seed = await asyncio.to_thread(probe_bytes, device), secrets.randbits(_SEED_BITS)
-    tls = Machine().environment.get("UCX_TLS", "")
-    probe = Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder), nbytes, seed, tls)
-    async for finding in probe.run():
+    async for finding in Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder)).run():
         yield finding
 
 

@@ -22,7 +22,7 @@ from kvxfer.mapped.window import OpenFiles, files_of
 from kvxfer.memory import allocate
 from kvxfer.memory.device import call, in_thread, load
 from kvxfer.tools.bench.device import index_of
-from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn
+from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn, words
 
 __all__ = ["Channel", "trial"]
 
@@ -84,7 +84,7 @@ async def _owns(channel: Channel, name: str, offer: Callable[[], "AbstractContex
         try:
             told, landed = stack.enter_context(offer())
         except (KvxferError, OSError, RuntimeError) as error:
-            broken = warn(name, f"this process has no such memory to share: {_words(error)}", _REMEDIES[name])
+            broken = warn(name, f"this process has no such memory to share: {words(error)}", _REMEDIES[name])
             channel.send((None, broken))
             finding: Finding = await channel.hear()
         else:
@@ -104,14 +104,10 @@ async def _reaches(channel: Channel, name: str, take: Callable[[Any], Finding]) 
         try:
             finding = take(told)
         except (KvxferError, OSError, RuntimeError) as error:
-            finding = warn(name, _words(error), _REMEDIES[name])
+            finding = warn(name, words(error), _REMEDIES[name])
         channel.send(finding)
     final: Finding = await channel.hear()
     return final
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 _REMEDIES: Final = {

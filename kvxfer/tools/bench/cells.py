@@ -9,8 +9,6 @@ what else the machine does meets both.
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -19,12 +17,11 @@ import numpy as np
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import available_bytes, synchronize
+from kvxfer.tools.bench.device import available_bytes
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.reference import ReferenceKind, Source, Target, kind_for
+from kvxfer.tools.bench.reference import Refer, ReferenceKind, Source, Target, kind_for
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
@@ -108,12 +105,6 @@ class _Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refer:
-    kind: ReferenceKind
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
@@ -178,7 +169,6 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                 case _Serve(name, seed, first):
                     request = draw(seed, pool, blocks, source=True)
                     await asyncio.to_thread(cache.write, request)
-                    synchronize(side.device)
                     tokens = blocks * layout.block_tokens
                     offer = worker.offer(name, np.array(request.ids), tokens=tokens, after=kvxfer.READY)
                     block = [] if first else [(f"{name}-0", request.ids[:1], layout.block_tokens)]
@@ -187,7 +177,7 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                     ending = await offer.released()
                     stats = ending.stats if isinstance(ending, kvxfer.Released) else ()
                     side.send(stats[0] if stats else None)
-                case _Refer(kind, nbytes):
+                case Refer(kind, nbytes):
                     side.send(await reference.measure(kind, nbytes))
                 case _:
                     break
@@ -310,7 +300,6 @@ class _Run:
         side, cell = self.side, self.cell
         side.send(_Serve(f"{request.seed:x}", request.seed, first))
         await asyncio.to_thread(self.cache.scrub)
-        synchronize(side.device)
         (before, ticket), ids = await side.hear(), np.array(request.ids)
         tokens, expected = range(len(ids) * cell.layout.block_tokens), [request]
         for one in before:
@@ -331,16 +320,7 @@ class _Run:
 
     async def _refer(self, kind: ReferenceKind) -> float:
         nbytes = _nbytes(self.cell)
-        async with self._listening(kind):
-            seconds = await self.side.ask(_Refer(kind, nbytes))
+        seconds = await self.target.refer(self.side, kind, nbytes)
         if kind != "memcpy" and not await self.target.landed(nbytes):
             raise BenchFailedError(f"{self.cell}: the reference {kind} did not land whole")
-        return float(seconds)
-
-    @asynccontextmanager
-    async def _listening(self, kind: ReferenceKind) -> AsyncGenerator[None, None]:
-        if kind == "nixl_write":
-            async with self.target.serving():
-                yield
-        else:
-            yield
+        return seconds

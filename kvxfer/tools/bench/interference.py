@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
 from kvxfer.tools.bench.children import Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind, sides, synchronize
+from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import plain
-from kvxfer.tools.bench.report import Chart, Report, Table
-from kvxfer.tools.bench.samples import GIGABYTE
-from kvxfer.tools.bench.standing import Tickets, introduce, keep
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
+from kvxfer.tools.bench.samples import rate
+from kvxfer.tools.bench.standing import Tickets, introduce, keeping
 from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
@@ -96,16 +95,11 @@ async def prefill(side: Side, spec: Interference) -> None:
         cache = slab.cache(_LAYOUT, spec.blocks, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.blocks)))
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, order.ctas)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             side.send(introduce(worker))
-            keepers = keep(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens)
-            await _disturb(side)
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-            await worker.aclose(drain=False)
+            async with keeping(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens):
+                await _disturb(side)
         side.send("closed")
 
 
@@ -178,7 +172,6 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
 
 async def _verify(cache: Cache, traffic: "_Traffic", seed: int, device: str) -> str:
     await asyncio.to_thread(cache.scrub)
-    synchronize(device)
     await traffic.fetch()
     return await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))
 
@@ -223,13 +216,13 @@ class _Traffic:
             stop = True
             with contextlib.suppress(asyncio.CancelledError):
                 await flowing
-        self.gbps = count * self.blocks * _LAYOUT.block_bytes / (time.perf_counter() - began) / GIGABYTE
+        self.gbps = rate(count * self.blocks * _LAYOUT.block_bytes, time.perf_counter() - began)
 
 
 def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
     rows = [
         [
-            one["route"] + ("" if one["route_taken"] == one["route"] else f" > {one['route_taken']}"),
+            shown_route(one),
             "-" if one["ctas"] is None else str(one["ctas"]),
             f"{one['victim']} in {one['side']}",
             f"{one['slow_down']:.2f}",

@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import kvxfer
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import draw, settings, stages
 from kvxfer.tools.bench.children import Side, Step, collect
-from kvxfer.tools.bench.contents import Cache
-from kvxfer.tools.bench.device import Kind, sides, synchronize
+from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import Layout, plain
 from kvxfer.tools.bench.matrix import routes
-from kvxfer.tools.bench.reference import ReferenceKind, Source, Target, kind_for
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.tools.bench.reference import Refer, Source, Target, kind_for
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
@@ -66,12 +65,6 @@ class _Open:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refer:
-    kind: ReferenceKind
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Mark:
     """Asks for the CPU time of the loop's thread."""
 
@@ -95,7 +88,6 @@ async def _offer(side: Side) -> None:
         cache = slab.cache(order.layout, _POOL, shared=in_shared_memory(order.route))
         request = draw(order.seed, _POOL, 1, source=True)
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, None, max_transfers=order.requests)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             began, names = time.perf_counter(), [str(number) for number in range(order.requests)]
@@ -116,7 +108,7 @@ async def _answer(side: Side, reference: Source) -> None:
         match await side.hear():
             case _Mark():
                 side.send(time.thread_time())
-            case _Refer(kind, nbytes):
+            case Refer(kind, nbytes):
                 side.send(await reference.measure(kind, nbytes))
             case _:
                 return
@@ -148,7 +140,6 @@ async def _measure(
     seed = time.time_ns()
     request = draw(seed, _POOL, 1, source=False)
     await asyncio.to_thread(cache.scrub)
-    synchronize(side.device)
     tickets, offering = await side.ask(_Open(layout, route, seed, _WARMUPS + spec.fetches))
     ids, tokens = list(request.ids), range(layout.block_tokens)
     seconds: list[float] = []
@@ -167,7 +158,7 @@ async def _measure(
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)
-        reference = Samples.of([await _refer(side, target, kind, layout.block_bytes) for _ in range(_REFERENCES)])
+        reference = Samples.of([await target.refer(side, kind, layout.block_bytes) for _ in range(_REFERENCES)])
         await side.ask(_Close())
     samples = Samples.of(seconds, _WARMUPS)
     return {
@@ -189,19 +180,12 @@ async def _measure(
     }
 
 
-async def _refer(side: Side, target: Target, kind: ReferenceKind, nbytes: int) -> float:
-    if kind != "nixl_write":
-        return float(await side.ask(_Refer(kind, nbytes)))
-    async with target.serving():
-        return float(await side.ask(_Refer(kind, nbytes)))
-
-
 def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     headings = ["route", "block", "p50", "p90", "p99", "min", "max", "reference p50", "decode loop", "prefill loop",
                 "fetches/s", "verified"]  # fmt: skip
     rows = [
         [
-            one["route"] + ("" if one["route_taken"] == one["route"] else f" > {one['route_taken']}"),
+            shown_route(one),
             f"{one['request_bytes'] // KIB} KiB",
             *(shown_seconds(one[f"{name}_s"]) for name in ("p50", "p90", "p99", "min", "max")),
             f"{shown_seconds(one['reference']['p50_s'])} ({one['reference']['kind']})",
@@ -218,7 +202,6 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     names = [f"{one['route']} {one['request_bytes'] // KIB} KiB" for one in found]
     series = {p: [one[f"{p}_s"] * 1e6 for one in found] for p in ("p50", "p90", "p99")}
     chart = Chart("latency", "one block, whole await fetch", "route and block", "us", names, series)
-    failures = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found]
-    wrong = [text for text, one in zip(failures, found, strict=True) if one["difference"]]
+    wrong = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found if one["difference"]]
     table = Table("one block at a time, warm: whole `await fetch`", headings, rows, notes)
     return Report("latency", head, {"cells": list(found)}, [table], [chart], wrong)

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
 from kvxfer.tools.bench.children import Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind, available_bytes, sides, synchronize
+from kvxfer.tools.bench.device import Kind, available_bytes, sides
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
-from kvxfer.tools.bench.samples import GIGABYTE, Samples
-from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keep
+from kvxfer.tools.bench.samples import Samples, rate
+from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keeping
 
 __all__ = ["SIZES", "Load"]
 
@@ -114,26 +113,21 @@ async def prefill(side: Side, spec: Load) -> None:
         cache = slab.cache(_LAYOUT, spec.largest, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.largest)))
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, None, max_transfers=AHEAD * order.slots)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             card, key = introduce(worker)
             lateness = Lateness()
             await asyncio.sleep(_IDLE_SECONDS)
             idle = lateness.take()
-            keepers = keep(worker, order.slots, request.ids, len(request.ids) * _LAYOUT.block_tokens)
-            await asyncio.sleep(0)
-            side.send((card, key, idle))
-            await side.hear()  # warm, and about to be measured
-            lateness.take()
-            await side.hear()
-            side.send(lateness.take())
-            await side.hear()
-            lateness.stop()
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-            await worker.aclose(drain=False)
+            async with keeping(worker, order.slots, request.ids, len(request.ids) * _LAYOUT.block_tokens):
+                await asyncio.sleep(0)
+                side.send((card, key, idle))
+                await side.hear()  # warm, and about to be measured
+                lateness.take()
+                await side.hear()
+                side.send(lateness.take())
+                await side.hear()
+                lateness.stop()
         side.send("closed")
 
 
@@ -203,7 +197,6 @@ class _Slots:
 
     async def _verify(self, worker: kvxfer.Worker, tickets: Tickets, cache: Cache) -> str:
         await asyncio.to_thread(cache.scrub)
-        synchronize(self._side.device)
         await self._each(worker, tickets)
         requests = [Request(self._seed, ids) for ids in self._ids]
         return await asyncio.to_thread(cache.difference, *requests)
@@ -234,7 +227,7 @@ class _Slots:
             "seconds": elapsed,
             "fetches": sum(counts.values()),
             "fetches_per_s": sum(counts.values()) / elapsed,
-            "gbps": nbytes / elapsed / GIGABYTE,
+            "gbps": rate(nbytes, elapsed),
             "sizes": [
                 {"request_bytes": blocks * _LAYOUT.block_bytes, **Samples.of(took).percentiles()}
                 for blocks, took in sorted(self._took.items())
@@ -278,8 +271,7 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
         Chart("load-fetches", "fetches a second by how many are under way", "at once", "fetches/s", x, series),
         Chart("load-lag", "lateness of the loop, p99", "at once", "ms", x, late),
     ]
-    failures = [f"{one['route']}, {one['concurrency']} at once: {one['difference']}" for one in cells]
-    wrong = [text for text, one in zip(failures, cells, strict=True) if one["difference"]]
+    wrong = [f"{one['route']}, {one['concurrency']} at once: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped}
     return Report("load", head, data, [Table("many fetches at once", headings, rows, notes)], charts, wrong)
 

@@ -12,7 +12,7 @@ from kvxfer.tools.bench.cells import Cell, Grid, Measured, Skipped, decode, pref
 from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
-from kvxfer.tools.bench.report import Chart, Report, Table
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
 from kvxfer.tools.bench.verdict import Verdict, judge
 
 __all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
@@ -196,8 +196,7 @@ def _table(
 
 def route_name(cell: dict[str, Any]) -> str:
     """The route that was set, the one that was taken if it is another, and the CTAs if they were set."""
-    taken = "" if cell["route_taken"] == cell["route"] else f" > {cell['route_taken']}"
-    return f"{cell['route']}{taken}" + ("" if cell["ctas"] is None else f" {cell['ctas']}")
+    return shown_route(cell) + ("" if cell["ctas"] is None else f" {cell['ctas']}")
 
 
 def _stages(both: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ blocks of 16 tokens, shuffled block ids) without any memory behind them, and tim
 | step | what |
 |---|---|
 | pair | PairPlan: strides and base addresses; cached per pair |
-| explain | why its pieces are as long as they are |
 | bind | block lists and token range of one request |
 | tables | all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces |
 | gather | the tables of one gather of everything |
@@ -32,9 +31,7 @@ import numpy as np
 from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
 from kvxfer.plans.planning import Bound, fit_grid, in_place_bytes
 from kvxfer.protocol.messages import Route
-from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.report import Chart, Report, Table
-from kvxfer.tools.explain import explain
 
 __all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "geometry", "measure"]
 
@@ -124,7 +121,6 @@ class Result:
     rows: int
     regions: int
     pair: float
-    explain: float
     bind: float
     tables: float
     gather: float
@@ -177,7 +173,6 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
         sum(map(len, plan.rows)),
         sum(len(c.bases) for c in pair.classes),
         best(lambda: PairPlan(src, dst, selections), seconds),
-        best(lambda: explain(PairPlan(src, dst, selections)), seconds),
         best(bind, seconds),
         best(lambda: tables(bind()), seconds) - best(bind, seconds),
         best(lambda: whole.gather(0), seconds),
@@ -192,7 +187,6 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
 class Planning:
     """What to measure."""
 
-    device: Kind  # plays no part: plans are made without memory
     pieces: tuple[int, ...] = PIECES
     seconds: float = 0.5  # to spend on each step
 
@@ -208,7 +202,7 @@ class Planning:
 
 
 def _report(head: dict[str, Any], results: Sequence[Result]) -> Report:
-    steps = ("pair", "explain", "bind", "tables", "gather", "scatter", "list")
+    steps = ("pair", "bind", "tables", "gather", "scatter", "list")
     rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
     cells = [asdict(r) | rate for r, rate in zip(results, rates, strict=True)]
     rows = [

@@ -23,10 +23,10 @@ import numpy as np
 
 import kvxfer
 from kvxfer.errors import UsageError
+from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache
 from kvxfer.tools.bench.cells import draw
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
-from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Cache
-from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides, synchronize
+from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
 from kvxfer.tools.bench.report import Chart, Report, Table
@@ -194,7 +194,6 @@ def _source(side: Side, task: _Task) -> None:
             source.write(draw(work.seed, pool, count, source=True))
             if sink is not None:
                 sink.scrub()
-            synchronize(side.device)
             seconds, differs = _turn(side, spec, rival, work, sink)
             difference = difference or differs
             if number:
@@ -238,7 +237,6 @@ def _sink(side: Side, task: _Task) -> None:
         rival = module.Rival(task.variant, side, None, _flat(sink), piece)
         while (work := side.receive()) is not None:
             sink.scrub()
-            synchronize(side.device)
             sources, sinks = work.ids
             side.send("ready")
             side.receive()  # "go"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["GIGABYTE", "Samples", "measured", "rate"]
+__all__ = ["Samples", "measured", "rate"]
 
-GIGABYTE: Final = 1e9
+_GIGABYTE: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Samples:
 
 def rate(nbytes: int, seconds: float) -> float:
     """Gigabytes (10^9 bytes) a second; 0.0 if no time passed."""
-    return nbytes / seconds / GIGABYTE if seconds > 0 else 0.0
+    return nbytes / seconds / _GIGABYTE if seconds > 0 else 0.0
 
 
 def measured(work: Callable[[], object]) -> float:

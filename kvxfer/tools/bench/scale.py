@@ -14,8 +14,8 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,16 +23,13 @@ from typing import Any, Final, Literal
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.tools.bench.caches import Slab
+from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.relay import Relay
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 
-__all__ = ["PEERS", "Scale"]
+__all__ = ["PEERS", "Relay", "Scale"]
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -43,13 +40,13 @@ _IDLE_SECONDS: Final = 2.0
 _COUNTED: Final = 50
 _FETCH_SECONDS: Final = 60.0
 _SEED: Final = 1
+_READ_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """What to measure."""
 
-    device: Kind  # plays no part: everything is CPU memory
     peers: tuple[int, ...] = PEERS
     route: str = "staged"
     transfers: int = 1000  # warm ones at each number of peers, at least one of each
@@ -201,6 +198,48 @@ async def _count(place: _Place) -> dict[str, Any]:
         "transfers": _COUNTED,
         "request_bytes": place.spec.layout.block_bytes,
     }
+
+
+class Relay:
+    """Listens at one Unix socket, passes everything on to another one and back, and counts the bytes."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.answered = 0
+
+    @asynccontextmanager
+    async def serving(self, listen: Path, target: Path) -> AsyncGenerator[None, None]:
+        """Pass on inside; streams that are still open are cut at the end."""
+        streams: set[asyncio.Task[None]] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            if task is not None:
+                streams.add(task)
+            there, back = await asyncio.open_unix_connection(target)
+            with suppress(ConnectionError):
+                await asyncio.gather(self._pass(reader, back, up=True), self._pass(there, writer, up=False))
+
+        server = await asyncio.start_unix_server(serve, listen)
+        try:
+            yield
+        finally:
+            server.close()
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        try:
+            while data := await reader.read(_READ_BYTES):
+                if up:
+                    self.sent += len(data)
+                else:
+                    self.answered += len(data)
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
 
 
 class _Group:

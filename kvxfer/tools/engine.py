@@ -751,11 +751,6 @@ def scattered(count: int, pool: int, *, draw: int = 0) -> NDArray[np.int64]:
     Lists with different draws never have neighbours at the same places, so pieces do not merge over blocks by chance.
     (In a pool of a few blocks there is too little choice for that.)
 
-    Args:
-        count: How many.
-        pool: Ids run from 0 to `pool - 1`.
-        draw: Chooses the step.
-
     Raises:
         GeometryError: If the pool has fewer ids.
     """

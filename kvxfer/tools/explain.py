@@ -291,13 +291,7 @@ _FAR: Final = 1 << 47
 def families(
     sides: "tuple[Holder, Holder]", classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> "list[Family]":
-    """Every run of a pair, or of one of its transfers, as long as it becomes.
-
-    Args:
-        sides: The prefill rank, and the decode rank.
-        classes: What they have in common.
-        rows: The rows of one transfer, by class; classes without any are left out.
-    """
+    """Every run of a pair, or of one of its transfers, as long as it becomes."""
     numbers: dict[tuple[object, ...], int] = {}
     found: list[Family] = []
     for c, met in zip(classes, [None] * len(classes) if rows is None else rows, strict=True):
@@ -582,14 +576,7 @@ def explain(plan: PairPlan | TransferPlan) -> Explanation:
 def explain_classes(
     src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> Explanation:
-    """The same of some of what two ranks have in common.
-
-    Args:
-        src: Geometry of the prefill rank.
-        dst: Geometry of the decode rank.
-        classes: What they have in common.
-        rows: The rows of one transfer, by class.
-    """
+    """The same of some of what two ranks have in common."""
     sides = (Holder(src), Holder(dst))
     found = families(sides, classes, rows)
     return Explanation(tuple(_Ending(family, *sides).run(found) for family in found))

@@ -77,12 +77,7 @@ class Directory:
 
 
 class Meeting:
-    """The server. Answers from threads of its own.
-
-    Args:
-        host: Where it listens.
-        port: 0: any.
-    """
+    """The server. Answers from threads of its own."""
 
     def __init__(self, host: str, port: int) -> None:
         self._engines: dict[int, Engine] = {}

@@ -44,12 +44,7 @@ def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
 
 
 def look(workers: Iterable[Watched], patience: float) -> list[Look]:
-    """Ask all of them, and wait for as long as `patience` seconds in all. Not to be called on a loop that is to go on.
-
-    Args:
-        workers: Each is asked on its own loop.
-        patience: Seconds after which a loop that has not answered is said to stand still.
-    """
+    """Ask all of them, and wait `patience` seconds in all. Not to be called on a loop that is to go on."""
     asked = [(worker.config, _ask(worker)) for worker in workers]
     until = time.monotonic() + patience
     return [_answer(config, question, until, patience) for config, question in asked]

@@ -154,13 +154,7 @@ def in_shared_memory(route: str) -> bool:
 
 
 class Slab:
-    """One allocation, made when a cache is first asked for.
-
-    Args:
-        device: Where.
-        layouts: Caches that are to fit: layouts with the number of blocks.
-        source: Whether they are those of the prefill side.
-    """
+    """One allocation, made when a cache is first asked for: one of these layouts, with so many blocks."""
 
     def __init__(self, device: str, layouts: list[tuple[Layout, int]], *, source: bool) -> None:
         self._device: Final = device

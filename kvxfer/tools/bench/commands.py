@@ -37,7 +37,11 @@ class _Benchmark(Protocol):
     """What every benchmark offers."""
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> "Report":
-        """Measure; tells what it does, how many steps are done, and of how many."""
+        """Measure; tells what it does, how many steps are done, and of how many.
+
+        Raises:
+            BenchFailedError: If a process failed.
+        """
         ...
 
 

@@ -95,10 +95,6 @@ class Buffer:
     """Plain memory with an address, for references: pages, or cudaMalloc, whose start an IPC handle can name.
 
     `bytes` is the same memory as a tensor, not to be used after `close`. Kind and index are as NIXL has them.
-
-    Args:
-        device: Where.
-        nbytes: How much.
     """
 
     def __init__(self, device: str, nbytes: int) -> None:

@@ -45,11 +45,7 @@ class Interference:
     turns: int = 3  # how often, without and with transfers
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         bodies = {"prefill": prefill, "decode": decode}
         total = len(self.routes) * len(self.settings) * len(self.victims)
         return _report(head, collect(bodies, self, total, on_step, devices=sides(self.device)))

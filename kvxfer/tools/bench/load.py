@@ -48,11 +48,7 @@ class Load:
     uvloop: bool = False
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         bodies = {"prefill": prefill, "decode": decode}
         total = len(self.routes) * len(self.concurrency)
         found = collect(bodies, self, total, on_step, devices=sides(self.device), uvloop=self.uvloop)

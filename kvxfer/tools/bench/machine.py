@@ -20,12 +20,7 @@ _PACKAGES: Final = ("torch", "nixl", "triton", "numpy", "cuda-bindings", "uvloop
 
 
 def describe(kind: Kind, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Versions, hardware and settings.
-
-    Args:
-        kind: Device that is measured.
-        arguments: Of the benchmark.
-    """
+    """Versions, hardware and settings."""
     config = Config()
     return {
         "started": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

@@ -75,15 +75,7 @@ class Matrix:
         )
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Args:
-            head: Of the report.
-            on_step: Called with what is measured, how many cells are done, and of how many.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         seconds, damage = self.cell_seconds, self.sabotage
         grid = Grid(self.cells(), self.repetitions, cell_seconds=seconds, beside=self.beside, sabotage=damage)
         bodies = {"prefill": prefill, "decode": decode}

@@ -145,13 +145,7 @@ class Target(_Agent):
 
 
 class Source(_Agent):
-    """The side that writes, and measures.
-
-    Args:
-        name: Of its agent.
-        device: This side's.
-        card: Of the target.
-    """
+    """The side that writes, and measures."""
 
     def __init__(self, name: str, device: str, card: Card) -> None:
         super().__init__(name, device, card.nbytes)

@@ -96,7 +96,7 @@ class Rivals:
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
         bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
         try:
-            return collect(bodies, task, len(self.pieces), lambda *_: None, devices=sides(self.device))
+            return collect(bodies, task, len(self.pieces), lambda label, done, total: None, devices=sides(self.device))
         except BenchFailedError as error:
             raise BenchFailedError(f"{task.variant}: {error}") from error
 

@@ -60,11 +60,7 @@ class Scale:
         return Layout("16KiB a layer", 8 * KIB, self.layers, 8, 4)
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If the process failed.
-        """
+        """Measure everything."""
         found = collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"})
         return _report(head, found)
 

@@ -129,10 +129,11 @@ async def decode(side: Side, script: Script) -> None:
         asyncio.TaskGroup() as group,
     ):
         for _ in range(2 * len(script.prompts)):
-            match await side.hear():
+            news: Offered | Prefilled = await side.hear()
+            match news:
                 case Offered() as offered:
                     group.create_task(serve(offered))
-                case prefilled:
+                case Prefilled() as prefilled:
                     expected[prefilled.prompt].set_result(prefilled)
 
 

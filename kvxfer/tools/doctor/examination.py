@@ -164,12 +164,7 @@ class Examination:
 
 
 def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> None:
-    """Try everything between two processes.
-
-    Args:
-        devices: Of the first and of the second one: `cpu`, or `cuda:<index>`.
-        report: Hears each finding as it comes.
-    """
+    """Try everything between two processes."""
 
     def show(item: object) -> None:
         if isinstance(item, Finding):

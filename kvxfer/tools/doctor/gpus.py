@@ -82,10 +82,6 @@ def links(buses: Iterable[str], library: Any = None) -> dict[str, int]:
     """How many NVLinks of each GPU are up, by its PCI bus id; nothing where NVML is not there or does not say.
 
     NVIDIA's management library comes with the driver, so no package is needed.
-
-    Args:
-        buses: PCI bus ids, as CUDA and sysfs write them.
-        library: NVML; loaded if left out.
     """
     try:
         nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
@@ -112,12 +108,7 @@ def _links(nvml: Any, bus: str) -> int | None:
 
 
 def check_gpus(gpus: Sequence[Gpu], *, expected: bool) -> Iterator[Finding]:
-    """Which there are, and whether they have room.
-
-    Args:
-        gpus: As found.
-        expected: Whether the kernel has a driver for some.
-    """
+    """Which there are, and whether they have room; `expected` if the kernel has a driver for some."""
     if not gpus and expected:
         yield fail(
             "gpus",

@@ -54,11 +54,7 @@ class Machine:
 
 
 def let_ucx_tell(folder: Path) -> None:
-    """From the first agent of this process on, let UCX write down which lanes it takes, and nothing on the terminal.
-
-    Args:
-        folder: Where the file is made that `lanes` reads.
-    """
+    """From the first agent of this process on, let UCX write down which lanes it takes, and nothing on the terminal."""
     os.environ["UCX_PROTO_INFO"] = "y"
     os.environ["UCX_LOG_LEVEL"] = "warn"
     os.environ["UCX_LOG_FILE"] = str(folder / UCX_LOG.format(process="%p"))

@@ -81,12 +81,7 @@ def check_agent(device: str, lanes: LaneLog, machine: Machine) -> Iterator[Findi
 
 
 def agent_remedy(tls: str, *, gpu: bool) -> str:
-    """What to do about an agent that cannot be made.
-
-    Args:
-        tls: Value of `UCX_TLS`.
-        gpu: Whether there is a GPU.
-    """
+    """What to do about an agent that cannot be made."""
     if gpu and tls and not tls.startswith("^") and "all" not in tls.split(",") and "cuda" not in tls:
         return (
             f"UCX_TLS={tls} names no CUDA lane, and on a machine with a GPU NIXL's UCX backend refuses that: set "

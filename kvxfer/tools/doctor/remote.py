@@ -37,13 +37,7 @@ _SPOKEN: Final = re.compile(r"speaks (\d{1,9}) to (\d{1,9})")
 
 
 class Wire:
-    """Plain data, one JSON object a line. A `Channel`.
-
-    Args:
-        reader: Of the stream.
-        writer: Likewise; who made them closes them.
-        silence: Seconds that the other side may say nothing.
-    """
+    """Plain data, one JSON object a line. A `Channel`. Who made the stream closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float = _SILENCE) -> None:
         self._reader: Final = reader
@@ -90,13 +84,6 @@ async def serve_peer(
     endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
 ) -> AsyncGenerator[Finding, None]:
     """Listen, say the line to paste, and probe with the first that connects and knows its code.
-
-    Args:
-        endpoint: Where the other side reaches this one.
-        device: Of the cache.
-        folder: Where UCX writes down its lanes.
-        say: Hears the line.
-        timeout: Seconds to wait for the other side.
 
     Raises:
         UsageError: If one cannot listen there.
@@ -165,12 +152,6 @@ async def _listening(endpoint: Endpoint, met: Any) -> asyncio.Server:
 
 async def check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
     """Connect to a listening side, and probe with it.
-
-    Args:
-        code: As its line says.
-        endpoint: Likewise.
-        device: Of the cache.
-        folder: Where UCX writes down its lanes.
 
     Raises:
         UnreachableError: If nobody listens there, or the code is not that of its line.

@@ -51,13 +51,7 @@ class Channel(Protocol):
 
 
 async def trial(channel: Channel, device: str, *, owner: bool) -> AsyncGenerator[Finding, None]:
-    """Try everything; both sides find the same.
-
-    Args:
-        channel: To the other process.
-        device: This one's.
-        owner: Whether this process owns the memory, or reaches for it. On a GPU the latter copies.
-    """
+    """Try everything; both sides find the same. The one that does not own the memory reaches for it."""
     tries: list[tuple[str, Callable[[], AbstractContextManager[_Offered]], Callable[[Any], Finding]]] = [
         ("shared memory", _offer_pages, _take_pages),
         ("pidfd_getfd", _offer_file, _take_file),

@@ -7,7 +7,7 @@ The statements hold for full rows (sub-blocks that the token range does not cut)
 count too many where only some of the runs of two families touch, or where runs of one family touch by the choice of its
 addresses rather than by a stride: such are the last index of one axis and the first of another, as in a convolution of
 which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Without
-block lists, groups count as apart.
+block lists, groups count as apart. Both sides must show their addresses.
 """
 
 from collections import Counter
@@ -27,29 +27,11 @@ from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import Rows
 from kvxfer.geometry.spec import KV_ORDER, TensorSpec
 
-__all__ = [
-    "COLUMNS",
-    "Axis",
-    "Breaks",
-    "Cause",
-    "Explanation",
-    "Family",
-    "Holder",
-    "Limit",
-    "Regions",
-    "Run",
-    "Side",
-    "Step",
-    "Stretch",
-    "explain",
-    "explain_classes",
-    "families",
-    "within",
-]
+__all__ = ["Cause", "Explanation", "Limit", "Run", "Side", "Step", "explain", "explain_classes"]
 
 # --- what runs are made of
 #
-# `str()` of each is for people; `dataclasses.asdict` of an `Explanation` is plain data. They are derived in `growth`.
+# `str()` of each is for people; `dataclasses.asdict` of an `Explanation` is plain data.
 
 _MANY: Final = {"head": "heads", "token": "tokens", "kv": "halves", "layer": "layers"}
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -276,20 +258,16 @@ def _size(nbytes: int) -> str:
 # can go on with each other where the same rows move both, at the same distances, and what they have not taken in is
 # alike, so that each run of the one meets a run of the other.
 #
-# Where elements are converted, both sides are counted in bytes of the narrower dtype. Where a side does not show its
-# addresses, its tensors count as apart.
+# Where elements are converted, both sides are counted in bytes of the narrower dtype.
 
 I64: TypeAlias = NDArray[np.int64]
 
 COLUMNS: Final[Mapping[str, int]] = {"dim": 3, "head": 2, "kv": 1, "layer": 0}
 """Axes that tell the regions of a class apart: their columns in `SegmentClass.places`, the usual inner ones first."""
 
-_FAR: Final = 1 << 47
-"""Bytes that are no distance within one tensor, nor between two addresses."""
 
-
-def families(
-    sides: "tuple[Holder, Holder]", classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
+def _families(
+    sides: tuple[CacheGeometry, CacheGeometry], classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> "list[Family]":
     """Every run of a pair, or of one of its transfers, as long as it becomes."""
     numbers: dict[tuple[object, ...], int] = {}
@@ -297,13 +275,9 @@ def families(
     for c, met in zip(classes, [None] * len(classes) if rows is None else rows, strict=True):
         key = _as_staged(c.key)
         if met is None or len(met):
-            items = (key.elements.src_bytes, key.elements.dst_bytes)
-            bases = [
-                side.addresses(key, c.places, own * key.item_bytes // item)
-                for side, own, item in zip(sides, c.bases.T, items, strict=True)
-            ]
+            bases = c.bases * key.item_bytes // np.asarray([key.elements.src_bytes, key.elements.dst_bytes])
             src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key, met))
-            regions = Regions(c.places[:, None], c.places[:, None], np.stack(bases, axis=1))
+            regions = Regions(c.places[:, None], c.places[:, None], bases)
             found.append(Family(key, met, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
     return _grown(found)
 
@@ -335,14 +309,14 @@ def _frames(key: SegmentKey, met: Rows | None) -> tuple[tuple[object, ...], tupl
     """
     rows = (key.group if met is None else met.table.tobytes(), key.src_rows, key.dst_rows)
     elements = key.elements if key.elements.converts else None
-    src, dst = within(key)
+    src, dst = _within(key)
     return (
         (*rows, elements, key.src_block, src and key.src_token),
         (*rows, elements, key.dst_block, dst and key.dst_token),
     )
 
 
-def within(key: SegmentKey) -> tuple[bool, bool]:
+def _within(key: SegmentKey) -> tuple[bool, bool]:
     """Whether several full rows lie in one block, on either side."""
     src, dst = (not rows.is_state and rows.block_tokens > key.grid for rows in (key.src_rows, key.dst_rows))
     return src, dst
@@ -366,31 +340,16 @@ def _axes(key: SegmentKey) -> tuple[Axis, ...]:
     return tuple(axis for axis in axes if axis.count > 1)
 
 
-class Holder:
-    """One side: its tensors by what they hold, and whether their addresses are known."""
-
-    def __init__(self, geometry: CacheGeometry) -> None:
-        self._places: Final = geometry.places
-        self._owners: Final = {id(spec): number for number, spec in enumerate(geometry.tensors)}
-        self._addressed: Final = geometry.addressed
-
-    def spec(self, key: SegmentKey, place: I64) -> TensorSpec:
-        """The tensor that holds a region."""
-        layer, half, head, _ = place.tolist()
-        specs = self._places[key.group, key.part, KV_ORDER[half], layer]
-        return next(spec for spec in specs if head in spec.heads)
-
-    def addresses(self, key: SegmentKey, places: I64, bases: I64) -> I64:
-        """Where regions lie: without addresses only distances within one tensor are known, so tensors lie far apart."""
-        if self._addressed:
-            return bases
-        owners = [self._owners[id(self.spec(key, place))] for place in places]
-        return bases + np.asarray(owners, np.int64) * (2 * _FAR)
+def _spec(side: CacheGeometry, key: SegmentKey, place: I64) -> TensorSpec:
+    """The tensor that holds a region."""
+    layer, half, head, _ = place.tolist()
+    specs = side.places[key.group, key.part, KV_ORDER[half], layer]
+    return next(spec for spec in specs if head in spec.heads)
 
 
-def _first(key: SegmentKey, sides: Sequence[Holder], place: I64) -> Stretch:
+def _first(key: SegmentKey, sides: Sequence[CacheGeometry], place: I64) -> Stretch:
     """One element of a class; its heads count from 0, and layers and halves are open, until it is placed."""
-    dtypes = dict.fromkeys(side.spec(key, place).dtype for side in sides)
+    dtypes = dict.fromkeys(_spec(side, key, place).dtype for side in sides)
     heads = (0, prod(axis.count for axis in key.heads))
     return Stretch(key.group, key.part, (), (0, 0), heads, " to ".join(dtypes), key.item_bytes)
 
@@ -577,9 +536,8 @@ def explain_classes(
     src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> Explanation:
     """The same of some of what two ranks have in common."""
-    sides = (Holder(src), Holder(dst))
-    found = families(sides, classes, rows)
-    return Explanation(tuple(_Ending(family, *sides).run(found) for family in found))
+    found = _families((src, dst), classes, rows)
+    return Explanation(tuple(_Ending(family, src, dst).run(found) for family in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,8 +545,8 @@ class _Ending:
     """Says of a family why its runs are over."""
 
     family: Family
-    src: Holder
-    dst: Holder
+    src: CacheGeometry
+    dst: CacheGeometry
 
     def run(self, others: Iterable[Family]) -> Run:
         """The runs, and what ends them; among these others."""
@@ -632,14 +590,14 @@ class _Ending:
                         name, held = family.unlike(other), self._held(self._spec(side))
                         yield Limit(name, side, Cause.KIND, run, src, dst, held=held, then=other.stretch)
 
-    def _near(self, side: Holder, place: I64, distance: int) -> bool:
+    def _near(self, side: CacheGeometry, place: I64, distance: int) -> bool:
         """Whether something so far from a region may lie in the same tensor, or in another view of its memory."""
-        spec = side.spec(self.family.key, place)
+        spec = _spec(side, self.family.key, place)
         return abs(distance) * spec.item_bytes < spec.extent_bytes * self.family.key.item_bytes
 
     def _block(self) -> tuple[Axis, Side]:
         """From one full row to the next, and on which sides that is another block."""
-        key, inside = self.family.key, within(self.family.key)
+        key, inside = self.family.key, _within(self.family.key)
         grid = key.grid
         src = grid * key.src_token if inside[0] else key.src_block
         dst = grid * key.dst_token if inside[1] else key.dst_block
@@ -692,7 +650,8 @@ class _Ending:
 
     def _spec(self, side: Side) -> TensorSpec:
         """The tensor in which the first of the runs begins."""
-        return (self.src if side is Side.SOURCE else self.dst).spec(self.family.key, self.family.regions.low[0, 0])
+        geometry = self.src if side is Side.SOURCE else self.dst
+        return _spec(geometry, self.family.key, self.family.regions.low[0, 0])
 
     def _held(self, spec: TensorSpec) -> tuple[int, int] | None:
         """The heads of a tensor, where more are than are copied."""

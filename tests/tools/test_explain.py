@@ -305,29 +305,6 @@ def test_tokens_that_take_turns_end_a_run():
         assert found.limited_by == f"{side} turns"
 
 
-def partly_hidden(own: CacheGeometry) -> list[tuple[CacheGeometry, CacheGeometry]]:
-    """Pairs of a geometry with itself in which the destination, the source or both hide their addresses."""
-    hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
-    return [(own, hidden), (hidden, own), (hidden, hidden)]
-
-
-def test_without_addresses_tensors_are_never_taken_for_neighbours():
-    """A peer that hides its addresses shows every tensor at 0; distances are known within one tensor only."""
-    memory = torch.empty(4, 2, 4, 8)
-    apart = [CacheTensor(memory[:, n], "block token dim", layers=[n]) for n in range(2)]
-    own = CacheGeometry.of(apart)
-    selections = [Selection("default", "", "", (0, 1), 0, 1)]
-    (known,) = explain(PairPlan(own, own, selections)).runs
-    assert known.first.steps[-1] == Step("layer", 2, 256)
-    for src, dst in partly_hidden(own):
-        (run,) = explain(PairPlan(src, dst, selections)).runs
-        assert run.piece_bytes == 128
-    halves = [CacheTensor(torch.empty(4, 2, 4, 8), "block layer token dim", layers=pair) for pair in ([0, 1], [2, 3])]
-    *_, (src, dst) = partly_hidden(CacheGeometry.of(halves))
-    (run,) = explain(PairPlan(src, dst, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)])).runs
-    assert (run.piece_bytes, run.pieces, run.first.layers) == (256, 2, (0, 3))
-
-
 def test_regions_that_are_neighbours_only_in_part_are_told_apart():
     memory = torch.empty(4, 4, 4, 8)
     three = CacheTensor(memory[:, :3], "block layer token dim", layers=[0, 1, 2])
@@ -445,13 +422,6 @@ def test_a_part_that_lies_elsewhere_on_one_side_is_named():
         assert (limit.then.part, limit.held) == ("scales", None)
         assert str(limit).endswith(f"part 'scales', layer 0, heads 0..3, but the {side} does not")
         assert str(limit).startswith(f"the {other}")
-
-
-def test_parts_are_never_taken_for_neighbours_without_addresses():
-    own = slots(MAMBA)
-    assert len(explain(plan(own, own)).runs) == 1
-    for src, dst in partly_hidden(own):
-        assert len(explain(plan(src, dst)).runs) == 4
 
 
 def test_layers_of_two_kinds_that_take_turns_are_one_piece():

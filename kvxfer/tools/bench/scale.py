@@ -24,7 +24,7 @@ import kvxfer
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.tools.bench.caches import Cache, Request, Slab
-from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
+from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.tools.bench.samples import Samples
@@ -73,11 +73,11 @@ async def measure(side: Side, spec: Scale) -> None:
     async with AsyncExitStack() as stack:
         side.report(await _count(_Place(side, spec, stack)))
     async with AsyncExitStack() as stack:
-        group = _Group(_Place(side, spec, stack))
-        await group.open()
+        place, peers = _Place(side, spec, stack), list[_Peer]()
+        hub = await _Hub.open(place)
         for count in sorted(spec.peers):
             side.report(Step(f"{count} peers"))
-            side.report(await group.grow(count))
+            side.report(await _grow(place, hub, peers, count))
 
 
 class _Place:
@@ -140,13 +140,13 @@ class _Hub:
         return Counter(sent | {f"received {name}": count for name, count in metrics["frames_received"].items()})
 
 
+@dataclass(frozen=True, slots=True)
 class _Peer:
     """One decode worker with a small cache."""
 
-    def __init__(self, worker: kvxfer.Worker, cache: Cache, layout: Layout) -> None:
-        self._worker: Final = worker
-        self._tokens: Final = range(layout.block_tokens)
-        self._cache: Final = cache
+    worker: kvxfer.Worker
+    cache: Cache
+    tokens: range
 
     @classmethod
     async def open(cls, place: _Place, number: int) -> "_Peer":
@@ -155,21 +155,13 @@ class _Peer:
         cache = Slab("cpu", [(layout, _POOL)], source=False).cache(layout, _POOL)
         cache.scrub()
         memory: dict[str, Any] = {"arena_bytes": 4 * MIB, "chunk_bytes": MIB}
-        return cls(await place.worker(f"peer{number}", cache, **memory), cache, layout)
+        return cls(await place.worker(f"peer{number}", cache, **memory), cache, range(layout.block_tokens))
 
     async def fetch(self, ticket: dict[str, Any]) -> float:
         """Seconds that one block takes."""
         began = time.perf_counter()
-        await self._worker.fetch(ticket, [1], tokens=self._tokens, timeout=_FETCH_SECONDS)
+        await self.worker.fetch(ticket, [1], tokens=self.tokens, timeout=_FETCH_SECONDS)
         return time.perf_counter() - began
-
-    def scrub(self) -> None:
-        """Forget what was received."""
-        self._cache.scrub()
-
-    def difference(self) -> str:
-        """How the cache differs from what the hub holds."""
-        return self._cache.difference(Request(_SEED, (1,)))
 
 
 async def _count(place: _Place) -> dict[str, Any]:
@@ -238,61 +230,47 @@ class Relay:
             writer.close()
 
 
-class _Group:
-    """The hub and all peers."""
+async def _grow(place: _Place, hub: _Hub, peers: list[_Peer], count: int) -> dict[str, Any]:
+    """Add peers until there are so many, and measure."""
+    spec, before = place.spec, _Held.now()
+    new = [await _Peer.open(place, number) for number in range(len(peers), count)]
+    opened = _Held.now()
+    theirs, ours = hub.cpu_seconds, time.thread_time()
+    first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
+    first_cpu = {"hub": hub.cpu_seconds - theirs, "peer": time.thread_time() - ours}
+    connected = _Held.now()
+    peers += new
+    transfers = max(spec.transfers, count)
+    tickets = hub.offer(transfers)
+    for peer in peers:
+        peer.cache.scrub()
+    theirs, ours = hub.cpu_seconds, time.thread_time()
+    took = [await peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
+    theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
+    difference = next(filter(None, (peer.cache.difference(Request(_SEED, (1,))) for peer in peers)), "")
+    place.network.log.clear()
+    return {
+        "peers": count,
+        "added": len(new),
+        "verified": not difference,
+        "difference": difference,
+        "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
+        "open_files": _each(before.files, opened.files, connected.files, len(new)),
+        "first_fetch": Samples.of(first).percentiles() if new else None,
+        "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
+        "fetch": Samples.of(took).percentiles(),
+        "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
+        "idle": await _idle(hub, count, spec.idle_seconds),
+    }
 
-    def __init__(self, place: _Place) -> None:
-        self._place: Final = place
-        self._peers: list[_Peer] = []
-        self._hub: _Hub | None = None
 
-    async def open(self) -> None:
-        """Open the hub."""
-        self._hub = await _Hub.open(self._place)
-
-    async def grow(self, count: int) -> dict[str, Any]:
-        """Add peers until there are so many, and measure."""
-        hub, spec = self._hub, self._place.spec
-        if hub is None:
-            raise BenchFailedError("the hub is not open")
-        before = _Held.now()
-        new = [await _Peer.open(self._place, number) for number in range(len(self._peers), count)]
-        opened = _Held.now()
-        theirs, ours = hub.cpu_seconds, time.thread_time()
-        first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
-        first_cpu = {"hub": hub.cpu_seconds - theirs, "peer": time.thread_time() - ours}
-        connected = _Held.now()
-        self._peers += new
-        transfers = max(spec.transfers, count)
-        tickets = hub.offer(transfers)
-        for peer in self._peers:
-            peer.scrub()
-        theirs, ours = hub.cpu_seconds, time.thread_time()
-        took = [await self._peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
-        theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
-        difference = next(filter(None, (peer.difference() for peer in self._peers)), "")
-        self._place.network.log.clear()
-        return {
-            "peers": count,
-            "added": len(new),
-            "verified": not difference,
-            "difference": difference,
-            "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
-            "open_files": _each(before.files, opened.files, connected.files, len(new)),
-            "first_fetch": Samples.of(first).percentiles() if new else None,
-            "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
-            "fetch": Samples.of(took).percentiles(),
-            "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
-            "idle": await self._idle(hub, count),
-        }
-
-    async def _idle(self, hub: _Hub, count: int) -> dict[str, float]:
-        """What connections cost while nothing moves: CPU seconds of each loop a second."""
-        theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
-        await asyncio.sleep(self._place.spec.idle_seconds)
-        elapsed = time.perf_counter() - began
-        hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
-        return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
+async def _idle(hub: _Hub, count: int, seconds: float) -> dict[str, float]:
+    """What connections cost while nothing moves: CPU seconds of each loop a second."""
+    theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
+    await asyncio.sleep(seconds)
+    elapsed = time.perf_counter() - began
+    hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
+    return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
 
 
 @dataclass(frozen=True, slots=True)

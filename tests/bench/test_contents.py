@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvxfer.tools.bench import caches
-from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Request, Slab
-from kvxfer.tools.bench.cells import draw
+from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Request, Slab, draw
 from kvxfer.tools.bench.layouts import NAMED, Layout, plain
 
 SMALL = [

@@ -11,6 +11,7 @@ process, is not freed between two cells, since that other process may keep it ma
 memory, so only the one that was cut last may be used.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +23,7 @@ from kvxfer.geometry import CacheTensor
 from kvxfer.tools.bench.device import empty, synchronize
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, Layout
 
-__all__ = ["SOURCE_POISON", "TARGET_POISON", "WORD_BYTES", "Cache", "Request", "Slab", "in_shared_memory"]
+__all__ = ["SOURCE_POISON", "TARGET_POISON", "WORD_BYTES", "Cache", "Request", "Slab", "draw", "in_shared_memory"]
 
 WORD_BYTES: Final = 8
 _WORDS: Final = DIM * ITEM_BYTES // WORD_BYTES
@@ -43,6 +44,11 @@ class Request:
 
     seed: int
     ids: tuple[int, ...]  # in the order of its tokens
+
+
+def draw(seed: int, pool: int, blocks: int, *, source: bool) -> Request:
+    """Content and block ids of one request; the two sides draw other ids from the same seed."""
+    return Request(seed, tuple(random.Random(2 * seed + source).sample(range(pool), blocks)))  # noqa: S311
 
 
 @dataclass(frozen=True, slots=True, eq=False)

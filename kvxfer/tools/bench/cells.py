@@ -17,7 +17,7 @@ import numpy as np
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
 from kvxfer.tools.bench.device import available_bytes
 from kvxfer.tools.bench.layouts import Layout
@@ -25,7 +25,7 @@ from kvxfer.tools.bench.reference import Refer, ReferenceKind, Source, Target, k
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
-__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw", "draw_unwritten", "prefill", "settings", "stages"]
+__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw_unwritten", "prefill", "settings", "stages"]
 
 _FETCH_SECONDS: Final = 300.0
 _ROOM: Final = 1 << 30
@@ -115,11 +115,6 @@ def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
     if ctas is not None:
         fixed["copy_ctas"] = ctas
     return Config(listen=f"unix:{side.folder / side.name}.sock", **fixed)
-
-
-def draw(seed: int, pool: int, blocks: int, *, source: bool) -> Request:
-    """Content and block ids of one request; the two sides draw other ids from the same seed."""
-    return Request(seed, tuple(random.Random(2 * seed + source).sample(range(pool), blocks)))  # noqa: S311
 
 
 def draw_unwritten(seed: int, pool: int, blocks: int, unwritten: set[int]) -> Request:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import kvxfer
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Cache, Slab, in_shared_memory
-from kvxfer.tools.bench.cells import draw, settings, stages
+from kvxfer.tools.bench.caches import Cache, Slab, draw, in_shared_memory
+from kvxfer.tools.bench.cells import settings, stages
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import Layout, plain

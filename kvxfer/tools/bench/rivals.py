@@ -23,8 +23,7 @@ import numpy as np
 
 import kvxfer
 from kvxfer.errors import UsageError
-from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache
-from kvxfer.tools.bench.cells import draw
+from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache, draw
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain

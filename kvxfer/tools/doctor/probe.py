@@ -5,7 +5,6 @@ a few transfers each way, the first of which warms up. Items are plain data, sin
 """
 
 import asyncio
-import random
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -13,15 +12,14 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import numpy as np
-import torch
-
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.mapped import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
-from kvxfer.tools.bench.device import available_bytes, empty, synchronize
+from kvxfer.tools.bench.caches import Request, Slab, draw
+from kvxfer.tools.bench.device import available_bytes
+from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn, words
 from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
 from kvxfer.tools.doctor.machine import Machine
@@ -40,15 +38,7 @@ _REASONS: Final = frozenset(
 """Warnings of the library that say why a route was not taken."""
 _SEED_BITS: Final = 48
 _UNKNOWN_PEER: Final = "set KVXFER_SECRET to the same secret on both sides: without it peers are not told addresses"
-
-
-# --- the cache: what it holds is known byte for byte, before and after
-
-_LAYERS: Final = 2
-_TOKENS, _HEADS, _DIM = 16, 8, 128
-_PIECE: Final = _TOKENS * _HEADS * _DIM * 2
-"""Bytes of one block of one layer, which are contiguous: 32 KiB."""
-_POISON: Final = 0xA5
+_LAYOUT: Final = Layout("32KiB", 32 << 10, 2, 8, 16)
 _NEEDED: Final = 12
 """How much memory there should be for each byte that is moved: the pool, what it is compared with, an arena, others."""
 
@@ -60,72 +50,40 @@ def _probe_bytes(device: str) -> int:
 
 
 class ProbeCache:
-    """A pool of twice the blocks that are moved, so that those that are not can be looked at as well.
+    """A benchmark's cache, of which every transfer takes some blocks, and must leave all others as they are.
 
-    Args:
-        device: `cpu` or `cuda:<index>`; on a CPU other processes can map it.
-        nbytes: Bytes of one transfer, as both sides have agreed.
-        seed: Of the content, likewise.
+    Both sides have agreed on the bytes of a transfer, and on the seed of what it holds.
     """
 
     def __init__(self, device: str, nbytes: int, seed: int) -> None:
-        self._device: Final = device
-        self._count: Final = max(1, nbytes // (_LAYERS * _PIECE))
-        self._pool: Final = 2 * self._count
-        self._cache: Final = empty([_LAYERS, self._pool, _TOKENS, _HEADS, _DIM], device, shared=True)
-        self._bytes: Final[Any] = self._cache.view(torch.uint8).view(_LAYERS, self._pool, _PIECE)
-        drawn = np.random.PCG64(seed).random_raw(_LAYERS * self._count * _PIECE // 8)  # the same with every numpy
-        content: Any = torch.from_numpy(drawn.view(np.uint8))  # pyright: ignore[reportUnknownMemberType]
-        self._content: Final[Any] = content.view(_LAYERS, self._count, _PIECE).to(device)
-
-    @property
-    def tensors(self) -> list[kvxfer.CacheTensor]:
-        """For a worker: keys without values, one tensor a layer."""
-        heads = range(_HEADS)
-        return [
-            kvxfer.CacheTensor(layer, axes="block token head dim", kv="k", layers=[number], heads=heads)
-            for number, layer in enumerate(self._cache)
-        ]
+        self._seed: Final = seed
+        self._blocks: Final = _LAYOUT.blocks(nbytes)
+        self._pool: Final = _LAYOUT.pool(nbytes)
+        self.cache: Final = Slab(device, [(_LAYOUT, self._pool)], source=False).cache(_LAYOUT, self._pool, shared=True)
+        self.tensors: Final = self.cache.cache_tensors()
 
     @property
     def tokens(self) -> int:
         """Of one transfer."""
-        return self._count * _TOKENS
-
-    @property
-    def nbytes(self) -> int:
-        """Of one transfer."""
-        return self._count * _LAYERS * _PIECE
+        return self._blocks * _LAYOUT.block_tokens
 
     def source(self, number: int) -> list[int]:
         """Blocks from which a transfer is read; they hold what belongs to it afterwards."""
-        ids = self._ids(2 * number)
-        self._bytes[:, ids] = self._content ^ (number % 256)
-        synchronize(self._device)
-        return ids
+        request = self._request(number, source=True)
+        self.cache.write(request)
+        return list(request.ids)
 
     def target(self, number: int) -> list[int]:
         """Blocks into which a transfer is written; the whole pool holds something else afterwards."""
-        self._bytes.fill_(_POISON)
-        synchronize(self._device)
-        return self._ids(2 * number + 1)
+        self.cache.scrub()
+        return list(self._request(number, source=False).ids)
 
     def difference(self, number: int) -> str:
         """How the pool differs from what it should be after a transfer; empty if it does not."""
-        ids = self._ids(2 * number + 1)
-        wrong = int((self._bytes[:, ids] != (self._content ^ (number % 256))).sum())
-        others = torch.ones(self._pool, dtype=torch.bool)
-        others[ids] = False
-        touched = int((self._bytes[:, others.to(self._device)] != _POISON).sum())
-        if wrong:
-            return f"{wrong} of {self.nbytes} bytes are wrong"
-        return f"{touched} bytes outside of the request were overwritten" if touched else ""
+        return self.cache.difference(self._request(number, source=False))
 
-    def _ids(self, seed: int) -> list[int]:
-        return random.Random(seed).sample(range(self._pool), self._count)  # noqa: S311
-
-
-# --- the probe
+    def _request(self, number: int, *, source: bool) -> Request:
+        return draw(self._seed + number, self._pool, self._blocks, source=source)
 
 
 @dataclass(frozen=True, slots=True)

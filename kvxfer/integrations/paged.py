@@ -61,26 +61,8 @@ class Sequence:
 class Shard:
     """K and V of some heads of every layer, in memory of one device, filled with garbage.
 
-    Args:
-        heads: The heads that it holds, by their numbers in the model.
-        layers: Layers of the model.
-        num_blocks: Blocks.
-        block_tokens: Tokens per block.
-        head_dim: Size of a head.
-        layout: Order of the axes inside a block.
-        cross_layer: One tensor whose blocks hold all layers, rather than a tensor a layer.
-        dtype: Element type.
-        device: Where the memory is. On a CPU it is shared, so that a prefill process on this host may map it.
-        seed: Seed of the garbage.
-
-    Attributes:
-        heads: As given.
-        device: Of the tensors.
-        axes: Axis string of each tensor.
-        tensors: One a layer, or one. They belong to the shard and live as long as it does.
-
-    Raises:
-        ConfigError: `layout` is unknown.
+    `tensors` are one a layer, or one for all; `axes` names the axes of each. They live as long as the shard does. On a
+    CPU their memory is shared, so that a prefill process on this host may map it.
     """
 
     def __init__(

@@ -93,20 +93,10 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    cell: Cell
-
-
-@dataclass(frozen=True, slots=True)
 class _Serve:
     request: str
     seed: int
     first: bool  # nothing goes before it
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
 
 
 def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
@@ -146,8 +136,7 @@ async def _serve_all(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, await side.hear(), source=True)
-    while isinstance(order := await side.hear(), _Open):
-        cell = order.cell
+    while isinstance(cell := await side.hear(), Cell):
         await _serve(side, cell, slab.cache(*cell.pool, shared=cell.shared), reference)
     await reference.close()
     side.send("closed")
@@ -205,7 +194,7 @@ async def _measure_all(side: Side, grid: Grid) -> None:
             continue
         cache = slab.cache(*cell.pool, shared=cell.shared)
         side.report(await _Run(side, grid, cell, cache, target).measure())
-    await side.ask(_Close())  # nobody is to reach for a target that is gone
+    await side.ask("close")  # nobody is to reach for a target that is gone
     await target.close()
 
 
@@ -242,14 +231,14 @@ class _Run:
     async def measure(self) -> Measured:
         """Open a worker on each side, repeat, close both."""
         side, cell = self.side, self.cell
-        if await side.ask(_Open(cell)) != "open":
+        if await side.ask(cell) != "open":
             raise BenchFailedError(f"{cell}: the prefill side did not open")
         try:
             config = settings(side, cell.route, cell.ctas)
             async with kvxfer.Worker(self.cache.cache_tensors(), config) as worker:
                 return await self._repeat(worker)
         finally:
-            await side.ask(_Close())
+            await side.ask("close")
 
     async def _repeat(self, worker: kvxfer.Worker) -> Measured:
         grid, until = self.grid, time.monotonic() + self.grid.cell_seconds

@@ -60,16 +60,6 @@ class _Open:
     requests: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Asks for the CPU time of the loop's thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
-
-
 async def prefill(side: Side, spec: Latency) -> None:
     """Offer everything, then only answer."""
     with beside(spec.beside, side.device):
@@ -102,8 +92,8 @@ async def _offer(side: Side) -> None:
 async def _answer(side: Side, reference: Source) -> None:
     while True:
         match await side.hear():
-            case _Mark():
-                side.send(time.thread_time())
+            case "mark":
+                side.send(time.thread_time())  # of the loop, and nothing else
             case Refer(kind, nbytes):
                 side.send(await reference.measure(kind, nbytes))
             case _:
@@ -126,7 +116,7 @@ async def _fetch(side: Side, spec: Latency) -> None:
             side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
             cache = slab.cache(layout, _POOL, shared=in_shared_memory(route))
             side.report(await _measure(side, spec, layout, route, cache, target))
-    await side.ask(_Close())
+    await side.ask("close")
     await target.close()
 
 
@@ -143,19 +133,19 @@ async def _measure(
     async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, None)) as worker:
         for ticket in tickets[:_WARMUPS]:
             await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        there, here = float(await side.ask(_Mark())), time.thread_time()
+        there, here = float(await side.ask("mark")), time.thread_time()
         for ticket in tickets[_WARMUPS:]:
             began = time.perf_counter()
             result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
             seconds.append(time.perf_counter() - began)
             last = result.stats
         here = time.thread_time() - here
-        there = float(await side.ask(_Mark())) - there
+        there = float(await side.ask("mark")) - there
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)
         reference = Samples.of([await target.refer(side, kind, layout.block_bytes) for _ in range(_REFERENCES)])
-        await side.ask(_Close())
+        await side.ask("close")
     samples = Samples.of(seconds, _WARMUPS)
     return {
         "route": route,

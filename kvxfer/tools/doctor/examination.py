@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         count = {status.value: sum(one.status is status for one in self.findings) for status in Status}
-        return {"ok": not self.exit_code, "count": count, "findings": [one.to_json() for one in self.findings]}
+        return {"ok": not self.exit_code, "count": count, "findings": [asdict(one) for one in self.findings]}
 
 
 @dataclass

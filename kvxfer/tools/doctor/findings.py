@@ -50,16 +50,6 @@ class Finding:
     remedy: str = ""  # empty only where there is nothing to do
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what was seen, for programs: plain values
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "name": self.name,
-            "status": self.status.value,
-            "seen": self.seen,
-            "remedy": self.remedy,
-            "facts": dict(self.facts),
-        }
-
 
 Check: TypeAlias = Callable[[], Iterable[Finding]]
 

@@ -124,7 +124,7 @@ async def decode(side: Side, spec: Interference) -> None:
                 for kind, where in spec.victims:
                     side.report(Step(f"{route}, {ctas or 'no'} CTAs, {kind} in {where}"))
                     values = await _suffer(side, spec, traffic, kind, where)
-                    difference = await _verify(cache, traffic, seed, side.device)
+                    difference = await _verify(cache, traffic, seed)
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
                     side.report({**named, "victim": kind, "side": where, **values, **checked})
@@ -166,7 +166,7 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
     }
 
 
-async def _verify(cache: Cache, traffic: "_Traffic", seed: int, device: str) -> str:
+async def _verify(cache: Cache, traffic: "_Traffic", seed: int) -> str:
     await asyncio.to_thread(cache.scrub)
     await traffic.fetch()
     return await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))

@@ -6,8 +6,8 @@ other does not (it is the other that limits), or neither goes on with anything, 
 The statements hold for full rows (sub-blocks that the token range does not cut), and never count too few pieces. They
 count too many where only some of the runs of two families touch, or where runs of one family touch by the choice of its
 addresses rather than by a stride: such are the last index of one axis and the first of another, as in a convolution of
-which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Without
-block lists, groups count as apart. Both sides must show their addresses.
+which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Groups
+count as apart. Both sides must show their addresses.
 """
 
 from collections import Counter
@@ -24,7 +24,6 @@ from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BoxAxis
 from kvxfer.geometry.intersect import SegmentClass, SegmentKey
 from kvxfer.geometry.plan import PairPlan, TransferPlan
-from kvxfer.geometry.rows import Rows
 from kvxfer.geometry.spec import KV_ORDER, TensorSpec
 
 __all__ = ["Cause", "Explanation", "Limit", "Run", "Side", "Step", "explain", "explain_classes"]
@@ -59,7 +58,7 @@ class Cause(StrEnum):
 class Step:
     """What a run has taken in: an axis, or a stretch of another kind that begins where the run ended on both sides."""
 
-    axis: str  # of a stretch, in what it differs: group, part, kv, layer, head or dim
+    axis: str  # of a stretch, in what it differs: part, kv, layer, head or dim
     count: int
     nbytes: int  # of the run with it
     then: "Stretch | None" = None  # the stretch that the run goes on with; None for an axis
@@ -91,25 +90,10 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Breaks:
-    """Where the full rows of one transfer follow each other in memory, and where they do not."""
-
-    places: int  # pairs of neighbouring rows, in the order of destination addresses
-    source: int  # pairs that only the source breaks
-    destination: int
-    both: int
-
-    @property
-    def joined(self) -> int:
-        """Pairs that are one piece."""
-        return self.places - self.source - self.destination - self.both
-
-
-@dataclass(frozen=True, slots=True)
 class Limit:
     """One axis that would continue a run if it lay elsewhere."""
 
-    axis: str  # dim, head, token, kv, layer or block; group or part for what is of another kind
+    axis: str  # dim, head, token, kv, layer or block; part for what is of another kind
     side: Side  # where it would have to lie elsewhere
     cause: Cause
     expected: int  # the stride that would continue the run: its length
@@ -119,7 +103,6 @@ class Limit:
     between: tuple[str, ...] = ()  # axes whose other indices lie in between, on that side
     # the heads that lie on that side (first, one past the last), where more do than are copied
     held: tuple[int, int] | None = None
-    breaks: Breaks | None = None  # for block ids and one transfer: how often that is so
     then: Stretch | None = None  # what continues it on the other side, where that is of another kind
 
     @property
@@ -133,14 +116,7 @@ class Limit:
         if self.cause is Cause.TURNS:
             return "the row ends: the tokens that follow take their turn on another rank"
         if self.cause is Cause.BLOCK_IDS:
-            rule = f"the block ends ({self.side}); within it and where block ids follow each other, the run goes on"
-            if self.breaks is None:
-                return rule
-            told = self.breaks
-            return (
-                f"{rule}: in {told.joined} of {told.places} places; broken by the source {told.source}, by the "
-                f"destination {told.destination}, by both {told.both}"
-            )
+            return f"the block ends ({self.side}); within it and where block ids follow each other, the run goes on"
         other = Side.SOURCE if self.side is Side.DESTINATION else Side.DESTINATION
         if self.then is not None:
             what = ", ".join(_named(tuple(self.then)).values())
@@ -266,19 +242,16 @@ COLUMNS: Final[Mapping[str, int]] = {"dim": 3, "head": 2, "kv": 1, "layer": 0}
 """Axes that tell the regions of a class apart: their columns in `SegmentClass.places`, the usual inner ones first."""
 
 
-def _families(
-    sides: tuple[CacheGeometry, CacheGeometry], classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
-) -> "list[Family]":
+def _families(sides: tuple[CacheGeometry, CacheGeometry], classes: Sequence[SegmentClass]) -> "list[Family]":
     """Every run of a pair, or of one of its transfers, as long as it becomes."""
     numbers: dict[tuple[object, ...], int] = {}
     found: list[Family] = []
-    for c, met in zip(classes, [None] * len(classes) if rows is None else rows, strict=True):
+    for c in classes:
         key = _as_staged(c.key)
-        if met is None or len(met):
-            bases = c.bases * key.item_bytes // np.asarray([key.elements.src_bytes, key.elements.dst_bytes])
-            src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key, met))
-            regions = Regions(c.places[:, None], c.places[:, None], bases)
-            found.append(Family(key, met, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
+        bases = c.bases * key.item_bytes // np.asarray([key.elements.src_bytes, key.elements.dst_bytes])
+        src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key))
+        regions = Regions(c.places[:, None], c.places[:, None], bases)
+        found.append(Family(key, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
     return _grown(found)
 
 
@@ -302,12 +275,12 @@ def _as_staged(key: SegmentKey) -> SegmentKey:
     )
 
 
-def _frames(key: SegmentKey, met: Rows | None) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _frames(key: SegmentKey) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """What two classes must have in common on either side, so that what meets in one row meets in every row.
 
-    Before there are block lists, groups have rows of their own.
+    Groups have block lists of their own, and so rows.
     """
-    rows = (key.group if met is None else met.table.tobytes(), key.src_rows, key.dst_rows)
+    rows = (key.group, key.src_rows, key.dst_rows)
     elements = key.elements if key.elements.converts else None
     src, dst = _within(key)
     return (
@@ -406,7 +379,6 @@ class Family:
     """Runs that grow alike."""
 
     key: SegmentKey  # of the class in which they begin
-    rows: Rows | None
     frames: tuple[int, int]  # on either side, equal for classes that the same rows move by the same distances
     first: Stretch  # what they are made of, not yet placed
     axes: tuple[Axis, ...]  # what they have not taken in of a region
@@ -484,8 +456,6 @@ class Family:
     def unlike(self, other: "Family") -> str:
         """In what the regions of another family are others than these."""
         mine, theirs = (family.regions.low[0, 0] for family in (self, other))
-        if self.key.group != other.key.group:
-            return "group"
         if self.key.part != other.key.part:
             return "part"
         return next((name for name in ("kv", "layer", "head") if mine[COLUMNS[name]] != theirs[COLUMNS[name]]), "dim")
@@ -524,19 +494,18 @@ def explain(plan: PairPlan | TransferPlan) -> Explanation:
     """Say why the pieces of a plan are as long as they are, and which side limits them.
 
     Args:
-        plan: Of a pair: in full rows of whatever request. Of one transfer: also how often block ids end a run.
+        plan: Of a pair: in full rows of whatever request. Of one transfer: only what is a part of it.
     """
     if isinstance(plan, PairPlan):
         return explain_classes(plan.src, plan.dst, plan.classes)
     pair = plan.pair
-    return explain_classes(pair.src, pair.dst, pair.classes, [plan.rows[of] for of in pair.meeting_of])
+    moved = [c for c, of in zip(pair.classes, pair.meeting_of, strict=True) if len(plan.rows[of])]
+    return explain_classes(pair.src, pair.dst, moved)
 
 
-def explain_classes(
-    src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
-) -> Explanation:
+def explain_classes(src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass]) -> Explanation:
     """The same of some of what two ranks have in common."""
-    found = _families((src, dst), classes, rows)
+    found = _families((src, dst), classes)
     return Explanation(tuple(_Ending(family, src, dst).run(found) for family in found))
 
 
@@ -613,7 +582,7 @@ class _Ending:
             end = Limit("block", Side.DESTINATION if turns else Side.SOURCE, Cause.TURNS, run, None, None)
             open_axes = [axis for axis in axes if axis.count > 1]
         elif block.src == block.dst == run:
-            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run, breaks=self._breaks()),)
+            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run),)
         else:
             end = None
             open_axes = [*(axis for axis in axes if axis.count > 1), block]
@@ -658,23 +627,6 @@ class _Ending:
         first, stop = self.family.stretch.heads
         whole = first <= spec.heads.start and spec.heads.stop <= stop
         return None if whole else (spec.heads.start, spec.heads.stop)
-
-    def _breaks(self) -> Breaks | None:
-        """How the full rows of a transfer follow each other."""
-        if self.family.rows is None:
-            return None
-        key, table = self.family.key, self.family.rows.table
-        table = table[(table[:, 4] == self.family.rows.grid) & (table[:, 0] >= 0)]  # not of padding
-        src = table[:, 0] * key.src_block + table[:, 1] * key.src_token
-        dst = table[:, 2] * key.dst_block + table[:, 3] * key.dst_token
-        order = np.argsort(dst)
-        breaks_src, breaks_dst = (np.diff(side[order]) != self.family.run for side in (src, dst))
-        return Breaks(
-            max(0, len(table) - 1),
-            int((breaks_src & ~breaks_dst).sum()),
-            int((breaks_dst & ~breaks_src).sum()),
-            int((breaks_src & breaks_dst).sum()),
-        )
 
 
 def _reach(axis: Axis) -> tuple[bool, int]:

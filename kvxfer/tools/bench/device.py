@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal
 
 import torch
 
@@ -69,10 +69,9 @@ def synchronize(device: str) -> None:
 
 
 def empty(shape: Sequence[int], device: str, *, shared: bool = False) -> torch.Tensor:
-    """An uninitialised bfloat16 tensor; `shared` asks for CPU memory that other processes can map, if that exists."""
-    share: Any = getattr(kvxfer, "shared_empty", None)
-    if shared and device == "cpu" and share is not None:
-        return cast("torch.Tensor", share(tuple(shape), dtype=torch.bfloat16))
+    """An uninitialised bfloat16 tensor; `shared` asks for CPU memory that other processes can map."""
+    if shared and device == "cpu":
+        return kvxfer.shared_empty(tuple(shape), dtype=torch.bfloat16)
     return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -25,10 +25,15 @@ from kvxfer.tools.bench.reference import Refer, ReferenceKind, Source, Target, k
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
-__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw_unwritten", "prefill", "settings", "stages"]
+if TYPE_CHECKING:
+    from kvxfer.tools.bench.matrix import Matrix
+
+__all__ = ["Cell", "Measured", "Skipped", "decode", "draw_unwritten", "prefill", "settings", "stages"]
 
 _FETCH_SECONDS: Final = 300.0
 _ROOM: Final = 1 << 30
+_WARMUPS: Final = 2
+"""The first one connects and compiles; after two every block of the decode side was written, and has its pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +58,6 @@ class Cell:
     def __str__(self) -> str:
         ctas = "" if self.ctas is None else f", {self.ctas} CTAs"
         return f"{self.route}, {self.layout.name} pieces, {self.request_bytes >> 20} MiB{ctas}"
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Everything that the two processes are to measure."""
-
-    cells: tuple[Cell, ...]  # in this order, but on a CPU those whose caches lie in shared memory come last
-    repetitions: int = 5
-    # the first one connects and compiles; after two every block of the decode side was written, and has its pages
-    warmups: int = 2
-    cell_seconds: float = 60.0  # when a cell has taken so long, it ends after the repetition under way
-    beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
-    sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +118,9 @@ def stages(stats: TransferStats | None) -> dict[str, Any] | None:
 # --- the prefill process
 
 
-async def prefill(side: Side, grid: Grid) -> None:
+async def prefill(side: Side, matrix: "Matrix") -> None:
     """Open, serve and close as the decode process says."""
-    with beside(grid.beside, side.device):
+    with beside(matrix.beside, side.device):
         await _serve_all(side)
 
 
@@ -171,29 +163,31 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
 # --- the decode process
 
 
-async def decode(side: Side, grid: Grid) -> None:
+async def decode(side: Side, matrix: "Matrix") -> None:
     """Measure every cell, and report each as it is done."""
-    with beside(grid.beside, side.device):
-        await _measure_all(side, grid)
+    with beside(matrix.beside, side.device):
+        await _measure_all(side, matrix)
 
 
-async def _measure_all(side: Side, grid: Grid) -> None:
+async def _measure_all(side: Side, matrix: "Matrix") -> None:
     free = available_bytes(side.device)
-    reasons = [_reason(cell, side.device, free) for cell in grid.cells]
-    fitting = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]
+    cells = matrix.cells()
+    reasons = [_reason(cell, side.device, free) for cell in cells]
+    fitting = [cell for cell, reason in zip(cells, reasons, strict=True) if not reason]
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(map(_nbytes, fitting), default=1))
     await target.open()
     side.send(await target.card())
     pools = [cell.pool for cell in fitting]
     side.send(pools)
     slab = Slab(side.device, pools, source=False)
-    for cell, reason in sorted(zip(grid.cells, reasons, strict=True), key=lambda one: one[0].shared):
+    # on a CPU those whose caches lie in shared memory come last: see `Slab`
+    for cell, reason in sorted(zip(cells, reasons, strict=True), key=lambda one: one[0].shared):
         side.report(Step(str(cell)))
         if reason:
             side.report(Skipped(cell, reason))
             continue
         cache = slab.cache(*cell.pool, shared=cell.shared)
-        side.report(await _Run(side, grid, cell, cache, target).measure())
+        side.report(await _Run(side, matrix, cell, cache, target).measure())
     await side.ask("close")  # nobody is to reach for a target that is gone
     await target.close()
 
@@ -223,7 +217,7 @@ class _Run:
     """One cell at the decode side."""
 
     side: Side
-    grid: Grid
+    matrix: "Matrix"
     cell: Cell
     cache: Cache
     target: Target
@@ -241,14 +235,14 @@ class _Run:
             await side.ask("close")
 
     async def _repeat(self, worker: kvxfer.Worker) -> Measured:
-        grid, until = self.grid, time.monotonic() + self.grid.cell_seconds
+        matrix, until = self.matrix, time.monotonic() + self.matrix.cell_seconds
         fetched: list[tuple[float, TransferStats, TransferStats | None]] = []
         references: list[float] = []
         first_predicted: float | None = None
         difference, kind = "", kind_for(self.cell.route, self.side.device)
         blocks, pool = self.cell.layout.blocks(self.cell.request_bytes), self.cell.pool[1]
         unwritten = set(range(pool))
-        for number in range(grid.warmups + grid.repetitions):
+        for number in range(_WARMUPS + matrix.repetitions):
             request = draw_unwritten(random.SystemRandom().getrandbits(62), pool, blocks, unwritten)
             unwritten -= set(request.ids)
             seconds, received, sent, differs = await self._transfer(worker, request, first=number == 0)
@@ -257,19 +251,19 @@ class _Run:
             difference = difference or differs
             kind = kind_for(received.route, self.side.device)
             reference = await self._refer(kind)
-            if number >= grid.warmups:
+            if number >= _WARMUPS:
                 fetched.append((seconds, received, sent))
                 references.append(reference)
                 if time.monotonic() >= until:
                     break
             self.side.report(Step(str(self.cell)))
-        samples = Samples.of([one[0] for one in fetched], grid.warmups)
+        samples = Samples.of([one[0] for one in fetched], _WARMUPS)
         middle = sorted(fetched, key=lambda one: one[0])[(len(fetched) - 1) // 2]
         return Measured(
             cell=self.cell,
             nbytes=_nbytes(self.cell),
             fetch=samples,
-            reference=Samples.of(references, grid.warmups),
+            reference=Samples.of(references, _WARMUPS),
             reference_kind=kind,
             difference=difference,
             received=middle[1],
@@ -294,9 +288,9 @@ class _Run:
         result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         seconds = time.perf_counter() - began
         sent = await side.hear()
-        if self.grid.sabotage:
+        if self.matrix.sabotage:
             outside = max(set(range(cell.pool[1])) - set(request.ids))
-            self.cache.corrupt(request.ids[0] if self.grid.sabotage == "byte" else outside)
+            self.cache.corrupt(request.ids[0] if self.matrix.sabotage == "byte" else outside)
         difference = await asyncio.to_thread(self.cache.difference, *expected)
         if not difference and result.stats.bytes != _nbytes(cell):
             difference = f"the stats say {result.stats.bytes} bytes, but {_nbytes(cell)} were asked for"

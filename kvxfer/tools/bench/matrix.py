@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 from kvxfer.config import Config
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.caches import in_shared_memory
-from kvxfer.tools.bench.cells import Cell, Grid, Measured, Skipped, decode, prefill, stages
+from kvxfer.tools.bench.cells import Cell, Measured, Skipped, decode, prefill, stages
 from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
@@ -49,9 +49,9 @@ class Matrix:
     sizes: tuple[int, ...] = SIZES
     ctas: tuple[int, ...] = ()  # empty leaves the setting alone
     repetitions: int = 5
-    cell_seconds: float = 60.0
-    beside: str = ""
-    sabotage: str = ""
+    cell_seconds: float = 60.0  # when a cell has taken so long, it ends after the repetition under way
+    beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
+    sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -76,11 +76,8 @@ class Matrix:
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        seconds, damage = self.cell_seconds, self.sabotage
-        grid = Grid(self.cells(), self.repetitions, cell_seconds=seconds, beside=self.beside, sabotage=damage)
-        bodies = {"prefill": prefill, "decode": decode}
-        done = collect(bodies, grid, len(grid.cells), on_step, devices=sides(self.device))
-        order = {cell: number for number, cell in enumerate(grid.cells)}
+        bodies, order = {"prefill": prefill, "decode": decode}, {cell: at for at, cell in enumerate(self.cells())}
+        done = collect(bodies, self, len(order), on_step, devices=sides(self.device))
         return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
 
 

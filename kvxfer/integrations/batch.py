@@ -16,7 +16,7 @@ import torch
 
 from kvxfer.errors import GeometryError, TokensError, UsageError
 from kvxfer.integrations.paged import PagedCache, Sequence
-from kvxfer.integrations.transformers import Cache, CacheLayerMixin
+from kvxfer.integrations.transformers import Cache, PoolLayer
 
 __all__ = ["decode_step"]
 
@@ -39,19 +39,10 @@ class _Batch:
         return torch.arange(self.longest + 1, device=self.cache.device) <= self.tokens.unsqueeze(1)
 
 
-class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types: its classes are Any
-    """One layer of the pool, as transformers sees it during one pass over a batch."""
-
-    is_sliding = False
-
+class _BatchLayer(PoolLayer):
     def __init__(self, batch: _Batch, index: int) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        super().__init__(index, batch.longest)
         self._batch = batch
-        self._index = index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool exists already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -63,18 +54,6 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships 
             half.flatten(1, 2)[:, : batch.longest + 1].transpose(1, 2) for half in pool.take(self._index, batch.table)
         )
         return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (tokens that attention will see, position of the first of them)."""
-        return self._batch.longest + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the tokens of the longest sequence."""
-        return self._batch.longest
-
-    def get_max_length(self) -> int:
-        """Return -1: the tables grow as long as the pool has blocks."""
-        return -1
 
 
 def decode_step(model: Any, cache: PagedCache, sequences: ListOf[Sequence], token_ids: ListOf[int]) -> list[int]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 from kvxfer import __version__
 from kvxfer.telemetry import Ended, Intervals, RequestKey, Side, Stage, logger
@@ -35,6 +35,7 @@ except ImportError as error:
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
+_Clock: TypeAlias = Callable[[float], int]
 _log: Final = logger("kvxfer.worker")
 
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
@@ -70,18 +71,11 @@ def written(context: SpanContext) -> str:
 
 @dataclass(slots=True)
 class _Offered:
-    """An offer that can be found.
+    """An offer that can be found."""
 
-    Attributes:
-        caller: The span in which it was made.
-        began: When, by the worker's clock.
-        fetched: The first fetch of it that said to which trace it belongs.
-        links: What was sent of it.
-    """
-
-    caller: SpanContext
+    caller: SpanContext  # the span in which it was made
     began: float
-    fetched: SpanContext | None = None
+    fetched: SpanContext | None = None  # the first fetch of it that said to which trace it belongs
     links: list[Link] = field(default_factory=list[Link])
 
 
@@ -104,11 +98,6 @@ class Traces:
 
     Spans go to the application's tracer provider; without one, nothing comes of them. What its span processors do when
     a span ends, they do on the loop: they should hand it on, as `BatchSpanProcessor` does.
-
-    Args:
-        engine: Name of the engine.
-        rank: Of this worker in it.
-        wall_ns: The time of day in nanoseconds.
     """
 
     def __init__(self, engine: str, rank: int, wall_ns: Callable[[], int] = time.time_ns) -> None:
@@ -124,9 +113,9 @@ class Traces:
 
     @_harmless
     def _fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
-        clock = _Clock.set(at, self._wall_ns())
+        clock = self._clock(at)
         about = self._about(key) | {"kvxfer.transfer": transfer}
-        span = self._tracer.start_span("kvxfer.fetch", None, SpanKind.CLIENT, about, start_time=clock.ns(at))
+        span = self._tracer.start_span("kvxfer.fetch", None, SpanKind.CLIENT, about, start_time=clock(at))
         self._fetches[transfer] = span, clock
         return written(span.get_span_context())
 
@@ -145,9 +134,9 @@ class Traces:
                 return
             span, clock = begun
         else:
-            clock, parent = _Clock.set(stats.finished, self._wall_ns()), parsed(ended.trace)
+            clock, parent = self._clock(stats.finished), parsed(ended.trace)
             about = self._about(ended.key) | {"kvxfer.transfer": ended.transfer}
-            within, start = _within(parent), clock.ns(stats.started)
+            within, start = _within(parent), clock(stats.started)
             span = self._tracer.start_span("kvxfer.send", within, SpanKind.SERVER, about, start_time=start)
             if (offered := self._offers.get(ended.key)) is not None:
                 offered.fetched = offered.fetched or parent
@@ -155,7 +144,7 @@ class Traces:
                     offered.links.append(Link(span.get_span_context()))
         if span.is_recording():
             self._describe(span, clock, ended)
-        span.end(clock.ns(stats.finished))
+        span.end(clock(stats.finished))
 
     @_harmless
     def offer_ended(self, key: RequestKey, how: str, at: float) -> None:
@@ -163,19 +152,24 @@ class Traces:
         offered = self._offers.pop(key, None)
         if offered is None:
             return
-        clock = _Clock.set(at, self._wall_ns())
+        clock = self._clock(at)
         parent = offered.caller if offered.caller.is_valid else offered.fetched
         about = self._about(key) | {"kvxfer.ending": how}
-        start = clock.ns(offered.began)
+        start = clock(offered.began)
         span = self._tracer.start_span(
             "kvxfer.offer", _within(parent), attributes=about, links=offered.links, start_time=start
         )
-        span.end(clock.ns(at))
+        span.end(clock(at))
+
+    def _clock(self, now: float) -> _Clock:
+        """What an instant of the worker's clock is in nanoseconds since the epoch, as both clocks are now."""
+        zero_ns = self._wall_ns() - int(now * 1e9)
+        return lambda at: zero_ns + int(at * 1e9)
 
     def _about(self, key: RequestKey) -> dict[str, str | int]:
         return {**self._own, "kvxfer.request": key[0], "kvxfer.attempt": key[1]}
 
-    def _describe(self, span: Span, clock: "_Clock", ended: Ended) -> None:
+    def _describe(self, span: Span, clock: _Clock, ended: Ended) -> None:
         """What became of a transfer, and a span below it of each stage."""
         stats = ended.stats
         span.set_attributes(
@@ -189,7 +183,7 @@ class Traces:
             }
         )
         if stats.first_byte is not None:
-            span.add_event("first_byte", timestamp=clock.ns(stats.first_byte))
+            span.add_event("first_byte", timestamp=clock(stats.first_byte))
         if (report := ended.report) is None:
             span.set_status(Status(StatusCode.OK))
         else:
@@ -203,33 +197,13 @@ class Traces:
             if intervals is not None:
                 self._stage(within, clock, "read" if name == "arrive" and stats.route == "pull" else name, intervals)
 
-    def _stage(self, within: Context, clock: "_Clock", name: str, intervals: Intervals) -> None:
+    def _stage(self, within: Context, clock: _Clock, name: str, intervals: Intervals) -> None:
         """One span from the first chunk to the last, which says in how much of it the stage ran."""
         spans = intervals.spans()
         if spans:
             about: dict[str, Any] = {"kvxfer.busy_seconds": intervals.length, "kvxfer.intervals": len(spans)}
-            start, end = clock.ns(spans[0][0]), clock.ns(spans[-1][1])
+            start, end = clock(spans[0][0]), clock(spans[-1][1])
             self._tracer.start_span(f"kvxfer.{name}", within, attributes=about, start_time=start).end(end)
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """The time of day of instants of the worker's clock.
-
-    Attributes:
-        zero_ns: When that clock said 0.
-    """
-
-    zero_ns: int
-
-    @classmethod
-    def set(cls, now: float, wall_ns: int) -> Self:
-        """As both clocks are now."""
-        return cls(wall_ns - int(now * 1e9))
-
-    def ns(self, at: float) -> int:
-        """Nanoseconds since the epoch."""
-        return self.zero_ns + int(at * 1e9)
 
 
 def _within(parent: SpanContext | None) -> Context:

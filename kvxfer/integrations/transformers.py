@@ -38,7 +38,7 @@ from kvxfer.integrations.paged import (
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.cache_utils import Cache as Cache  # noqa: PLC0414 - for batch.py too, which this guards as well
-    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa: PLC0414
+    from transformers.cache_utils import CacheLayerMixin
 except ModuleNotFoundError as exc:
     if exc.name != "transformers":
         raise
@@ -84,20 +84,37 @@ class _Pass:
         self.table = cache.table(sequence.block_ids)
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types: its classes are Any
+class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types: its classes are Any
     """One layer of the pool, as transformers sees it during one forward pass. It holds no K and no V."""
 
     is_sliding = False
 
-    def __init__(self, run: _Pass, index: int) -> None:
+    def __init__(self, index: int, tokens: int) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-        self._run = run
         self._index = index
-        self._tokens = run.sequence.tokens
+        self._tokens = tokens
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool exists already."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (tokens that attention will see, position of the first of them)."""
+        return self._tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the tokens that this layer holds, of the longest sequence."""
+        return self._tokens
+
+    def get_max_length(self) -> int:
+        """Return -1: tables grow as long as the pool has blocks."""
+        return -1
+
+
+class _PagedLayer(PoolLayer):
+    def __init__(self, run: _Pass, index: int) -> None:
+        super().__init__(index, run.sequence.tokens)
+        self._run = run
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -115,18 +132,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships 
             run.on_layer(self._index, run.sequence)
         keys, values = run.cache.gather(self._index, run.table, self._tokens)
         return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (tokens that attention will see, position of the first of them)."""
-        return self._tokens + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the tokens that this layer holds."""
-        return self._tokens
-
-    def get_max_length(self) -> int:
-        """Return -1: the table grows as long as the pool has blocks."""
-        return -1
 
 
 def forward(

@@ -333,8 +333,8 @@ def doctor(
 
     from rich.console import Console
 
-    from kvxfer.tools.doctor.display import progress, table, verdict
     from kvxfer.tools.doctor.examination import Examination
+    from kvxfer.tools.doctor.findings import progress, table, verdict
 
     examination = Examination(progress, device=device)
     if listen is not None:

@@ -59,49 +59,29 @@ _INDEX_BLOCK: Final = 128  # the indexer of DeepSeek V3.2 stores a float32 scale
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one layer keeps for each token, or, as state, for each request.
+    """What one layer keeps for each token, or, as state, for each request."""
 
-    Attributes:
-        group: Block-address space, as in `CacheTensor`.
-        name: The `part` of its cache tensors. State parts whose names agree up to the first dot lie side by side in the
-            rows of one tensor (`conv.x`, `conv.B`, `conv.C`).
-        kv: `("k", "v")`, or `("",)` where there are no two halves.
-        units: What tensor parallelism divides: heads, or groups of channels; 0 if every rank keeps all of it.
-        unit: Coordinates of the head axis in each of them: 1 for heads.
-        dim: Elements of each coordinate.
-        dtype: torch's name; empty for the dtype of the cache.
-        window: Only so many last tokens are kept; None if all are.
-        state: Whether it is state: one slot a request, no tokens.
-        dim_first: State whose dim axis is outside of its head axis.
-    """
-
-    group: str
+    group: str  # block-address space, as in `CacheTensor`
+    # state parts whose names agree up to the first dot (`conv.x`, `conv.B`) lie side by side in the rows of one tensor
     name: str
-    kv: tuple[str, ...]
-    units: int
-    dim: int
-    unit: int = 1
-    dtype: str = ""
-    window: int | None = None
-    state: bool = False
-    dim_first: bool = False
+    kv: tuple[str, ...]  # ("k", "v"), or ("",) where there are no two halves
+    units: int  # what tensor parallelism divides: heads, or groups of channels; 0 if every rank keeps all of it
+    dim: int  # elements of each coordinate
+    unit: int = 1  # coordinates of the head axis in each of them: 1 for heads
+    dtype: str = ""  # torch's name; empty for the dtype of the cache
+    window: int | None = None  # only so many last tokens are kept
+    state: bool = False  # one slot a request, no tokens
+    dim_first: bool = False  # state whose dim axis is outside of its head axis
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The cache of a model, before it is divided among ranks.
-
-    Attributes:
-        model_type: As in the config.
-        dtype: The model's, by torch's name.
-        layers: The parts of each layer, in order; empty for a layer without a cache.
-        notes: What was assumed, in words.
-    """
+    """The cache of a model, before it is divided among ranks."""
 
     model_type: str
     dtype: str
-    layers: tuple[tuple[Part, ...], ...]
-    notes: tuple[str, ...] = ()
+    layers: tuple[tuple[Part, ...], ...]  # the parts of each; empty for a layer without a cache
+    notes: tuple[str, ...] = ()  # what was assumed, in words
 
 
 _Layers: TypeAlias = list[tuple[Part, ...]]
@@ -575,21 +555,13 @@ class EngineLayout:
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """The caches of all ranks of one engine.
-
-    Attributes:
-        model: What the model keeps.
-        layout: How the engine divides it and lays it out.
-        dtype: Of K and V (and of latent rows), by torch's name.
-        pool: Block ids in every group.
-        ranks: What each rank holds; planning input for `resolve` and `PairPlan`. Addresses are made up.
-    """
+    """The caches of all ranks of one engine."""
 
     model: ModelCache
     layout: EngineLayout
-    dtype: str
-    pool: int = _POOL
-    ranks: tuple[CacheGeometry, ...] = field(init=False, repr=False)
+    dtype: str  # of K and V (and of latent rows), by torch's name
+    pool: int = _POOL  # block ids in every group
+    ranks: tuple[CacheGeometry, ...] = field(init=False, repr=False)  # what each holds; addresses are made up
 
     def __post_init__(self) -> None:
         _check_positive("blocks", self.pool)
@@ -778,11 +750,6 @@ def scattered(count: int, pool: int, *, draw: int = 0) -> NDArray[np.int64]:
     Block lists of a busy engine rarely have runs, so a plan over one that has would promise pieces that are too large.
     Lists with different draws never have neighbours at the same places, so pieces do not merge over blocks by chance.
     (In a pool of a few blocks there is too little choice for that.)
-
-    Args:
-        count: How many.
-        pool: Ids run from 0 to `pool - 1`.
-        draw: Chooses the step.
 
     Raises:
         GeometryError: If the pool has fewer ids.

@@ -6,8 +6,8 @@ other does not (it is the other that limits), or neither goes on with anything, 
 The statements hold for full rows (sub-blocks that the token range does not cut), and never count too few pieces. They
 count too many where only some of the runs of two families touch, or where runs of one family touch by the choice of its
 addresses rather than by a stride: such are the last index of one axis and the first of another, as in a convolution of
-which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Without
-block lists, groups count as apart.
+which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Groups
+count as apart. Both sides must show their addresses.
 """
 
 from collections import Counter
@@ -24,32 +24,13 @@ from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BoxAxis
 from kvxfer.geometry.intersect import SegmentClass, SegmentKey
 from kvxfer.geometry.plan import PairPlan, TransferPlan
-from kvxfer.geometry.rows import Rows
 from kvxfer.geometry.spec import KV_ORDER, TensorSpec
 
-__all__ = [
-    "COLUMNS",
-    "Axis",
-    "Breaks",
-    "Cause",
-    "Explanation",
-    "Family",
-    "Holder",
-    "Limit",
-    "Regions",
-    "Run",
-    "Side",
-    "Step",
-    "Stretch",
-    "explain",
-    "explain_classes",
-    "families",
-    "within",
-]
+__all__ = ["Cause", "Explanation", "Limit", "Run", "Side", "Step", "explain", "explain_classes"]
 
 # --- what runs are made of
 #
-# `str()` of each is for people; `dataclasses.asdict` of an `Explanation` is plain data. They are derived in `growth`.
+# `str()` of each is for people; `dataclasses.asdict` of an `Explanation` is plain data.
 
 _MANY: Final = {"head": "heads", "token": "tokens", "kv": "halves", "layer": "layers"}
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -75,44 +56,26 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a run has taken in: an axis, or a stretch of another kind that begins where the run ended on both sides.
+    """What a run has taken in: an axis, or a stretch of another kind that begins where the run ended on both sides."""
 
-    Attributes:
-        axis: Name of the axis; of a stretch, in what it differs: group, part, kv, layer, head or dim.
-        count: How many of it.
-        nbytes: Bytes of the run with it.
-        then: The stretch that the run goes on with; None for an axis.
-    """
-
-    axis: str
+    axis: str  # of a stretch, in what it differs: part, kv, layer, head or dim
     count: int
-    nbytes: int
-    then: "Stretch | None" = None
+    nbytes: int  # of the run with it
+    then: "Stretch | None" = None  # the stretch that the run goes on with; None for an axis
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What one part of a cache puts into a piece, or all of it.
-
-    Attributes:
-        group: As in `CacheTensor`.
-        part: As in `CacheTensor`.
-        halves: Which of k and v, or `("",)`.
-        layers: First and last layer.
-        heads: First head and one past the last of what is copied.
-        dtype: As in `TensorSpec`; of both sides where they differ.
-        item_bytes: Bytes of one element, in which both sides are counted; of the narrower dtype where they differ.
-        steps: What it is made of, the innermost axis first; of the first stretch of a piece, how the piece went on.
-    """
+    """What one part of a cache puts into a piece, or all of it."""
 
     group: str
     part: str
     halves: tuple[str, ...]
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-    dtype: str
-    item_bytes: int
-    steps: tuple[Step, ...] = ()
+    layers: tuple[int, int]  # first and last
+    heads: tuple[int, int]  # first, and one past the last
+    dtype: str  # of both sides where they differ
+    item_bytes: int  # of the narrower dtype where they differ: both sides are counted in it
+    steps: tuple[Step, ...] = ()  # the innermost axis first; of the first stretch of a piece, how the piece went on
 
     @property
     def nbytes(self) -> int:
@@ -127,56 +90,20 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Breaks:
-    """Where the full rows of one transfer follow each other in memory, and where they do not.
-
-    Attributes:
-        places: Pairs of neighbouring rows, in the order of destination addresses.
-        source: Pairs that only the source breaks.
-        destination: Pairs that only the destination breaks.
-        both: Pairs that both break.
-    """
-
-    places: int
-    source: int
-    destination: int
-    both: int
-
-    @property
-    def joined(self) -> int:
-        """Pairs that are one piece."""
-        return self.places - self.source - self.destination - self.both
-
-
-@dataclass(frozen=True, slots=True)
 class Limit:
-    """One axis that would continue a run if it lay elsewhere.
+    """One axis that would continue a run if it lay elsewhere."""
 
-    Attributes:
-        axis: Its name: dim, head, token, kv, layer or block; group or part for what is of another kind.
-        side: On which side it would have to lie elsewhere.
-        cause: Why it does not continue the run.
-        expected: The stride that would continue it, in bytes: the length of the run.
-        src_stride: Bytes from one index to the next at the source; None where there is no one number.
-        dst_stride: The same at the destination.
-        count: Indices of the axis; 0 for blocks, whose number a request decides.
-        between: Axes whose other indices lie in between, on that side.
-        held: On that side, the heads that lie there (first, one past the last), where more do than are copied.
-        breaks: For block ids and one transfer: how often that is so.
-        then: What continues it on the other side, where that is of another kind.
-    """
-
-    axis: str
-    side: Side
+    axis: str  # dim, head, token, kv, layer or block; part for what is of another kind
+    side: Side  # where it would have to lie elsewhere
     cause: Cause
-    expected: int
-    src_stride: int | None
+    expected: int  # the stride that would continue the run: its length
+    src_stride: int | None  # None where there is no one number
     dst_stride: int | None
-    count: int = 0
-    between: tuple[str, ...] = ()
+    count: int = 0  # indices of the axis; 0 for blocks, whose number a request decides
+    between: tuple[str, ...] = ()  # axes whose other indices lie in between, on that side
+    # the heads that lie on that side (first, one past the last), where more do than are copied
     held: tuple[int, int] | None = None
-    breaks: Breaks | None = None
-    then: Stretch | None = None
+    then: Stretch | None = None  # what continues it on the other side, where that is of another kind
 
     @property
     def name(self) -> str:
@@ -189,14 +116,7 @@ class Limit:
         if self.cause is Cause.TURNS:
             return "the row ends: the tokens that follow take their turn on another rank"
         if self.cause is Cause.BLOCK_IDS:
-            rule = f"the block ends ({self.side}); within it and where block ids follow each other, the run goes on"
-            if self.breaks is None:
-                return rule
-            told = self.breaks
-            return (
-                f"{rule}: in {told.joined} of {told.places} places; broken by the source {told.source}, by the "
-                f"destination {told.destination}, by both {told.both}"
-            )
+            return f"the block ends ({self.side}); within it and where block ids follow each other, the run goes on"
         other = Side.SOURCE if self.side is Side.DESTINATION else Side.DESTINATION
         if self.then is not None:
             what = ", ".join(_named(tuple(self.then)).values())
@@ -226,21 +146,13 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The pieces of regions that are alike.
+    """The pieces of regions that are alike."""
 
-    Attributes:
-        first: What a piece begins with, and by its steps all that the piece is made of.
-        piece_bytes: Bytes of one piece in a full row.
-        pieces: Pieces of all these regions in a full row.
-        row_tokens: Token rows in a full row; 1 for state.
-        limits: Why it ends there: any one of them mended would make pieces longer.
-    """
-
-    first: Stretch
-    piece_bytes: int
+    first: Stretch  # what a piece begins with, and by its steps all that it is made of
+    piece_bytes: int  # in a full row, as is `pieces`
     pieces: int
-    row_tokens: int
-    limits: tuple[Limit, ...]
+    row_tokens: int  # in a full row; 1 for state
+    limits: tuple[Limit, ...]  # any one of them mended would make pieces longer
 
     def __str__(self) -> str:
         row = f"row of {self.row_tokens} tokens" if self.row_tokens > 1 else "row"
@@ -287,11 +199,7 @@ def _counted(what: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the pieces of a pair, or of one transfer, are as long as they are; `str()` of it is for people.
-
-    Attributes:
-        runs: Every kind of run.
-    """
+    """Why the pieces of a pair, or of one transfer, are as long as they are; `str()` of it is for people."""
 
     runs: tuple[Run, ...]
 
@@ -326,41 +234,24 @@ def _size(nbytes: int) -> str:
 # can go on with each other where the same rows move both, at the same distances, and what they have not taken in is
 # alike, so that each run of the one meets a run of the other.
 #
-# Where elements are converted, both sides are counted in bytes of the narrower dtype. Where a side does not show its
-# addresses, its tensors count as apart.
+# Where elements are converted, both sides are counted in bytes of the narrower dtype.
 
 I64: TypeAlias = NDArray[np.int64]
 
 COLUMNS: Final[Mapping[str, int]] = {"dim": 3, "head": 2, "kv": 1, "layer": 0}
 """Axes that tell the regions of a class apart: their columns in `SegmentClass.places`, the usual inner ones first."""
 
-_FAR: Final = 1 << 47
-"""Bytes that are no distance within one tensor, nor between two addresses."""
 
-
-def families(
-    sides: "tuple[Holder, Holder]", classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
-) -> "list[Family]":
-    """Every run of a pair, or of one of its transfers, as long as it becomes.
-
-    Args:
-        sides: The prefill rank, and the decode rank.
-        classes: What they have in common.
-        rows: The rows of one transfer, by class; classes without any are left out.
-    """
+def _families(sides: tuple[CacheGeometry, CacheGeometry], classes: Sequence[SegmentClass]) -> "list[Family]":
+    """Every run of a pair, or of one of its transfers, as long as it becomes."""
     numbers: dict[tuple[object, ...], int] = {}
     found: list[Family] = []
-    for c, met in zip(classes, [None] * len(classes) if rows is None else rows, strict=True):
+    for c in classes:
         key = _as_staged(c.key)
-        if met is None or len(met):
-            items = (key.elements.src_bytes, key.elements.dst_bytes)
-            bases = [
-                side.addresses(key, c.places, own * key.item_bytes // item)
-                for side, own, item in zip(sides, c.bases.T, items, strict=True)
-            ]
-            src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key, met))
-            regions = Regions(c.places[:, None], c.places[:, None], np.stack(bases, axis=1))
-            found.append(Family(key, met, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
+        bases = c.bases * key.item_bytes // np.asarray([key.elements.src_bytes, key.elements.dst_bytes])
+        src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key))
+        regions = Regions(c.places[:, None], c.places[:, None], bases)
+        found.append(Family(key, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
     return _grown(found)
 
 
@@ -384,21 +275,21 @@ def _as_staged(key: SegmentKey) -> SegmentKey:
     )
 
 
-def _frames(key: SegmentKey, met: Rows | None) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _frames(key: SegmentKey) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """What two classes must have in common on either side, so that what meets in one row meets in every row.
 
-    Before there are block lists, groups have rows of their own.
+    Groups have block lists of their own, and so rows.
     """
-    rows = (key.group if met is None else met.table.tobytes(), key.src_rows, key.dst_rows)
+    rows = (key.group, key.src_rows, key.dst_rows)
     elements = key.elements if key.elements.converts else None
-    src, dst = within(key)
+    src, dst = _within(key)
     return (
         (*rows, elements, key.src_block, src and key.src_token),
         (*rows, elements, key.dst_block, dst and key.dst_token),
     )
 
 
-def within(key: SegmentKey) -> tuple[bool, bool]:
+def _within(key: SegmentKey) -> tuple[bool, bool]:
     """Whether several full rows lie in one block, on either side."""
     src, dst = (not rows.is_state and rows.block_tokens > key.grid for rows in (key.src_rows, key.dst_rows))
     return src, dst
@@ -422,31 +313,16 @@ def _axes(key: SegmentKey) -> tuple[Axis, ...]:
     return tuple(axis for axis in axes if axis.count > 1)
 
 
-class Holder:
-    """One side: its tensors by what they hold, and whether their addresses are known."""
-
-    def __init__(self, geometry: CacheGeometry) -> None:
-        self._places: Final = geometry.places
-        self._owners: Final = {id(spec): number for number, spec in enumerate(geometry.tensors)}
-        self._addressed: Final = geometry.addressed
-
-    def spec(self, key: SegmentKey, place: I64) -> TensorSpec:
-        """The tensor that holds a region."""
-        layer, half, head, _ = place.tolist()
-        specs = self._places[key.group, key.part, KV_ORDER[half], layer]
-        return next(spec for spec in specs if head in spec.heads)
-
-    def addresses(self, key: SegmentKey, places: I64, bases: I64) -> I64:
-        """Where regions lie: without addresses only distances within one tensor are known, so tensors lie far apart."""
-        if self._addressed:
-            return bases
-        owners = [self._owners[id(self.spec(key, place))] for place in places]
-        return bases + np.asarray(owners, np.int64) * (2 * _FAR)
+def _spec(side: CacheGeometry, key: SegmentKey, place: I64) -> TensorSpec:
+    """The tensor that holds a region."""
+    layer, half, head, _ = place.tolist()
+    specs = side.places[key.group, key.part, KV_ORDER[half], layer]
+    return next(spec for spec in specs if head in spec.heads)
 
 
-def _first(key: SegmentKey, sides: Sequence[Holder], place: I64) -> Stretch:
+def _first(key: SegmentKey, sides: Sequence[CacheGeometry], place: I64) -> Stretch:
     """One element of a class; its heads count from 0, and layers and halves are open, until it is placed."""
-    dtypes = dict.fromkeys(side.spec(key, place).dtype for side in sides)
+    dtypes = dict.fromkeys(_spec(side, key, place).dtype for side in sides)
     heads = (0, prod(axis.count for axis in key.heads))
     return Stretch(key.group, key.part, (), (0, 0), heads, " to ".join(dtypes), key.item_bytes)
 
@@ -468,17 +344,11 @@ def _placed(stretch: Stretch, places: Iterator[tuple[list[int], list[int]]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Regions, or what runs that go through several begin with.
+    """Regions, or what runs that go through several begin with."""
 
-    Attributes:
-        low: int64 (R, S, 4): least coordinates of each of S stretches.
-        high: int64 (R, S, 4): the greatest.
-        bases: int64 (R, 2): where they begin.
-    """
-
-    low: I64
-    high: I64
-    bases: I64
+    low: I64  # int64 (R, S, 4): least coordinates of each of S stretches
+    high: I64  # int64 (R, S, 4): the greatest
+    bases: I64  # int64 (R, 2): where they begin
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -506,23 +376,13 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Runs that grow alike.
+    """Runs that grow alike."""
 
-    Attributes:
-        key: The class in which they begin.
-        rows: The rows of one transfer.
-        frames: On either side, equal for classes that the same rows move by the same distances.
-        first: What they are made of, not yet placed.
-        axes: What they have not taken in of a region.
-        regions: Where they are, at index 0 of these axes.
-    """
-
-    key: SegmentKey
-    rows: Rows | None
-    frames: tuple[int, int]
-    first: Stretch
-    axes: tuple[Axis, ...]
-    regions: Regions
+    key: SegmentKey  # of the class in which they begin
+    frames: tuple[int, int]  # on either side, equal for classes that the same rows move by the same distances
+    first: Stretch  # what they are made of, not yet placed
+    axes: tuple[Axis, ...]  # what they have not taken in of a region
+    regions: Regions  # at index 0 of these axes
 
     @property
     def run(self) -> int:
@@ -596,8 +456,6 @@ class Family:
     def unlike(self, other: "Family") -> str:
         """In what the regions of another family are others than these."""
         mine, theirs = (family.regions.low[0, 0] for family in (self, other))
-        if self.key.group != other.key.group:
-            return "group"
         if self.key.part != other.key.part:
             return "part"
         return next((name for name in ("kv", "layer", "head") if mine[COLUMNS[name]] != theirs[COLUMNS[name]]), "dim")
@@ -636,28 +494,19 @@ def explain(plan: PairPlan | TransferPlan) -> Explanation:
     """Say why the pieces of a plan are as long as they are, and which side limits them.
 
     Args:
-        plan: Of a pair: in full rows of whatever request. Of one transfer: also how often block ids end a run.
+        plan: Of a pair: in full rows of whatever request. Of one transfer: only what is a part of it.
     """
     if isinstance(plan, PairPlan):
         return explain_classes(plan.src, plan.dst, plan.classes)
     pair = plan.pair
-    return explain_classes(pair.src, pair.dst, pair.classes, [plan.rows[of] for of in pair.meeting_of])
+    moved = [c for c, of in zip(pair.classes, pair.meeting_of, strict=True) if len(plan.rows[of])]
+    return explain_classes(pair.src, pair.dst, moved)
 
 
-def explain_classes(
-    src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
-) -> Explanation:
-    """The same of some of what two ranks have in common.
-
-    Args:
-        src: Geometry of the prefill rank.
-        dst: Geometry of the decode rank.
-        classes: What they have in common.
-        rows: The rows of one transfer, by class.
-    """
-    sides = (Holder(src), Holder(dst))
-    found = families(sides, classes, rows)
-    return Explanation(tuple(_Ending(family, *sides).run(found) for family in found))
+def explain_classes(src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass]) -> Explanation:
+    """The same of some of what two ranks have in common."""
+    found = _families((src, dst), classes)
+    return Explanation(tuple(_Ending(family, src, dst).run(found) for family in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -665,8 +514,8 @@ class _Ending:
     """Says of a family why its runs are over."""
 
     family: Family
-    src: Holder
-    dst: Holder
+    src: CacheGeometry
+    dst: CacheGeometry
 
     def run(self, others: Iterable[Family]) -> Run:
         """The runs, and what ends them; among these others."""
@@ -710,14 +559,14 @@ class _Ending:
                         name, held = family.unlike(other), self._held(self._spec(side))
                         yield Limit(name, side, Cause.KIND, run, src, dst, held=held, then=other.stretch)
 
-    def _near(self, side: Holder, place: I64, distance: int) -> bool:
+    def _near(self, side: CacheGeometry, place: I64, distance: int) -> bool:
         """Whether something so far from a region may lie in the same tensor, or in another view of its memory."""
-        spec = side.spec(self.family.key, place)
+        spec = _spec(side, self.family.key, place)
         return abs(distance) * spec.item_bytes < spec.extent_bytes * self.family.key.item_bytes
 
     def _block(self) -> tuple[Axis, Side]:
         """From one full row to the next, and on which sides that is another block."""
-        key, inside = self.family.key, within(self.family.key)
+        key, inside = self.family.key, _within(self.family.key)
         grid = key.grid
         src = grid * key.src_token if inside[0] else key.src_block
         dst = grid * key.dst_token if inside[1] else key.dst_block
@@ -733,7 +582,7 @@ class _Ending:
             end = Limit("block", Side.DESTINATION if turns else Side.SOURCE, Cause.TURNS, run, None, None)
             open_axes = [axis for axis in axes if axis.count > 1]
         elif block.src == block.dst == run:
-            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run, breaks=self._breaks()),)
+            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run),)
         else:
             end = None
             open_axes = [*(axis for axis in axes if axis.count > 1), block]
@@ -770,30 +619,14 @@ class _Ending:
 
     def _spec(self, side: Side) -> TensorSpec:
         """The tensor in which the first of the runs begins."""
-        return (self.src if side is Side.SOURCE else self.dst).spec(self.family.key, self.family.regions.low[0, 0])
+        geometry = self.src if side is Side.SOURCE else self.dst
+        return _spec(geometry, self.family.key, self.family.regions.low[0, 0])
 
     def _held(self, spec: TensorSpec) -> tuple[int, int] | None:
         """The heads of a tensor, where more are than are copied."""
         first, stop = self.family.stretch.heads
         whole = first <= spec.heads.start and spec.heads.stop <= stop
         return None if whole else (spec.heads.start, spec.heads.stop)
-
-    def _breaks(self) -> Breaks | None:
-        """How the full rows of a transfer follow each other."""
-        if self.family.rows is None:
-            return None
-        key, table = self.family.key, self.family.rows.table
-        table = table[(table[:, 4] == self.family.rows.grid) & (table[:, 0] >= 0)]  # not of padding
-        src = table[:, 0] * key.src_block + table[:, 1] * key.src_token
-        dst = table[:, 2] * key.dst_block + table[:, 3] * key.dst_token
-        order = np.argsort(dst)
-        breaks_src, breaks_dst = (np.diff(side[order]) != self.family.run for side in (src, dst))
-        return Breaks(
-            max(0, len(table) - 1),
-            int((breaks_src & ~breaks_dst).sum()),
-            int((breaks_dst & ~breaks_src).sum()),
-            int((breaks_src & breaks_dst).sum()),
-        )
 
 
 def _reach(axis: Axis) -> tuple[bool, int]:

@@ -155,21 +155,13 @@ _SMALLEST_POOL: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PieceSizes:
-    """Contiguous pieces of a copy, neighbours merged.
-
-    Attributes:
-        count: How many.
-        smallest: Bytes of the smallest.
-        median: Bytes of the one in the middle, by number.
-        largest: Bytes of the largest.
-        sampled: Whether these numbers come from a part of the pieces.
-    """
+    """Contiguous pieces of a copy, neighbours merged."""
 
     count: int
     smallest: int
-    median: int
+    median: int  # by number
     largest: int
-    sampled: bool
+    sampled: bool  # these numbers come from a part of the pieces
 
     @classmethod
     def of(cls, plan: CopyPlan) -> "PieceSizes":
@@ -184,18 +176,7 @@ class PieceSizes:
 
 @dataclass(frozen=True, slots=True)
 class PairForecast:
-    """What would go from one prefill rank to one decode rank.
-
-    Attributes:
-        prefill_rank: Sender.
-        decode_rank: Receiver.
-        bytes: Size.
-        pieces: Contiguous pieces in the caches of both, neighbours merged.
-        chunks: Chunks that it is cut into.
-        choice: The route that the sender would choose, and why.
-        predicted_s: Seconds, if the pair were alone.
-        explanation: Why the pieces are no longer.
-    """
+    """What would go from one prefill rank to one decode rank."""
 
     prefill_rank: int
     decode_rank: int
@@ -203,7 +184,7 @@ class PairForecast:
     pieces: PieceSizes
     chunks: int
     choice: Choice
-    predicted_s: float
+    predicted_s: float  # if the pair were alone
     explanation: Explanation
 
     def to_json(self) -> dict[str, Any]:
@@ -231,21 +212,13 @@ class PairForecast:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """A transfer of one request between two engines.
-
-    Attributes:
-        prefill: The engine that holds the request.
-        decode: The engine that fetches it.
-        tokens: What it fetches.
-        profile: What the predicted times rest on.
-        pairs: Pairs of ranks between which something moves, by decode rank.
-    """
+    """A transfer of one request between two engines."""
 
     prefill: Engine
     decode: Engine
     tokens: range
-    profile: Profile
-    pairs: tuple[PairForecast, ...]
+    profile: Profile  # what the predicted times rest on
+    pairs: tuple[PairForecast, ...]  # between which something moves, by decode rank
 
     @property
     def bytes(self) -> int:

@@ -55,11 +55,7 @@ class Sight:
 
 
 class Top:
-    """Looks at addresses again and again; rates are those between two looks.
-
-    Args:
-        addresses: Where admin pages are.
-    """
+    """Looks at addresses again and again; rates are those between two looks."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses: Final = addresses

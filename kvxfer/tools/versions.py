@@ -9,12 +9,12 @@ from typing import Final
 
 from kvxfer import __version__
 
-__all__ = ["MISSING", "cuda_of_torch", "package", "ucx", "versions"]
+__all__ = ["MISSING", "cuda_of_torch", "first_match", "package", "ucx", "versions"]
 
 MISSING: Final = "is not installed"
 _WHEELS: Final = ("nixl-cu13", "nixl-cu12", "nixl")
 """Packages that may hold NIXL's own copy of UCX, as nixl itself looks for them."""
-_CUDA: Final = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)
+_CUDA: Final = r"^cuda\b[^=]*=\s*'([\d.]+)'"
 
 
 def versions() -> dict[str, str]:
@@ -57,7 +57,7 @@ def cuda_of_torch() -> str:
         return ""
     if spec is None or spec.origin is None:
         return ""
-    return _first(_CUDA, Path(spec.origin).with_name("version.py"))
+    return first_match(_CUDA, Path(spec.origin).with_name("version.py"))
 
 
 def _bundled() -> list[str]:
@@ -78,10 +78,10 @@ def _distribution(name: str) -> Distribution | None:
         return None
 
 
-def _first(pattern: re.Pattern[str], file: Path) -> str:
+def first_match(pattern: str, file: Path) -> str:
     """What the first group finds in a file; empty if there is no such file or line."""
     try:
-        found = pattern.search(file.read_text(encoding="utf-8", errors="replace"))
+        found = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    return found[1].strip() if found else ""

@@ -114,6 +114,7 @@ def show(item):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the command has it
     conduct({"a": bench_bodies.stay, "b": bench_bodies.wait}, 0, show, devices={"a": "cpu", "b": "cpu"})
 """
 

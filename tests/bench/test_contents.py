@@ -5,10 +5,8 @@ import random
 import pytest
 import torch
 
-from kvxfer.tools.bench import contents
-from kvxfer.tools.bench.caches import Slab
-from kvxfer.tools.bench.cells import draw
-from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Request
+from kvxfer.tools.bench import caches
+from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Request, Slab, draw
 from kvxfer.tools.bench.layouts import NAMED, Layout, plain
 
 SMALL = [
@@ -52,7 +50,7 @@ def test_a_right_copy_is_right(layout):
 @EACH
 @pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
 def test_every_byte_counts(layout, slice_bytes, monkeypatch):
-    monkeypatch.setattr(contents, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(caches, "_SLICE_BYTES", slice_bytes)
     target, request = moved(layout)
     numbers = random.Random(3)
     for tensor in target.tensors:
@@ -67,7 +65,7 @@ def test_every_byte_counts(layout, slice_bytes, monkeypatch):
 def target_byte(target, request, tensor, at):
     """What the byte should be: from a second cache that was written, not received."""
     index = next(number for number, one in enumerate(target.tensors) if one is tensor)
-    twin = contents.Cache([torch.empty_like(one) for one in target.tensors], target.axes, target.heads, target.poison)
+    twin = caches.Cache([torch.empty_like(one) for one in target.tensors], target.axes, target.heads, target.poison)
     twin.write(request)
     return twin.tensors[index].view(torch.uint8).view(-1)[at]
 
@@ -146,5 +144,5 @@ def test_head_ranges_are_global():
     cache = Slab("cpu", [(layout, 2)], source=False).cache(layout, 2)
     request = Request(1, (0,))
     cache.write(request)
-    other = contents.Cache(cache.tensors, cache.axes, range(4, 8), cache.poison)
+    other = caches.Cache(cache.tensors, cache.axes, range(4, 8), cache.poison)
     assert other.difference(request) != ""

@@ -22,8 +22,7 @@ def test_plan(bench):
 
 
 def plans(layout, blocks):
-    src = planning.geometry(layout.src_axes, range(planning.HEADS), blocks, 1 << 44)
-    dst = planning.geometry(layout.dst_axes, layout.dst_heads, blocks, 1 << 45)
+    src, dst = layout.sides(blocks)
     pair = PairPlan(src, dst, common(src, dst))
     spans = {"default": Span(np.arange(blocks, dtype=np.int64))}
 

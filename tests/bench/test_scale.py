@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvxfer.errors import UsageError
-from kvxfer.tools.bench.relay import Relay
+from kvxfer.tools.bench.scale import Relay
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 

@@ -12,10 +12,9 @@ import sys
 import pytest
 
 from kvxfer.errors import UnreachableError, UsageError
-from kvxfer.tools.doctor import examination, local
-from kvxfer.tools.doctor.display import table, verdict
+from kvxfer.tools.doctor import examination, remote
 from kvxfer.tools.doctor.examination import Examination, Outcome
-from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, warn
+from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, table, verdict, warn
 from kvxfer.tools.doctor.machine import Machine
 
 
@@ -64,7 +63,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_says():
 
 
 def test_what_cannot_be_imported_is_not_tried(monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "check_pair", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(examination, "check_pair", lambda *_: pytest.fail("it was tried"))
     machine = Machine(root=tmp_path, package=lambda _: "", cuda=lambda: "", ucx=lambda: "")
     outcome = Examination(lambda _: None, machine).local()
     assert {one.name for one in outcome.findings if one.status is Status.FAIL} == {"torch", "nixl"}
@@ -85,7 +84,7 @@ def test_a_peer_that_fails_is_a_finding(monkeypatch, tmp_path, error):
         yield ok("peer", "")
         raise error
 
-    monkeypatch.setattr(examination, "_check_peer", broken)
+    monkeypatch.setattr(remote, "check_peer", broken)
     monkeypatch.setenv("UCX_LOG_FILE", "")
     monkeypatch.setenv("UCX_LOG_LEVEL", "warn")
     monkeypatch.setenv("UCX_PROTO_INFO", "n")
@@ -123,10 +122,10 @@ def test_a_process_that_dies_is_a_finding(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     import doctor_bodies  # pyright: ignore[reportMissingImports]
 
-    monkeypatch.setattr(local, "_first", doctor_bodies.die)
-    monkeypatch.setattr(local, "_second", doctor_bodies.die)
+    monkeypatch.setattr(examination, "_first", doctor_bodies.die)
+    monkeypatch.setattr(examination, "_second", doctor_bodies.die)
     found = []
-    local.check_pair(("cpu", "cpu"), found.append)
+    examination.check_pair(("cpu", "cpu"), found.append)
     del sys.modules["doctor_bodies"]
     assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
     assert "the process ended early, with exit code 9" in found[0].seen
@@ -139,7 +138,7 @@ def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
 
     monkeypatch.setattr(os, "pipe", pipe)
     found = []
-    local.check_pair(("cpu", "cpu"), found.append)
+    examination.check_pair(("cpu", "cpu"), found.append)
     assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
     assert "Too many open files" in found[0].seen
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.tools.doctor import gpus, nvml
+from kvxfer.tools.doctor import gpus
 from kvxfer.tools.doctor.gpus import Gpu, Reach
 
 GIB = 1 << 30
@@ -108,10 +108,10 @@ class Library(SimpleNamespace):
 
 def test_links_are_counted():
     library = Library()
-    assert nvml.links(["0000:1b:00.0", "0000:5c:00.0", "0000:ff:00.0"], library) == {
+    assert gpus.links(["0000:1b:00.0", "0000:5c:00.0", "0000:ff:00.0"], library) == {
         "0000:1b:00.0": 17,
         "0000:5c:00.0": 0,
     }
     assert library.shut == 1
-    assert nvml.links(["0000:1b:00.0"], SimpleNamespace(nvmlInit_v2=lambda: 9)) == {}
-    assert nvml.links(["0000:1b:00.0"], SimpleNamespace()) == {}
+    assert gpus.links(["0000:1b:00.0"], SimpleNamespace(nvmlInit_v2=lambda: 9)) == {}
+    assert gpus.links(["0000:1b:00.0"], SimpleNamespace()) == {}

@@ -1,15 +1,14 @@
 """What a few transfers say, and what is said when they are damaged."""
 
 import asyncio
-import secrets
 
 import pytest
 
 from kvxfer.mapped import here
+from kvxfer.tools.bench.caches import draw
 from kvxfer.tools.doctor import probe
 from kvxfer.tools.doctor.lanes import LaneLog
-from kvxfer.tools.doctor.memory import ProbeCache
-from kvxfer.tools.doctor.probe import Probe, judge
+from kvxfer.tools.doctor.probe import Probe, ProbeCache, judge
 
 MIB = 1 << 20
 BOOT, NAMESPACE = here().split(" ")
@@ -53,13 +52,18 @@ def test_a_direction_is_judged(route, last, known, host, status, seen, remedy):
     assert bool(found.remedy) is bool(remedy)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(probe, "_probe_bytes", lambda device: MIB)
+
+
 class Both:
     """Two sides in this process, on real workers over NIXL."""
 
     def __init__(self, channels, folder):
         listen = f"unix:{folder}/{{route}}-"
         self.sides = [
-            Probe(channel, first, "cpu", names, f"{listen}{first}", LaneLog(folder), MIB, secrets.randbits(32))
+            Probe(channel, first, "cpu", names, f"{listen}{first}", LaneLog(folder))
             for channel, first, names in ((channels[0], True, ("a", "b")), (channels[1], False, ("b", "a")))
         ]
 
@@ -79,13 +83,13 @@ async def test_damage_is_seen(channels, tmp_path, monkeypatch):
     def damaged(self, number):
         ids = found(self, number)
         if number == 1:
-            self._bytes[0, ids[0], 7] ^= 1
+            self.cache.corrupt(ids[0])
         return ids
 
     monkeypatch.setattr(ProbeCache, "source", damaged)
     findings = await Both(channels, tmp_path).run()
     assert {name: one.status for name, one in findings.items()} == {"staged a -> b": "fail", "staged b -> a": "fail"}
-    assert f"1 of {MIB} bytes are wrong" in findings["staged a -> b"].seen
+    assert "what arrived is wrong: layer 1, block " in findings["staged a -> b"].seen
 
 
 async def test_settings_that_forbid_a_route_are_named(channels, tmp_path, monkeypatch):
@@ -113,12 +117,11 @@ async def test_a_worker_that_cannot_be_opened_is_named(channels, tmp_path, monke
 
 def test_bytes_outside_of_a_request_are_looked_at():
     cache = ProbeCache("cpu", MIB, 1)
-    assert cache.nbytes == MIB
-    cache.target(0)
-    inside = cache._ids(1)
-    cache._bytes[:, inside] = cache._content
+    assert cache.tokens * 2 * 2 * 8 * 128 * 2 == MIB
+    moved = draw(1, 12, 8, source=False)
+    assert cache.target(0) == list(moved.ids)
+    cache.cache.write(moved)
     assert cache.difference(0) == ""
-    outside = min(set(range(cache._pool)) - set(inside))
-    cache._bytes[1, outside, 0] = 0
-    assert cache.difference(0) == "1 bytes outside of the request were overwritten"
-    assert cache.difference(1).endswith(f"of {MIB} bytes are wrong"), "each transfer holds something else"
+    assert "of the request" in cache.difference(1), "each transfer holds something else"
+    cache.cache.corrupt(min(set(range(12)) - set(moved.ids)))
+    assert "that must stay untouched" in cache.difference(0)

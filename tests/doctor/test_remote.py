@@ -11,7 +11,7 @@ from kvxfer.errors import ProtocolError, UnreachableError, UsageError
 from kvxfer.mapped import here
 from kvxfer.names import Endpoint
 from kvxfer.tools.doctor import probe, remote
-from kvxfer.tools.doctor.addresses import listening, pasted
+from kvxfer.tools.doctor.examination import listening, pasted
 from kvxfer.tools.doctor.findings import ok
 from kvxfer.tools.doctor.remote import check_peer, compare, serve_peer
 
@@ -171,7 +171,7 @@ def test_two_sides_are_compared(theirs, expected):
 
 async def test_a_real_probe_between_two_sides(folder, monkeypatch):
     monkeypatch.setattr(probe, "ROUTES", ("staged", "pull"))
-    monkeypatch.setattr(remote, "probe_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(probe, "_probe_bytes", lambda _: 1 << 20)
     there = Listening(f"unix:{folder}/d.sock", folder)
     mine = await collect(check_peer(*await there.address(), "cpu", folder))
     theirs = await there.task

@@ -215,28 +215,10 @@ def plan(src: CacheGeometry, dst: CacheGeometry) -> PairPlan:
     return PairPlan(src, dst, resolve(dst, [src])[0])
 
 
-def test_a_transfer_counts_the_places_where_blocks_follow_each_other():
-    pair = plan(tensors("NHD"), tensors("NHD", tokens=64))
-    ids = [0, 1, 2, 3, 5, 6, 8, 7]  # 0..3 follow each other, 3 to 5 is broken on both sides, 6 to 8 at the source
-    transfer = pair.bind({"default": Span(ids)}, {"default": Span([3, 7])}, range(128))
-    (run,) = explain(transfer).runs
-    (limit,) = run.limits
-    assert (limit.cause, limit.side) == (Cause.BLOCK_IDS, Side.SOURCE)
-    told = limit.breaks
-    assert told is not None
-    assert (told.places, told.joined, told.source, told.destination, told.both) == (7, 4, 2, 0, 1)
-    pieces = transfer.whole.copy().enumerate().merged()
-    assert len(pieces) == 4 * (told.places + 1 - told.joined)  # 2 layers of k and v
-    assert "in 4 of 7 places; broken by the source 2, by the destination 0, by both 1" in str(limit)
-    assert explain(pair).runs[0].limits[0].breaks is None
-
-
-def test_only_full_rows_are_counted_and_classes_without_rows_are_left_out():
+def test_classes_of_which_a_transfer_moves_nothing_are_left_out():
     pair = plan(tensors("NHD"), tensors("NHD"))
     transfer = pair.bind({"default": Span([4, 5, 6])}, {"default": Span([1, 2, 3])}, range(3, 48))
-    told = explain(transfer).runs[0].limits[0].breaks
-    assert told is not None
-    assert (told.places, told.joined) == (1, 1)
+    assert explain(transfer) == explain(pair)
     late = pair.bind({"default": Span([4])}, {"default": Span([1], first_token=16)}, range(16))
     assert explain(late) == Explanation(())
     assert explain(late).limited_by == ""
@@ -303,29 +285,6 @@ def test_tokens_that_take_turns_end_a_run():
         assert [(limit.cause, limit.side) for limit in found.runs[0].limits] == [(Cause.TURNS, side)]
         assert "the row ends: the tokens that follow take their turn on another rank" in str(found)
         assert found.limited_by == f"{side} turns"
-
-
-def partly_hidden(own: CacheGeometry) -> list[tuple[CacheGeometry, CacheGeometry]]:
-    """Pairs of a geometry with itself in which the destination, the source or both hide their addresses."""
-    hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
-    return [(own, hidden), (hidden, own), (hidden, hidden)]
-
-
-def test_without_addresses_tensors_are_never_taken_for_neighbours():
-    """A peer that hides its addresses shows every tensor at 0; distances are known within one tensor only."""
-    memory = torch.empty(4, 2, 4, 8)
-    apart = [CacheTensor(memory[:, n], "block token dim", layers=[n]) for n in range(2)]
-    own = CacheGeometry.of(apart)
-    selections = [Selection("default", "", "", (0, 1), 0, 1)]
-    (known,) = explain(PairPlan(own, own, selections)).runs
-    assert known.first.steps[-1] == Step("layer", 2, 256)
-    for src, dst in partly_hidden(own):
-        (run,) = explain(PairPlan(src, dst, selections)).runs
-        assert run.piece_bytes == 128
-    halves = [CacheTensor(torch.empty(4, 2, 4, 8), "block layer token dim", layers=pair) for pair in ([0, 1], [2, 3])]
-    *_, (src, dst) = partly_hidden(CacheGeometry.of(halves))
-    (run,) = explain(PairPlan(src, dst, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)])).runs
-    assert (run.piece_bytes, run.pieces, run.first.layers) == (256, 2, (0, 3))
 
 
 def test_regions_that_are_neighbours_only_in_part_are_told_apart():
@@ -447,13 +406,6 @@ def test_a_part_that_lies_elsewhere_on_one_side_is_named():
         assert str(limit).startswith(f"the {other}")
 
 
-def test_parts_are_never_taken_for_neighbours_without_addresses():
-    own = slots(MAMBA)
-    assert len(explain(plan(own, own)).runs) == 1
-    for src, dst in partly_hidden(own):
-        assert len(explain(plan(src, dst)).runs) == 4
-
-
 def test_layers_of_two_kinds_that_take_turns_are_one_piece():
     memory = torch.zeros(6, 4 * 24)
     lie = [(heads, memory[:, at : at + 4 * heads]) for heads, at in ((4, 0), (2, 16), (4, 24), (2, 40))]
@@ -494,8 +446,7 @@ def test_parts_that_touch_in_one_place_are_not_taken_for_neighbours(axes, src, d
     assert {(run.first.part, run.piece_bytes) for run in runs} == {("values", 8), ("scales", 4)}
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_groups_whose_blocks_have_the_same_ids_are_neighbours(alike):
+def test_groups_whose_blocks_lie_beside_each_other_count_as_apart():
     memory = torch.zeros(8, 24)
     geometry = CacheGeometry.of(
         [
@@ -503,13 +454,4 @@ def test_groups_whose_blocks_have_the_same_ids_are_neighbours(alike):
             CacheTensor(memory[:, 16:24].unflatten(1, (4, 2)), "block token dim", layers=[0], group="scales"),
         ]
     )
-    pair = plan(geometry, geometry)
-    spans = {"values": Span([1, 3]), "scales": Span([1, 3] if alike else [5, 3])}
-    transfer = pair.bind(spans, spans, range(8))
-    runs = explain(transfer).runs
-    pieces = transfer.whole.copy().enumerate().merged()
-    assert sum(run.pieces for run in runs) == (1 if alike else 2)
-    assert len(explain(pair).runs) == 2
-    assert len(pieces) == (2 if alike else 3)
-    if alike:
-        assert str(runs[0]).startswith("groups 'values', 'scales', layer 0: one piece of 96 B a row of 4 tokens")
+    assert len(explain(plan(geometry, geometry)).runs) == 2

@@ -30,10 +30,6 @@ class _Exposed:
 class Rows:
     """Metadata of requests: one row in each of several buffers of CPU memory.
 
-    Args:
-        addresses: Of the buffers.
-        row_bytes: Bytes of a row, by buffer.
-
     Raises:
         ConfigError: If a row is too long to travel.
     """

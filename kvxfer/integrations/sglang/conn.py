@@ -57,12 +57,7 @@ _ANYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - what 
 
 
 class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any there
-    """One rank of an engine: its worker, and where it finds the other engines.
-
-    Attributes:
-        kv_args: As sglang gave them.
-        prefill_info_table: Prefill servers that are known, by address of their bootstrap servers. For decode.
-    """
+    """One rank of an engine: its worker, and where it finds the other engines."""
 
     supports_deferred_decode_kv_release = True
     is_dummy_cp_rank = False
@@ -72,7 +67,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         parallel = get_parallel()
         _check(parallel)
         self.kv_args = args
-        self.prefill_info_table: dict[str, Directory] = {}
+        self.prefill_info_table: dict[str, Directory] = {}  # by address of their bootstrap servers
         self.prefilling: Final = disaggregation_mode is DisaggregationMode.PREFILL
         self.enable_deferred_decode_kv_release = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         whole = parallel.dp_size == 1  # of data parallelism; within attention there may be some
@@ -267,12 +262,7 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
 
 
 class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
-    """One request at a decode engine.
-
-    Attributes:
-        bootstrap_infos: Nobody acknowledges by sglang's own messages.
-        abort_notified: Whether sglang shall keep the pages of a failed request until they are safe.
-    """
+    """One request at a decode engine."""
 
     require_staging = False
 
@@ -280,8 +270,8 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
         self.kv_mgr = mgr
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
-        self.bootstrap_infos: list[Any] = []
-        self.abort_notified = False
+        self.bootstrap_infos: list[Any] = []  # nobody acknowledges by sglang's own messages
+        self.abort_notified = False  # whether sglang shall keep the pages of a failed request until they are safe
         self._inner: Final = Receiving(mgr.rooms, bootstrap_room, self._lost)
 
     @property

@@ -33,25 +33,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One data-parallel rank of a prefill server.
-
-    Attributes:
-        dp_rank: Which.
-        dp_size: Of how many.
-        card: Of its tensor-parallel ranks.
-        key: Theirs, in hexadecimal digits.
-        page_tokens: Tokens of a page.
-        dtype: Of its pages, by sglang's name.
-        by_room: Whether requests go to the rank that their room names.
-    """
+    """One data-parallel rank of a prefill server."""
 
     dp_rank: int
     dp_size: int
-    card: dict[str, Any]
-    key: str
+    card: dict[str, Any]  # of its tensor-parallel ranks
+    key: str  # in hexadecimal digits
     page_tokens: int
-    dtype: str
-    by_room: bool
+    dtype: str  # of its pages, by sglang's name
+    by_room: bool  # requests go to the rank that their room names
 
     def __post_init__(self) -> None:
         """Refuse what no ticket can be made with, as another server may say it.
@@ -68,17 +58,11 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A prefill server, as a decode engine knows it.
-
-    Attributes:
-        dp_size: Its data-parallel ranks.
-        follow_bootstrap_room: Whether requests go to the rank that their room names. sglang's name.
-        engines: By data-parallel rank.
-    """
+    """A prefill server, as a decode engine knows it."""
 
     dp_size: int
-    follow_bootstrap_room: bool
-    engines: Mapping[int, Engine]
+    follow_bootstrap_room: bool  # as `by_room`; sglang's name
+    engines: Mapping[int, Engine]  # by data-parallel rank
 
     def ticket(self, dp_rank: int, request: str) -> dict[str, Any]:
         """The right to a request of one of them.
@@ -93,12 +77,7 @@ class Directory:
 
 
 class Meeting:
-    """The server. Answers from threads of its own.
-
-    Args:
-        host: Where it listens.
-        port: 0: any.
-    """
+    """The server. Answers from threads of its own."""
 
     def __init__(self, host: str, port: int) -> None:
         self._engines: dict[int, Engine] = {}

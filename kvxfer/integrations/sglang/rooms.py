@@ -85,22 +85,13 @@ def failure(room: int, reason: str) -> RoomFailedError:
 
 @dataclass(slots=True)
 class Rooms:
-    """One side of an engine's rank. All from one thread, as sglang's scheduler does.
-
-    Attributes:
-        worker: Does the work.
-        page_tokens: Tokens of a page.
-        rows: Metadata.
-        device: Where the pages are.
-        patience: Seconds that a request waits for the other engine.
-        now: A clock.
-    """
+    """One side of an engine's rank. All from one thread, as sglang's scheduler does."""
 
     worker: BlockingWorker
     page_tokens: int
     rows: Rows
     device: torch.device
-    patience: float
+    patience: float  # seconds that a request waits for the other engine
     now: Callable[[], float] = time.monotonic
     _live: dict[BlockingOffer | BlockingTransfer, Room] = field(default_factory=dict)
     _taken: WeakValueDictionary[int, Room] = field(default_factory=WeakValueDictionary)
@@ -162,12 +153,7 @@ class Rooms:
 
 
 class Sending:
-    """One request, from when it waits for its decode engine until its pages are free.
-
-    Args:
-        rooms: This rank's.
-        room: sglang's number of it.
-    """
+    """One request, from when it waits for its decode engine until its pages are free."""
 
     def __init__(self, rooms: Rooms, room: int) -> None:
         self._rooms: Final = rooms
@@ -321,18 +307,12 @@ class Sending:
 
 
 class Receiving:
-    """One request, from when it is known until its pages hold the prompt, or are free.
-
-    Args:
-        rooms: This rank's.
-        room: sglang's number of it.
-        lost: Called if it failed in a way that says that the prefill engine may be another one by now.
-    """
+    """One request, from when it is known until its pages hold the prompt, or are free."""
 
     def __init__(self, rooms: Rooms, room: int, lost: Callable[[], None]) -> None:
         self._rooms: Final = rooms
         self._room: Final = room
-        self._lost: Final = lost
+        self._lost: Final = lost  # to be called if the prefill engine may be another one by now
         self._ticket: dict[str, Any] | None = None
         self._row: int | None = None
         self._transfer: BlockingTransfer | None = None

@@ -56,12 +56,7 @@ class _Loading:
 
 
 class WorkerSide:
-    """What vLLM's worker asks of the connector. All from one thread, as vLLM does.
-
-    Args:
-        config: Settings of this rank.
-        layerwise: Whether offers become ready layer by layer.
-    """
+    """What vLLM's worker asks of the connector. All from one thread, as vLLM does."""
 
     def __init__(self, config: Config, *, layerwise: bool) -> None:
         self._layerwise: Final = layerwise

@@ -30,18 +30,11 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One worker at one moment.
-
-    Attributes:
-        engine: Name of its engine.
-        rank: Its rank there.
-        state: As `describe` gives it; None if it did not answer.
-        why: Why it did not.
-    """
+    """One worker at one moment."""
 
     engine: str
     rank: int
-    state: Mapping[str, Any] | None
+    state: Mapping[str, Any] | None  # as `describe` gives it; None if it did not answer
     why: str = ""
 
 
@@ -51,12 +44,7 @@ def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
 
 
 def look(workers: Iterable[Watched], patience: float) -> list[Look]:
-    """Ask all of them, and wait for as long as `patience` seconds in all. Not to be called on a loop that is to go on.
-
-    Args:
-        workers: Each is asked on its own loop.
-        patience: Seconds after which a loop that has not answered is said to stand still.
-    """
+    """Ask all of them, and wait `patience` seconds in all. Not to be called on a loop that is to go on."""
     asked = [(worker.config, _ask(worker)) for worker in workers]
     until = time.monotonic() + patience
     return [_answer(config, question, until, patience) for config, question in asked]

@@ -1,4 +1,9 @@
-"""Serves the application from a thread of its own, so that it answers though the worker's loop stands still."""
+"""Serves the application from a thread of its own, so that it answers though the worker's loop stands still.
+
+Where only this host is listened on, it refuses requests that name another one. A page from anywhere may have the name
+it came from point to 127.0.0.1 afterwards, and read as its own what is served there to browsers of this host. The name
+it uses stands in `Host`.
+"""
 
 import asyncio
 import ipaddress
@@ -7,10 +12,14 @@ import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self
+from urllib.parse import urlsplit
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvxfer.errors import ConfigError, RequestError
 from kvxfer.names import Endpoint
@@ -18,13 +27,13 @@ from kvxfer.telemetry import logger
 from kvxfer.tools.admin.app import app
 from kvxfer.tools.admin.health import Limits
 from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched
-from kvxfer.tools.admin.names import NamesThisHost
 
 __all__ = ["AdminServer", "serve"]
 
 _log: Final = logger("kvxfer.admin")
 _STOP_SECONDS: Final = 5
 _BACKLOG: Final = 64
+_REFUSED: Final = PlainTextResponse("this is served to this host alone, and under its own names\n", 421)
 
 
 class AdminServer:
@@ -74,7 +83,7 @@ class AdminServer:
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            self._server.config.app = NamesThisHost(self._application)
+            self._server.config.app = _NamesThisHost(self._application)
         else:
             _log.warning("admin_exposed", address=self.address, reason="whoever reaches it reads it; see SECURITY.md")
         self._thread = threading.Thread(
@@ -125,6 +134,27 @@ class AdminServer:
     ) -> None:
         self._server.should_exit = True
         await asyncio.to_thread(self.stop)  # it may be waiting for a worker on this loop
+
+
+class _NamesThisHost:
+    """An application that answers only who calls it `localhost` or by a loopback address."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application: Final = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, by ASGI."""
+        named = Headers(scope=scope).get("host", "")
+        answer = self._application if _is_this_host(named) else _REFUSED
+        await answer(scope, receive, send)
+
+
+def _is_this_host(name: str) -> bool:
+    try:
+        host = urlsplit(f"//{name}").hostname or ""
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # no name, or no address
+        return False
 
 
 def serve(

@@ -9,46 +9,41 @@ what else the machine does meets both.
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import available_bytes, synchronize
+from kvxfer.tools.bench.device import available_bytes
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.reference import ReferenceKind, Source, Target, kind_for
+from kvxfer.tools.bench.reference import Refer, ReferenceKind, Source, Target, kind_for
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
-__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw", "draw_unwritten", "prefill", "settings", "stages"]
+if TYPE_CHECKING:
+    from kvxfer.tools.bench.matrix import Matrix
+
+__all__ = ["Cell", "Measured", "Skipped", "decode", "draw_unwritten", "prefill", "settings", "stages"]
 
 _FETCH_SECONDS: Final = 300.0
 _ROOM: Final = 1 << 30
+_WARMUPS: Final = 2
+"""The first one connects and compiles; after two every block of the decode side was written, and has its pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One row of the matrix.
-
-    Attributes:
-        route: As the setting.
-        layout: Of both caches.
-        request_bytes: About how many; whole blocks are fetched.
-        ctas: Thread blocks of a copy on a GPU; None leaves the setting alone.
-    """
+    """One row of the matrix."""
 
     route: str
     layout: Layout
-    request_bytes: int
-    ctas: int | None = None
+    request_bytes: int  # about how many: whole blocks are fetched
+    ctas: int | None = None  # thread blocks of a copy on a GPU; None leaves the setting alone
 
     @property
     def shared(self) -> bool:
@@ -66,52 +61,18 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """Everything that the two processes are to measure.
-
-    Attributes:
-        cells: In this order, but for those whose caches lie in shared memory: on a CPU they come last.
-        repetitions: Of each cell, warm-ups not counted.
-        warmups: Transfers before them. The first one of a pair also connects, and compiles; after two every block of
-            the decode side was written, and no page is mapped while a fetch is timed.
-        cell_seconds: When a cell has taken so long, it ends after the repetition under way.
-        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
-        sabotage: `byte` changes one byte of what was received, `outside` one beside it: the checks must notice.
-    """
-
-    cells: tuple[Cell, ...]
-    repetitions: int = 5
-    warmups: int = 2
-    cell_seconds: float = 60.0
-    beside: str = ""
-    sabotage: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell's results, of repetitions that were each verified.
-
-    Attributes:
-        cell: Which one.
-        nbytes: Of each request.
-        fetch: Seconds of the timed fetches.
-        reference: Seconds of the references that were taken between them.
-        reference_kind: What those are.
-        difference: How the first wrong cache differed from what it should be; empty if none did.
-        received: Stats of the decode side, of the repetition in the middle.
-        sent: Those of the prefill side.
-        first_predicted: Seconds that the pair's first transfer, the warm-up, was predicted to take: by the profile of
-            the machine alone, as no transfer had corrected it yet.
-    """
+    """One cell's results, of repetitions that were each verified."""
 
     cell: Cell
     nbytes: int
     fetch: Samples
     reference: Samples
     reference_kind: ReferenceKind
-    difference: str
-    received: TransferStats
+    difference: str  # how the first wrong cache differed from what it should be
+    received: TransferStats  # of the repetition in the middle
     sent: TransferStats | None
+    # of the pair's first transfer, the warm-up: by the profile alone, which no transfer had corrected yet
     first_predicted: float | None
 
 
@@ -124,26 +85,10 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    cell: Cell
-
-
-@dataclass(frozen=True, slots=True)
 class _Serve:
     request: str
     seed: int
     first: bool  # nothing goes before it
-
-
-@dataclass(frozen=True, slots=True)
-class _Refer:
-    kind: ReferenceKind
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
 
 
 def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
@@ -152,11 +97,6 @@ def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
     if ctas is not None:
         fixed["copy_ctas"] = ctas
     return Config(listen=f"unix:{side.folder / side.name}.sock", **fixed)
-
-
-def draw(seed: int, pool: int, blocks: int, *, source: bool) -> Request:
-    """Content and block ids of one request; the two sides draw other ids from the same seed."""
-    return Request(seed, tuple(random.Random(2 * seed + source).sample(range(pool), blocks)))  # noqa: S311
 
 
 def draw_unwritten(seed: int, pool: int, blocks: int, unwritten: set[int]) -> Request:
@@ -178,9 +118,9 @@ def stages(stats: TransferStats | None) -> dict[str, Any] | None:
 # --- the prefill process
 
 
-async def prefill(side: Side, grid: Grid) -> None:
+async def prefill(side: Side, matrix: "Matrix") -> None:
     """Open, serve and close as the decode process says."""
-    with beside(grid.beside, side.device):
+    with beside(matrix.beside, side.device):
         await _serve_all(side)
 
 
@@ -188,8 +128,7 @@ async def _serve_all(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, await side.hear(), source=True)
-    while isinstance(order := await side.hear(), _Open):
-        cell = order.cell
+    while isinstance(cell := await side.hear(), Cell):
         await _serve(side, cell, slab.cache(*cell.pool, shared=cell.shared), reference)
     await reference.close()
     side.send("closed")
@@ -206,7 +145,6 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                 case _Serve(name, seed, first):
                     request = draw(seed, pool, blocks, source=True)
                     await asyncio.to_thread(cache.write, request)
-                    synchronize(side.device)
                     tokens = blocks * layout.block_tokens
                     offer = worker.offer(name, np.array(request.ids), tokens=tokens, after=kvxfer.READY)
                     block = [] if first else [(f"{name}-0", request.ids[:1], layout.block_tokens)]
@@ -215,7 +153,7 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                     ending = await offer.released()
                     stats = ending.stats if isinstance(ending, kvxfer.Released) else ()
                     side.send(stats[0] if stats else None)
-                case _Refer(kind, nbytes):
+                case Refer(kind, nbytes):
                     side.send(await reference.measure(kind, nbytes))
                 case _:
                     break
@@ -225,30 +163,32 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
 # --- the decode process
 
 
-async def decode(side: Side, grid: Grid) -> None:
+async def decode(side: Side, matrix: "Matrix") -> None:
     """Measure every cell, and report each as it is done."""
-    with beside(grid.beside, side.device):
-        await _measure_all(side, grid)
+    with beside(matrix.beside, side.device):
+        await _measure_all(side, matrix)
 
 
-async def _measure_all(side: Side, grid: Grid) -> None:
+async def _measure_all(side: Side, matrix: "Matrix") -> None:
     free = available_bytes(side.device)
-    reasons = [_reason(cell, side.device, free) for cell in grid.cells]
-    fitting = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]
+    cells = matrix.cells()
+    reasons = [_reason(cell, side.device, free) for cell in cells]
+    fitting = [cell for cell, reason in zip(cells, reasons, strict=True) if not reason]
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(map(_nbytes, fitting), default=1))
     await target.open()
     side.send(await target.card())
     pools = [cell.pool for cell in fitting]
     side.send(pools)
     slab = Slab(side.device, pools, source=False)
-    for cell, reason in sorted(zip(grid.cells, reasons, strict=True), key=lambda one: one[0].shared):
+    # on a CPU those whose caches lie in shared memory come last: see `Slab`
+    for cell, reason in sorted(zip(cells, reasons, strict=True), key=lambda one: one[0].shared):
         side.report(Step(str(cell)))
         if reason:
             side.report(Skipped(cell, reason))
             continue
         cache = slab.cache(*cell.pool, shared=cell.shared)
-        side.report(await _Run(side, grid, cell, cache, target).measure())
-    await side.ask(_Close())  # nobody is to reach for a target that is gone
+        side.report(await _Run(side, matrix, cell, cache, target).measure())
+    await side.ask("close")  # nobody is to reach for a target that is gone
     await target.close()
 
 
@@ -277,7 +217,7 @@ class _Run:
     """One cell at the decode side."""
 
     side: Side
-    grid: Grid
+    matrix: "Matrix"
     cell: Cell
     cache: Cache
     target: Target
@@ -285,24 +225,24 @@ class _Run:
     async def measure(self) -> Measured:
         """Open a worker on each side, repeat, close both."""
         side, cell = self.side, self.cell
-        if await side.ask(_Open(cell)) != "open":
+        if await side.ask(cell) != "open":
             raise BenchFailedError(f"{cell}: the prefill side did not open")
         try:
             config = settings(side, cell.route, cell.ctas)
             async with kvxfer.Worker(self.cache.cache_tensors(), config) as worker:
                 return await self._repeat(worker)
         finally:
-            await side.ask(_Close())
+            await side.ask("close")
 
     async def _repeat(self, worker: kvxfer.Worker) -> Measured:
-        grid, until = self.grid, time.monotonic() + self.grid.cell_seconds
+        matrix, until = self.matrix, time.monotonic() + self.matrix.cell_seconds
         fetched: list[tuple[float, TransferStats, TransferStats | None]] = []
         references: list[float] = []
         first_predicted: float | None = None
         difference, kind = "", kind_for(self.cell.route, self.side.device)
         blocks, pool = self.cell.layout.blocks(self.cell.request_bytes), self.cell.pool[1]
         unwritten = set(range(pool))
-        for number in range(grid.warmups + grid.repetitions):
+        for number in range(_WARMUPS + matrix.repetitions):
             request = draw_unwritten(random.SystemRandom().getrandbits(62), pool, blocks, unwritten)
             unwritten -= set(request.ids)
             seconds, received, sent, differs = await self._transfer(worker, request, first=number == 0)
@@ -311,19 +251,19 @@ class _Run:
             difference = difference or differs
             kind = kind_for(received.route, self.side.device)
             reference = await self._refer(kind)
-            if number >= grid.warmups:
+            if number >= _WARMUPS:
                 fetched.append((seconds, received, sent))
                 references.append(reference)
                 if time.monotonic() >= until:
                     break
             self.side.report(Step(str(self.cell)))
-        samples = Samples.of([one[0] for one in fetched], grid.warmups)
+        samples = Samples.of([one[0] for one in fetched], _WARMUPS)
         middle = sorted(fetched, key=lambda one: one[0])[(len(fetched) - 1) // 2]
         return Measured(
             cell=self.cell,
             nbytes=_nbytes(self.cell),
             fetch=samples,
-            reference=Samples.of(references, grid.warmups),
+            reference=Samples.of(references, _WARMUPS),
             reference_kind=kind,
             difference=difference,
             received=middle[1],
@@ -338,7 +278,6 @@ class _Run:
         side, cell = self.side, self.cell
         side.send(_Serve(f"{request.seed:x}", request.seed, first))
         await asyncio.to_thread(self.cache.scrub)
-        synchronize(side.device)
         (before, ticket), ids = await side.hear(), np.array(request.ids)
         tokens, expected = range(len(ids) * cell.layout.block_tokens), [request]
         for one in before:
@@ -349,9 +288,9 @@ class _Run:
         result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         seconds = time.perf_counter() - began
         sent = await side.hear()
-        if self.grid.sabotage:
+        if self.matrix.sabotage:
             outside = max(set(range(cell.pool[1])) - set(request.ids))
-            self.cache.corrupt(request.ids[0] if self.grid.sabotage == "byte" else outside)
+            self.cache.corrupt(request.ids[0] if self.matrix.sabotage == "byte" else outside)
         difference = await asyncio.to_thread(self.cache.difference, *expected)
         if not difference and result.stats.bytes != _nbytes(cell):
             difference = f"the stats say {result.stats.bytes} bytes, but {_nbytes(cell)} were asked for"
@@ -359,16 +298,7 @@ class _Run:
 
     async def _refer(self, kind: ReferenceKind) -> float:
         nbytes = _nbytes(self.cell)
-        async with self._listening(kind):
-            seconds = await self.side.ask(_Refer(kind, nbytes))
+        seconds = await self.target.refer(self.side, kind, nbytes)
         if kind != "memcpy" and not await self.target.landed(nbytes):
             raise BenchFailedError(f"{self.cell}: the reference {kind} did not land whole")
-        return float(seconds)
-
-    @asynccontextmanager
-    async def _listening(self, kind: ReferenceKind) -> AsyncGenerator[None, None]:
-        if kind == "nixl_write":
-            async with self.target.serving():
-                yield
-        else:
-            yield
+        return seconds

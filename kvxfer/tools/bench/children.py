@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: started, listened to, and reaped whatever happens.
+"""Child processes of a benchmark, of the demo and of the doctor: started, listened to, and reaped whatever happens.
 
 Each child runs one function with a `Side`, by which it reports to the parent and talks to the other child. A child that
 fails says so by name; the parent then ends the others and raises. Ctrl-C reaches the parent alone, which ends the rest.
@@ -13,8 +13,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
@@ -26,16 +26,11 @@ from kvxfer.errors import MissingExtraError
 __all__ = [
     "BenchFailedError",
     "Body",
-    "Broken",
     "PeerGoneError",
-    "Result",
     "Side",
     "Step",
     "collect",
     "conduct",
-    "first_cause",
-    "interrupts_ignored",
-    "reap",
 ]
 
 _JOIN_SECONDS: Final = 20.0
@@ -56,47 +51,21 @@ class PeerGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A child has got on by one step.
-
-    Attributes:
-        label: What it does next.
-    """
+    """A child has got on by one step."""
 
     label: str
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A child has measured something.
-
-    Attributes:
-        values: As they go into the JSON.
-    """
-
-    values: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A child failed.
-
-    Attributes:
-        name: Of the child.
-        error: Type and message.
-    """
+class _Broken:
+    """A child failed."""
 
     name: str
     error: str
 
 
 class Side:
-    """What a child has: its device, a folder, the parent to report to, and the other child to talk to.
-
-    Attributes:
-        name: Of this child.
-        device: `cpu`, or `cuda:<index>`, which is then current.
-        folder: For sockets; removed when the run ends.
-    """
+    """What a child has: its device, a folder, the parent to report to, and the other child to talk to."""
 
     def __init__(self, name: str, device: str, folder: Path, parent: Pipes, other: "Pipes | None") -> None:
         self.name: Final = name
@@ -180,7 +149,7 @@ Body: TypeAlias = Callable[[Side, Any], Coroutine[Any, Any, None] | None]
 def conduct(
     bodies: Mapping[str, Body],
     spec: object,
-    show: Callable[[object], None],
+    show: Callable[[Any], None],
     *,
     devices: Mapping[str, str],
     uvloop: bool = False,
@@ -203,7 +172,7 @@ def conduct(
     if uvloop:
         _uvloop()
     names = list(bodies)
-    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder, _running() as children:
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder, closing(_Children()) as children:
         across: Iterable[Any] = Pipe() if len(names) == 2 else [None]
         for name, other in zip(names, across, strict=True):
             children.start(name, (bodies[name], spec, devices[name], Path(folder), uvloop), other)
@@ -218,33 +187,33 @@ def collect(
     *,
     devices: Mapping[str, str],
     uvloop: bool = False,
-) -> list[dict[str, Any]]:
-    """Run children to their end; the values of their results, of which there will be `total`.
+) -> list[Any]:
+    """Run children to their end; what they report but for steps, of which there will be `total`.
 
     Raises:
         BenchFailedError: As `conduct` does.
         MissingExtraError: Likewise.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
 
     def show(item: object) -> None:
-        if isinstance(item, Result):
-            found.append(item.values)
-        on_step(getattr(item, "label", ""), len(found), total)
+        if not isinstance(item, Step):
+            found.append(item)
+        on_step(item.label if isinstance(item, Step) else "", len(found), total)
 
     conduct(bodies, spec, show, devices=devices, uvloop=uvloop)
     return found
 
 
-def _listen(children: "_Children", show: Callable[[object], None], silence: float) -> None:
+def _listen(children: "_Children", show: Callable[[Any], None], silence: float) -> None:
     """Until all have ended well, or one has not."""
-    broken: list[Broken] = []
+    broken: list[_Broken] = []
     while children.alive and not broken:
         news = list(children.news(silence))
         if not news:
             raise BenchFailedError(f"nothing was heard of {', '.join(children.alive)} for {silence:g} s")
         for item in news:
-            if isinstance(item, Broken):
+            if isinstance(item, _Broken):
                 broken.append(item)
             else:
                 show(item)
@@ -270,7 +239,7 @@ class _Children:
         process = multiprocessing.get_context("spawn").Process(
             target=_child, args=(name, theirs, other, *arguments), name=f"kvxfer-bench-{name}", daemon=True
         )
-        with interrupts_ignored():
+        with _interrupts_ignored():
             process.start()
         theirs.close()
         if other is not None:
@@ -293,49 +262,26 @@ class _Children:
                 if process.exitcode == _PEER_GONE:
                     yield Step(f"{name} ended because the other process had")
                 elif process.exitcode != 0:
-                    yield Broken(name, f"the process ended early, with exit code {process.exitcode}")
+                    yield _Broken(name, f"the process ended early, with exit code {process.exitcode}")
                 else:
                     yield Step(f"{name} ended")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End and reap what still runs: first asked, then killed."""
-        reap(self._processes.values(), self._pipes.values(), _JOIN_SECONDS)
-
-
-def reap(processes: Collection[SpawnProcess], pipes: Iterable[Pipes], seconds: float) -> None:
-    """End processes: asked, and killed after so many seconds each. Close the pipes to them."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(seconds)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-    for pipe in pipes:
-        pipe.close()
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            process.join(_JOIN_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in self._pipes.values():
+            pipe.close()
 
 
 @contextmanager
-def _running() -> Generator[_Children, None, None]:
-    """Children that are ended and reaped whatever happens; also where this process is asked to end."""
-    children, main = _Children(), threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _exit) if main else None
-    try:
-        yield children
-    finally:
-        children.end()
-        if main:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _exit(number: int, _: object) -> None:
-    """End as an exception does, so that everything is undone on the way."""
-    raise SystemExit(128 + number)
-
-
-@contextmanager
-def interrupts_ignored() -> Generator[None, None, None]:
+def _interrupts_ignored() -> Generator[None, None, None]:
     """What is started inside ignores Ctrl-C, which goes to the whole group: this process ends the others itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -362,10 +308,10 @@ def _child(
         if work is not None:
             _run(work, uvloop=uvloop)
     except BaseException as error:  # noqa: BLE001 - the parent hears of it, and the process ends
-        cause = first_cause(error)
+        cause = _first_cause(error)
         if isinstance(cause, PeerGoneError):
             raise SystemExit(_PEER_GONE) from None
-        parent.send(Broken(name, f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
+        parent.send(_Broken(name, f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
         raise SystemExit(1) from None
 
 
@@ -391,9 +337,9 @@ def _follow(parent: Pipes) -> None:
     os._exit(1)
 
 
-def first_cause(error: BaseException) -> BaseException:
+def _first_cause(error: BaseException) -> BaseException:
     """The first cause: task groups wrap what their tasks raise."""
     if isinstance(error, BaseExceptionGroup):
         causes = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return first_cause(causes[0])
+        return _first_cause(causes[0])
     return error

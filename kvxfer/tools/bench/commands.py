@@ -37,7 +37,11 @@ class _Benchmark(Protocol):
     """What every benchmark offers."""
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> "Report":
-        """Measure; tells what it does, how many steps are done, and of how many."""
+        """Measure; tells what it does, how many steps are done, and of how many.
+
+        Raises:
+            BenchFailedError: If a process failed.
+        """
         ...
 
 
@@ -53,7 +57,7 @@ def _perform(
     from kvxfer.tools.bench.children import BenchFailedError
     from kvxfer.tools.bench.device import choose
     from kvxfer.tools.bench.machine import describe
-    from kvxfer.tools.bench.output import check, finish, progress
+    from kvxfer.tools.bench.report import check, finish, progress
 
     check(json_file, plot_folder)
     kind = choose(device)
@@ -253,7 +257,7 @@ def plan(
         json_file,
         plot_folder,
         small | asked | {"quick": quick},
-        lambda kind: Planning(kind, **(small | asked)),
+        lambda _: Planning(**(small | asked)),
     )
 
 
@@ -311,4 +315,4 @@ def scale(
         raise UsageError(f"--route {route}: the in-process transport can do {' and '.join(_IN_PROCESS)}")
     arguments = {**small, **asked, "route": route, "quick": quick, "nixl": nixl}
     given: dict[str, Any] = small | asked | {"nixl": nixl}
-    _perform("scale", "cpu", json_file, plot_folder, arguments, lambda kind: Scale(kind, route=route, **given))
+    _perform("scale", "cpu", json_file, plot_folder, arguments, lambda _: Scale(route=route, **given))

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal
 
 import torch
 
@@ -69,10 +69,9 @@ def synchronize(device: str) -> None:
 
 
 def empty(shape: Sequence[int], device: str, *, shared: bool = False) -> torch.Tensor:
-    """An uninitialised bfloat16 tensor; `shared` asks for CPU memory that other processes can map, if that exists."""
-    share: Any = getattr(kvxfer, "shared_empty", None)
-    if shared and device == "cpu" and share is not None:
-        return cast("torch.Tensor", share(tuple(shape), dtype=torch.bfloat16))
+    """An uninitialised bfloat16 tensor; `shared` asks for CPU memory that other processes can map."""
+    if shared and device == "cpu":
+        return kvxfer.shared_empty(tuple(shape), dtype=torch.bfloat16)
     return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
 
 
@@ -94,16 +93,7 @@ def device_names(kind: Kind) -> list[str]:
 class Buffer:
     """Plain memory with an address, for references: pages, or cudaMalloc, whose start an IPC handle can name.
 
-    Args:
-        device: Where.
-        nbytes: How much.
-
-    Attributes:
-        address: Of its first byte.
-        kind: As NIXL calls it: `DRAM` or `VRAM`.
-        index: Of the GPU, as NIXL counts: 0 for `DRAM`.
-        nbytes: As asked for.
-        bytes: The same memory as a uint8 tensor; not to be used after `close`.
+    `bytes` is the same memory as a tensor, not to be used after `close`. Kind and index are as NIXL has them.
     """
 
     def __init__(self, device: str, nbytes: int) -> None:

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
-from kvxfer.tools.bench.children import Result, Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind, sides, synchronize
+from kvxfer.tools.bench.children import Side, Step, collect
+from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import plain
-from kvxfer.tools.bench.report import Chart, Report, Table
-from kvxfer.tools.bench.samples import GIGABYTE
-from kvxfer.tools.bench.standing import Tickets, introduce, keep
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
+from kvxfer.tools.bench.samples import rate
+from kvxfer.tools.bench.standing import Tickets, introduce, keeping
 from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
@@ -36,30 +35,17 @@ _FETCH_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        ctas: Thread blocks of copies; on a CPU there are none.
-        request_bytes: Of each transfer.
-        seconds: How long a victim's speed is taken, each time.
-        turns: How often, without and with transfers.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    ctas: tuple[int, ...] = CTAS
+    ctas: tuple[int, ...] = CTAS  # on a CPU there are none
     request_bytes: int = 512 * MIB
-    seconds: float = 2.0
-    turns: int = 3
+    seconds: float = 2.0  # how long a victim's speed is taken, each time
+    turns: int = 3  # how often, without and with transfers
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         bodies = {"prefill": prefill, "decode": decode}
         total = len(self.routes) * len(self.settings) * len(self.victims)
         return _report(head, collect(bodies, self, total, on_step, devices=sides(self.device)))
@@ -105,16 +91,11 @@ async def prefill(side: Side, spec: Interference) -> None:
         cache = slab.cache(_LAYOUT, spec.blocks, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.blocks)))
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, order.ctas)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             side.send(introduce(worker))
-            keepers = keep(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens)
-            await _disturb(side)
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-            await worker.aclose(drain=False)
+            async with keeping(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens):
+                await _disturb(side)
         side.send("closed")
 
 
@@ -143,10 +124,10 @@ async def decode(side: Side, spec: Interference) -> None:
                 for kind, where in spec.victims:
                     side.report(Step(f"{route}, {ctas or 'no'} CTAs, {kind} in {where}"))
                     values = await _suffer(side, spec, traffic, kind, where)
-                    difference = await _verify(cache, traffic, seed, side.device)
+                    difference = await _verify(cache, traffic, seed)
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
-                    side.report(Result({**named, "victim": kind, "side": where, **values, **checked}))
+                    side.report({**named, "victim": kind, "side": where, **values, **checked})
                 side.send("no more victims")
                 await side.hear()
     side.send("closed")
@@ -185,27 +166,21 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
     }
 
 
-async def _verify(cache: Cache, traffic: "_Traffic", seed: int, device: str) -> str:
+async def _verify(cache: Cache, traffic: "_Traffic", seed: int) -> str:
     await asyncio.to_thread(cache.scrub)
-    synchronize(device)
     await traffic.fetch()
     return await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))
 
 
 @dataclass(slots=True)
 class _Traffic:
-    """Fetches that follow one another.
-
-    Attributes:
-        gbps: While they last flowed.
-        route: That the last one took.
-    """
+    """Fetches that follow one another."""
 
     worker: kvxfer.Worker
     tickets: Tickets
     blocks: int
-    gbps: float = 0.0
-    route: str = ""
+    gbps: float = 0.0  # while they last flowed
+    route: str = ""  # that the last one took
     ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -237,13 +212,13 @@ class _Traffic:
             stop = True
             with contextlib.suppress(asyncio.CancelledError):
                 await flowing
-        self.gbps = count * self.blocks * _LAYOUT.block_bytes / (time.perf_counter() - began) / GIGABYTE
+        self.gbps = rate(count * self.blocks * _LAYOUT.block_bytes, time.perf_counter() - began)
 
 
 def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
     rows = [
         [
-            one["route"] + ("" if one["route_taken"] == one["route"] else f" > {one['route_taken']}"),
+            shown_route(one),
             "-" if one["ctas"] is None else str(one["ctas"]),
             f"{one['victim']} in {one['side']}",
             f"{one['slow_down']:.2f}",

@@ -12,15 +12,14 @@ from typing import Any, Final
 
 import kvxfer
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
-from kvxfer.tools.bench.cells import draw, settings, stages
-from kvxfer.tools.bench.children import Result, Side, Step, collect
-from kvxfer.tools.bench.contents import Cache
-from kvxfer.tools.bench.device import Kind, sides, synchronize
+from kvxfer.tools.bench.caches import Cache, Slab, draw, in_shared_memory
+from kvxfer.tools.bench.cells import settings, stages
+from kvxfer.tools.bench.children import Side, Step, collect
+from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import Layout, plain
 from kvxfer.tools.bench.matrix import routes
-from kvxfer.tools.bench.reference import ReferenceKind, Source, Target, kind_for
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.tools.bench.reference import Refer, Source, Target, kind_for
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
@@ -37,28 +36,16 @@ _FETCH_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        fetches: How many of each kind are timed; at most 4,000.
-        uvloop: Whether both loops are uvloop's.
-        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    fetches: int = 1000
+    fetches: int = 1000  # of each kind
     uvloop: bool = False
     beside: str = ""
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         bodies = {"prefill": prefill, "decode": decode}
         total = len(BLOCKS) * len(self.routes)
         found = collect(bodies, self, total, on_step, devices=sides(self.device), uvloop=self.uvloop)
@@ -71,22 +58,6 @@ class _Open:
     route: str
     seed: int
     requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Refer:
-    kind: ReferenceKind
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Asks for the CPU time of the loop's thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    pass
 
 
 async def prefill(side: Side, spec: Latency) -> None:
@@ -103,7 +74,6 @@ async def _offer(side: Side) -> None:
         cache = slab.cache(order.layout, _POOL, shared=in_shared_memory(order.route))
         request = draw(order.seed, _POOL, 1, source=True)
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, None, max_transfers=order.requests)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             began, names = time.perf_counter(), [str(number) for number in range(order.requests)]
@@ -122,9 +92,9 @@ async def _offer(side: Side) -> None:
 async def _answer(side: Side, reference: Source) -> None:
     while True:
         match await side.hear():
-            case _Mark():
-                side.send(time.thread_time())
-            case _Refer(kind, nbytes):
+            case "mark":
+                side.send(time.thread_time())  # of the loop, and nothing else
+            case Refer(kind, nbytes):
                 side.send(await reference.measure(kind, nbytes))
             case _:
                 return
@@ -145,8 +115,8 @@ async def _fetch(side: Side, spec: Latency) -> None:
         for route in spec.routes:
             side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
             cache = slab.cache(layout, _POOL, shared=in_shared_memory(route))
-            side.report(Result(await _measure(side, spec, layout, route, cache, target)))
-    await side.ask(_Close())
+            side.report(await _measure(side, spec, layout, route, cache, target))
+    await side.ask("close")
     await target.close()
 
 
@@ -156,7 +126,6 @@ async def _measure(
     seed = time.time_ns()
     request = draw(seed, _POOL, 1, source=False)
     await asyncio.to_thread(cache.scrub)
-    synchronize(side.device)
     tickets, offering = await side.ask(_Open(layout, route, seed, _WARMUPS + spec.fetches))
     ids, tokens = list(request.ids), range(layout.block_tokens)
     seconds: list[float] = []
@@ -164,19 +133,19 @@ async def _measure(
     async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, None)) as worker:
         for ticket in tickets[:_WARMUPS]:
             await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        there, here = float(await side.ask(_Mark())), time.thread_time()
+        there, here = float(await side.ask("mark")), time.thread_time()
         for ticket in tickets[_WARMUPS:]:
             began = time.perf_counter()
             result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
             seconds.append(time.perf_counter() - began)
             last = result.stats
         here = time.thread_time() - here
-        there = float(await side.ask(_Mark())) - there
+        there = float(await side.ask("mark")) - there
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)
-        reference = Samples.of([await _refer(side, target, kind, layout.block_bytes) for _ in range(_REFERENCES)])
-        await side.ask(_Close())
+        reference = Samples.of([await target.refer(side, kind, layout.block_bytes) for _ in range(_REFERENCES)])
+        await side.ask("close")
     samples = Samples.of(seconds, _WARMUPS)
     return {
         "route": route,
@@ -197,19 +166,12 @@ async def _measure(
     }
 
 
-async def _refer(side: Side, target: Target, kind: ReferenceKind, nbytes: int) -> float:
-    if kind != "nixl_write":
-        return float(await side.ask(_Refer(kind, nbytes)))
-    async with target.serving():
-        return float(await side.ask(_Refer(kind, nbytes)))
-
-
 def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     headings = ["route", "block", "p50", "p90", "p99", "min", "max", "reference p50", "decode loop", "prefill loop",
                 "fetches/s", "verified"]  # fmt: skip
     rows = [
         [
-            one["route"] + ("" if one["route_taken"] == one["route"] else f" > {one['route_taken']}"),
+            shown_route(one),
             f"{one['request_bytes'] // KIB} KiB",
             *(shown_seconds(one[f"{name}_s"]) for name in ("p50", "p90", "p99", "min", "max")),
             f"{shown_seconds(one['reference']['p50_s'])} ({one['reference']['kind']})",
@@ -226,7 +188,6 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     names = [f"{one['route']} {one['request_bytes'] // KIB} KiB" for one in found]
     series = {p: [one[f"{p}_s"] * 1e6 for one in found] for p in ("p50", "p90", "p99")}
     chart = Chart("latency", "one block, whole await fetch", "route and block", "us", names, series)
-    failures = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found]
-    wrong = [text for text, one in zip(failures, found, strict=True) if one["difference"]]
+    wrong = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found if one["difference"]]
     table = Table("one block at a time, warm: whole `await fetch`", headings, rows, notes)
     return Report("latency", head, {"cells": list(found)}, [table], [chart], wrong)

@@ -36,23 +36,12 @@ _LATENT: Final = "block token head dim"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A prefill and a decode cache.
-
-    Attributes:
-        name: As in tables, and on the command line.
-        piece_bytes: Contiguous bytes of one piece of a copy between them.
-        layers: Layers, each a tensor of its own.
-        heads: Heads at the prefill side.
-        block_tokens: Tokens a block, on both sides.
-        source_axes: Axes of a prefill tensor.
-        target_axes: Axes of a decode tensor.
-        target_heads: Heads at the decode side.
-    """
+    """A prefill and a decode cache."""
 
     name: str
-    piece_bytes: int
+    piece_bytes: int  # contiguous, of a copy between them
     layers: int
-    heads: int
+    heads: int  # at the prefill side
     block_tokens: int
     source_axes: str = _NHD
     target_axes: str = _NHD

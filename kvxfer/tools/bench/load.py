@@ -10,18 +10,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
-from kvxfer.tools.bench.children import Result, Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind, available_bytes, sides, synchronize
+from kvxfer.tools.bench.children import Side, Step, collect
+from kvxfer.tools.bench.device import Kind, available_bytes, sides
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
-from kvxfer.tools.bench.samples import GIGABYTE, Samples
-from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keep
+from kvxfer.tools.bench.samples import Samples, rate
+from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keeping
 
 __all__ = ["SIZES", "Load"]
 
@@ -39,30 +39,17 @@ _ROOM: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        concurrency: Fetches under way; each number is a run of its own.
-        sizes: Bytes of a fetch; slots take them in turn.
-        seconds: How long each run is.
-        uvloop: Whether both loops are uvloop's.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...]
-    concurrency: tuple[int, ...] = CONCURRENCY
-    sizes: tuple[int, ...] = SIZES
+    concurrency: tuple[int, ...] = CONCURRENCY  # each number is a run of its own
+    sizes: tuple[int, ...] = SIZES  # slots take them in turn
     seconds: float = 10.0
     uvloop: bool = False
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
+        """Measure everything."""
         bodies = {"prefill": prefill, "decode": decode}
         total = len(self.routes) * len(self.concurrency)
         found = collect(bodies, self, total, on_step, devices=sides(self.device), uvloop=self.uvloop)
@@ -123,26 +110,21 @@ async def prefill(side: Side, spec: Load) -> None:
         cache = slab.cache(_LAYOUT, spec.largest, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.largest)))
         await asyncio.to_thread(cache.write, request)
-        synchronize(side.device)
         config = settings(side, order.route, None, max_transfers=AHEAD * order.slots)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
             card, key = introduce(worker)
             lateness = Lateness()
             await asyncio.sleep(_IDLE_SECONDS)
             idle = lateness.take()
-            keepers = keep(worker, order.slots, request.ids, len(request.ids) * _LAYOUT.block_tokens)
-            await asyncio.sleep(0)
-            side.send((card, key, idle))
-            await side.hear()  # warm, and about to be measured
-            lateness.take()
-            await side.hear()
-            side.send(lateness.take())
-            await side.hear()
-            lateness.stop()
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-            await worker.aclose(drain=False)
+            async with keeping(worker, order.slots, request.ids, len(request.ids) * _LAYOUT.block_tokens):
+                await asyncio.sleep(0)
+                side.send((card, key, idle))
+                await side.hear()  # warm, and about to be measured
+                lateness.take()
+                await side.hear()
+                side.send(lateness.take())
+                await side.hear()
+                lateness.stop()
         side.send("closed")
 
 
@@ -161,94 +143,73 @@ async def decode(side: Side, spec: Load) -> None:
             named: dict[str, Any] = {"route": route, "concurrency": slots, "device": spec.device}
             if needed[slots] > free:
                 reason = f"it needs {needed[slots] // MIB} MiB of memory, and {free // MIB} MiB are free"
-                side.report(Result({**named, "skipped": reason}))
+                side.report({**named, "skipped": reason})
                 continue
             cache = slab.cache(_LAYOUT, spec.pool(slots), shared=in_shared_memory(route))
-            side.report(Result(named | await _Slots(side, spec, route, slots, cache).measure()))
+            side.report(named | await _measure(side, spec, route, slots, cache))
     side.send("closed")
 
 
-class _Slots:
-    """One run at the decode side."""
+async def _measure(side: Side, spec: Load, route: str, slots: int, cache: Cache) -> dict[str, Any]:
+    """One run: warm up with one fetch of each slot, run, then poison everything and verify one more fetch of each."""
+    seed, counts = time.time_ns(), list(map(spec.blocks, range(slots)))
+    ids = [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+    took: dict[int, list[float]] = {}
+    routes: set[str] = set()
 
-    def __init__(self, side: Side, spec: Load, route: str, slots: int, cache: Cache) -> None:
-        self._side, self._spec, self._route, self._cache = side, spec, route, cache
-        self._seed = time.time_ns()
-        counts = list(map(spec.blocks, range(slots)))
-        starts = [sum(counts[:slot]) for slot in range(slots)]
-        self._ids = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-        self._took: dict[int, list[float]] = {}
-        self._routes: set[str] = set()
-
-    async def measure(self) -> dict[str, Any]:
-        """Warm up with one fetch of each slot, run, then poison everything and verify one more fetch of each."""
-        side, spec = self._side, self._spec
-        cache = self._cache
-        card, key, idle_there = await side.ask(_Open(self._route, len(self._ids), self._seed))
-        config = settings(side, self._route, None, max_transfers=2 * len(self._ids))
-        async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
-            tickets, lateness = Tickets(card, key), Lateness()
-            await asyncio.sleep(_IDLE_SECONDS)
-            idle = lateness.take()
-            await self._each(worker, tickets)
-            self._took.clear()
-            side.send("begun")
-            lateness.take()
-            began = time.perf_counter()
-            async with asyncio.TaskGroup() as group:
-                for slot in range(len(self._ids)):
-                    group.create_task(self._again(worker, tickets, slot, began + spec.seconds))
-            elapsed = time.perf_counter() - began
-            here, there = lateness.take(), await side.ask("ended")
-            lateness.stop()
-            found = self._figures(elapsed)
-            difference = await self._verify(worker, tickets, cache)
-            await side.ask("close")
-        return found | {
-            "verified": not difference,
-            "difference": difference,
-            "lag": {"decode": here, "prefill": there, "decode_idle": idle, "prefill_idle": idle_there},
-        }
-
-    async def _verify(self, worker: kvxfer.Worker, tickets: Tickets, cache: Cache) -> str:
-        await asyncio.to_thread(cache.scrub)
-        synchronize(self._side.device)
-        await self._each(worker, tickets)
-        requests = [Request(self._seed, ids) for ids in self._ids]
-        return await asyncio.to_thread(cache.difference, *requests)
-
-    async def _each(self, worker: kvxfer.Worker, tickets: Tickets) -> None:
-        """One fetch of every slot, all at once."""
-        async with asyncio.TaskGroup() as group:
-            for slot in range(len(self._ids)):
-                group.create_task(self._fetch(worker, tickets, slot))
-
-    async def _again(self, worker: kvxfer.Worker, tickets: Tickets, slot: int, until: float) -> None:
-        while time.perf_counter() < until:
-            await self._fetch(worker, tickets, slot)
-
-    async def _fetch(self, worker: kvxfer.Worker, tickets: Tickets, slot: int) -> None:
-        ids, ticket = self._ids[slot], tickets.next(slot)
-        tokens = range(len(ids) * _LAYOUT.block_tokens)
+    async def fetch(slot: int) -> None:
+        ticket, tokens = tickets.next(slot), range(counts[slot] * _LAYOUT.block_tokens)
         began = time.perf_counter()
-        result = await worker.fetch(ticket, list(ids), tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        self._took.setdefault(len(ids), []).append(time.perf_counter() - began)
-        self._routes.add(result.stats.route)
+        result = await worker.fetch(ticket, list(ids[slot]), tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+        took.setdefault(counts[slot], []).append(time.perf_counter() - began)
+        routes.add(result.stats.route)
 
-    def _figures(self, elapsed: float) -> dict[str, Any]:
-        counts = {blocks: len(took) for blocks, took in sorted(self._took.items())}
-        nbytes = sum(blocks * _LAYOUT.block_bytes * count for blocks, count in counts.items())
-        return {
-            "routes_taken": sorted(self._routes),
-            "seconds": elapsed,
-            "fetches": sum(counts.values()),
-            "fetches_per_s": sum(counts.values()) / elapsed,
-            "gbps": nbytes / elapsed / GIGABYTE,
-            "sizes": [
-                {"request_bytes": blocks * _LAYOUT.block_bytes, **Samples.of(took).percentiles()}
-                for blocks, took in sorted(self._took.items())
-            ],
-        }
+    async def each() -> None:
+        async with asyncio.TaskGroup() as group:
+            for slot in range(slots):
+                group.create_task(fetch(slot))
+
+    async def again(slot: int, until: float) -> None:
+        while time.perf_counter() < until:
+            await fetch(slot)
+
+    card, key, idle_there = await side.ask(_Open(route, slots, seed))
+    config = settings(side, route, None, max_transfers=2 * slots)
+    async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
+        tickets, lateness = Tickets(card, key), Lateness()
+        await asyncio.sleep(_IDLE_SECONDS)
+        idle = lateness.take()
+        await each()
+        took.clear()
+        side.send("begun")
+        lateness.take()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for slot in range(slots):
+                group.create_task(again(slot, began + spec.seconds))
+        elapsed = time.perf_counter() - began
+        here, there = lateness.take(), await side.ask("ended")
+        lateness.stop()
+        timed = {blocks: list(seconds) for blocks, seconds in sorted(took.items())}  # but not what is verified
+        await asyncio.to_thread(cache.scrub)
+        await each()
+        difference = await asyncio.to_thread(cache.difference, *(Request(seed, tuple(one)) for one in ids))
+        await side.ask("close")
+    fetches = sum(map(len, timed.values()))
+    return {
+        "routes_taken": sorted(routes),
+        "seconds": elapsed,
+        "fetches": fetches,
+        "fetches_per_s": fetches / elapsed,
+        "gbps": rate(sum(blocks * _LAYOUT.block_bytes * len(seconds) for blocks, seconds in timed.items()), elapsed),
+        "sizes": [
+            {"request_bytes": blocks * _LAYOUT.block_bytes, **Samples.of(seconds).percentiles()}
+            for blocks, seconds in timed.items()
+        ],
+        "verified": not difference,
+        "difference": difference,
+        "lag": {"decode": here, "prefill": there, "decode_idle": idle, "prefill_idle": idle_there},
+    }
 
 
 def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
@@ -287,8 +248,7 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
         Chart("load-fetches", "fetches a second by how many are under way", "at once", "fetches/s", x, series),
         Chart("load-lag", "lateness of the loop, p99", "at once", "ms", x, late),
     ]
-    failures = [f"{one['route']}, {one['concurrency']} at once: {one['difference']}" for one in cells]
-    wrong = [text for text, one in zip(failures, cells, strict=True) if one["difference"]]
+    wrong = [f"{one['route']}, {one['concurrency']} at once: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped}
     return Report("load", head, data, [Table("many fetches at once", headings, rows, notes)], charts, wrong)
 

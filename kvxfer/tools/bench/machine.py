@@ -3,9 +3,7 @@
 import datetime as dt
 import os
 import platform
-import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +12,7 @@ import torch
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.tools.bench.device import Kind, device_names, sides
+from kvxfer.tools.versions import first_match, package
 
 __all__ = ["describe", "headline"]
 
@@ -21,12 +20,7 @@ _PACKAGES: Final = ("torch", "nixl", "triton", "numpy", "cuda-bindings", "uvloop
 
 
 def describe(kind: Kind, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Versions, hardware and settings.
-
-    Args:
-        kind: Device that is measured.
-        arguments: Of the benchmark.
-    """
+    """Versions, hardware and settings."""
     config = Config()
     return {
         "started": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -51,12 +45,7 @@ def headline(head: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found = {name: version for name in _PACKAGES if (version := package(name))}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
@@ -64,20 +53,11 @@ def _versions() -> dict[str, str]:
 
 def _hardware(kind: Kind) -> dict[str, Any]:
     return {
-        "cpu": _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor(),
+        "cpu": first_match(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "gpus": device_names(kind),
-        "driver": _first(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version")),
+        "driver": first_match(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version")),
         "peer_access": kind == "cuda" and torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1),
     }
-
-
-def _first(pattern: str, file: Path) -> str:
-    """What the first group finds in a file; empty if there is no such file or line."""
-    try:
-        found = re.search(pattern, file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    except OSError:
-        return ""
-    return found[1].strip() if found else ""

@@ -8,11 +8,11 @@ from typing import Any, Final, get_args
 from kvxfer.config import Config
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.caches import in_shared_memory
-from kvxfer.tools.bench.cells import Cell, Grid, Measured, Skipped, decode, prefill, stages
-from kvxfer.tools.bench.children import conduct
+from kvxfer.tools.bench.cells import Cell, Measured, Skipped, decode, prefill, stages
+from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
-from kvxfer.tools.bench.report import Chart, Report, Table
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
 from kvxfer.tools.bench.verdict import Verdict, judge
 
 __all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
@@ -41,29 +41,17 @@ def known_routes(text: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        routes: Settings of `route`.
-        layouts: Which pieces.
-        sizes: Bytes of a request.
-        ctas: Thread blocks of copies on a GPU; empty leaves the setting alone.
-        repetitions: Of each cell.
-        cell_seconds: When a cell has taken so long, it is not repeated further.
-        beside: See `Grid`.
-        sabotage: See `Grid`.
-    """
+    """What to measure."""
 
     device: Kind
     routes: tuple[str, ...] = field(default_factory=routes)
     layouts: tuple[Layout, ...] = field(default_factory=lambda: (*map(plain, PIECES), *NAMED.values()))
     sizes: tuple[int, ...] = SIZES
-    ctas: tuple[int, ...] = ()
+    ctas: tuple[int, ...] = ()  # empty leaves the setting alone
     repetitions: int = 5
-    cell_seconds: float = 60.0
-    beside: str = ""
-    sabotage: str = ""
+    cell_seconds: float = 60.0  # when a cell has taken so long, it ends after the repetition under way
+    beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
+    sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -87,26 +75,9 @@ class Matrix:
         )
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Args:
-            head: Of the report.
-            on_step: Called with what is measured, how many cells are done, and of how many.
-
-        Raises:
-            BenchFailedError: If one of the two processes failed.
-        """
-        seconds, damage = self.cell_seconds, self.sabotage
-        grid = Grid(self.cells(), self.repetitions, cell_seconds=seconds, beside=self.beside, sabotage=damage)
-        done: list[Measured | Skipped] = []
-
-        def show(item: object) -> None:
-            if isinstance(item, Measured | Skipped):
-                done.append(item)
-            on_step(getattr(item, "label", ""), len(done), len(grid.cells))
-
-        conduct({"prefill": prefill, "decode": decode}, grid, show, devices=sides(self.device))
-        order = {cell: number for number, cell in enumerate(grid.cells)}
+        """Measure everything."""
+        bodies, order = {"prefill": prefill, "decode": decode}, {cell: at for at, cell in enumerate(self.cells())}
+        done = collect(bodies, self, len(order), on_step, devices=sides(self.device))
         return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
 
 
@@ -214,8 +185,7 @@ def _table(
 
 def route_name(cell: dict[str, Any]) -> str:
     """The route that was set, the one that was taken if it is another, and the CTAs if they were set."""
-    taken = "" if cell["route_taken"] == cell["route"] else f" > {cell['route_taken']}"
-    return f"{cell['route']}{taken}" + ("" if cell["ctas"] is None else f" {cell['ctas']}")
+    return shown_route(cell) + ("" if cell["ctas"] is None else f" {cell['ctas']}")
 
 
 def _stages(both: dict[str, Any]) -> str:

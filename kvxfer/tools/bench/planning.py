@@ -6,7 +6,6 @@ blocks of 16 tokens, shuffled block ids) without any memory behind them, and tim
 | step | what |
 |---|---|
 | pair | PairPlan: strides and base addresses; cached per pair |
-| explain | why its pieces are as long as they are |
 | bind | block lists and token range of one request |
 | tables | all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces |
 | gather | the tables of one gather of everything |
@@ -23,26 +22,30 @@ longest list that exists at a time: only it grows with the pieces, up to those o
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import log10, prod
+from math import log10
 from random import Random
 from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
+from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TransferPlan, common
 from kvxfer.plans.planning import Bound, fit_grid, in_place_bytes
 from kvxfer.protocol.messages import Route
-from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.report import Chart, Report, Table
-from kvxfer.tools.explain import explain
+from kvxfer.tools.engine import from_hf_config
 
-__all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "geometry", "measure"]
+__all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "measure"]
 
-LAYERS: Final = 32
-HEADS: Final = 8
-DIM: Final = 128
-ITEM: Final = 2
 BLOCK: Final = 16
+HEADS: Final = 8
+LAYERS: Final = 32
+_MODEL: Final = {
+    "model_type": "llama",
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
 PIECES: Final = (10**3, 10**4, 10**5, 10**6, 10**7)
 FIXED_MS: Final = 0.4
 CHUNK: Final = 256 << 20
@@ -50,36 +53,25 @@ CHUNK: Final = 256 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """A pair of layouts, and how many pieces a block of one layer's K or V falls into."""
+    """How the decode side differs, and how many pieces a block of one layer's K or V falls into."""
 
     name: str
-    src_axes: str
-    dst_axes: str
-    dst_heads: range
     pieces_a_block: int
+    tp: int = 1
+    layout: str = "NHD"
+
+    def sides(self, blocks: int) -> tuple[CacheGeometry, CacheGeometry]:
+        """A prefill and a decode rank with so many blocks."""
+        src = from_hf_config(_MODEL, blocks=blocks)
+        dst = from_hf_config(_MODEL, tp=self.tp, layout=self.layout, blocks=blocks)
+        return src.ranks[0], dst.ranks[0]
 
 
 LAYOUTS: Final = (
-    Layout("same layout (32 KiB)", "block token head dim", "block token head dim", range(HEADS), 1),
-    Layout("head split (1 KiB)", "block token head dim", "block token head dim", range(HEADS // 2), BLOCK),
-    Layout("NHD to HND (256 B)", "block token head dim", "block head token dim", range(HEADS), BLOCK * HEADS),
+    Layout("same layout (32 KiB)", 1),
+    Layout("head split (1 KiB)", BLOCK, tp=2),
+    Layout("NHD to HND (256 B)", BLOCK * HEADS, layout="HND"),
 )
-
-
-def geometry(axes: str, heads: range, blocks: int, base: int) -> CacheGeometry:
-    """A cache of this layout, at addresses that nobody reads."""
-    sizes = {"block": blocks, "token": BLOCK, "head": len(heads), "dim": DIM}
-    shape = tuple(sizes[name] for name in axes.split())
-    strides = tuple(ITEM * prod(shape[at + 1 :]) for at in range(len(shape)))
-    room = prod(shape) * ITEM + 4096
-    return CacheGeometry(
-        tuple(
-            TensorSpec("default", "", (half,), (layer,), heads, axes, shape, strides, "bfloat16", ITEM, base=start)
-            for layer in range(LAYERS)
-            for number, half in enumerate("kv")
-            for start in [base + (2 * layer + number) * room]
-        )
-    )
 
 
 def best(work: Callable[[], Any], seconds: float) -> float:
@@ -124,7 +116,6 @@ class Result:
     rows: int
     regions: int
     pair: float
-    explain: float
     bind: float
     tables: float
     gather: float
@@ -147,8 +138,7 @@ class Result:
 def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
     """Plan one transfer of about so many pieces, and time each step."""
     blocks = max(1, round(pieces / (2 * LAYERS * layout.pieces_a_block)))
-    src = geometry(layout.src_axes, range(HEADS), blocks + 1, 1 << 44)
-    dst = geometry(layout.dst_axes, layout.dst_heads, blocks + 1, 1 << 45)
+    src, dst = layout.sides(blocks + 1)
     selections = common(src, dst)
     pair = PairPlan(src, dst, selections)
     shuffled = [Random(seed).sample(range(blocks), blocks) for seed in (1, 2)]  # noqa: S311
@@ -177,7 +167,6 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
         sum(map(len, plan.rows)),
         sum(len(c.bases) for c in pair.classes),
         best(lambda: PairPlan(src, dst, selections), seconds),
-        best(lambda: explain(PairPlan(src, dst, selections)), seconds),
         best(bind, seconds),
         best(lambda: tables(bind()), seconds) - best(bind, seconds),
         best(lambda: whole.gather(0), seconds),
@@ -190,17 +179,10 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        device: Plays no part: plans are made on the CPU, without memory.
-        pieces: About how many, of each layout.
-        seconds: To spend on each step.
-    """
-
-    device: Kind
     pieces: tuple[int, ...] = PIECES
-    seconds: float = 0.5
+    seconds: float = 0.5  # to spend on each step
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything, in this process."""
@@ -214,7 +196,7 @@ class Planning:
 
 
 def _report(head: dict[str, Any], results: Sequence[Result]) -> Report:
-    steps = ("pair", "explain", "bind", "tables", "gather", "scatter", "list")
+    steps = ("pair", "bind", "tables", "gather", "scatter", "list")
     rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
     cells = [asdict(r) | rate for r, rate in zip(results, rates, strict=True)]
     rows = [

@@ -12,18 +12,20 @@ import mmap
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from kvxfer.errors import FabricError
 from kvxfer.fabric import Memory
 from kvxfer.fabric.capi import IN_PROGRESS, WRITE, CallError, Capi, find, opened
 from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.memory.device import call, load
+from kvxfer.tools.bench.children import Side
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
 from kvxfer.tools.bench.samples import measured
 
-__all__ = ["Card", "ReferenceKind", "Source", "Target", "kind_for"]
+__all__ = ["Card", "Refer", "ReferenceKind", "Source", "Target", "kind_for"]
 
 _T = TypeVar("_T")
 _MARK: Final = 0xA7
@@ -39,21 +41,21 @@ def kind_for(route: str, device: str) -> ReferenceKind:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the source needs to know of the target.
-
-    Attributes:
-        metadata: Of its NIXL agent.
-        address: Of its memory.
-        index: Of its GPU.
-        nbytes: How much memory there is.
-        handle: CUDA IPC handle; empty on a CPU.
-    """
+    """What the source needs to know of the target."""
 
     metadata: bytes
     address: int
-    index: int
+    index: int  # of its GPU
     nbytes: int
-    handle: bytes
+    handle: bytes  # of CUDA IPC; empty on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Refer:
+    """Asks the source for one copy; it answers with the seconds."""
+
+    kind: ReferenceKind
+    nbytes: int
 
 
 class _Agent:
@@ -103,13 +105,17 @@ class Target(_Agent):
         metadata = await self.run(lambda: self.transport.metadata([self.token]))
         handle = b""
         if self.device != "cpu":
-            from kvxfer.tools.bench.peercopy import export
-
-            handle = await self.run(lambda: export(self.buffer.address))
+            exported = await self.run(lambda: call(_runtime(), "cudaIpcGetMemHandle", self.buffer.address))
+            handle = bytes(exported.reserved)
         return Card(metadata, self.buffer.address, self.buffer.index, self.buffer.nbytes, handle)
 
+    async def refer(self, side: Side, kind: ReferenceKind, nbytes: int) -> float:
+        """Seconds of one copy, which the source makes in the other process."""
+        async with self._serving() if kind == "nixl_write" else nullcontext():
+            return float(await side.ask(Refer(kind, nbytes)))
+
     @asynccontextmanager
-    async def serving(self) -> AsyncGenerator[None, None]:
+    async def _serving(self) -> AsyncGenerator[None, None]:
         """Poll without a pause inside: over TCP the target moves the data, and every lane wires up with its help."""
         stop = threading.Event()
 
@@ -139,13 +145,7 @@ class Target(_Agent):
 
 
 class Source(_Agent):
-    """The side that writes, and measures.
-
-    Args:
-        name: Of its agent.
-        device: This side's.
-        card: Of the target.
-    """
+    """The side that writes, and measures."""
 
     def __init__(self, name: str, device: str, card: Card) -> None:
         super().__init__(name, device, card.nbytes)
@@ -200,11 +200,19 @@ class Source(_Agent):
             raise FabricError(f"NIXL could not write to {self._peer}: {error}") from error
 
     def _open_peer(self) -> Callable[[int], None]:
-        from kvxfer.tools.bench.peercopy import PeerCopy
+        cuda = _runtime()
+        named = cuda.cudaIpcMemHandle_t()
+        named.reserved = self._card.handle
+        # the GPU that copies is current in this thread: opened under the other one, copies run at a tenth of the speed
+        target = int(call(cuda, "cudaIpcOpenMemHandle", named, cuda.cudaIpcMemLazyEnablePeerAccess))
+        self._closers.append(lambda: call(cuda, "cudaIpcCloseMemHandle", target))
+        kind = cuda.cudaMemcpyKind.cudaMemcpyDefault
 
-        mapping = PeerCopy(self._card.handle)
-        self._closers.append(mapping.close)
-        return lambda nbytes: mapping.copy(self.buffer.address, nbytes)
+        def copy(nbytes: int) -> None:
+            call(cuda, "cudaMemcpyAsync", target, self.buffer.address, nbytes, kind, 0)
+            call(cuda, "cudaStreamSynchronize", 0)
+
+        return copy
 
     def _open_pages(self) -> Callable[[int], None]:
         pages = mmap.mmap(-1, self._card.nbytes)  # shared and anonymous
@@ -216,3 +224,7 @@ class Source(_Agent):
             ctypes.memmove(address, self.buffer.address, nbytes)
 
         return copy
+
+
+def _runtime() -> Any:
+    return load("runtime", "a benchmark on GPUs")

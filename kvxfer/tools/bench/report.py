@@ -1,83 +1,64 @@
-"""What a benchmark says in the end: the data as JSON, and the tables and charts that are made of them."""
+"""What a benchmark says in the end: the data as JSON, and the tables and charts that are made of them.
+
+And what all of them share towards terminal and files: whether they can be written, progress, the end of a run.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.machine import headline
 
-__all__ = ["Chart", "Report", "Table", "shown_seconds"]
+__all__ = ["Chart", "Report", "Table", "check", "finish", "progress", "shown_route", "shown_seconds"]
 
 _SCHEMA: Final = 1
+_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows for people; the data say more.
-
-    Attributes:
-        title: Above it.
-        headings: Of the columns.
-        rows: Texts; the first column is flush left, all others flush right.
-        notes: Lines below it.
-    """
+    """Rows for people; the data say more."""
 
     title: str
     headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
+    rows: Sequence[Sequence[str]]  # the first column is flush left, all others flush right
+    notes: Sequence[str] = ()  # lines below it
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Series over common places.
+    """Series over common places."""
 
-    Attributes:
-        name: Of the file that it is drawn into.
-        title: Above it.
-        x_label: What the places are.
-        y_label: What the values are.
-        x: Names of the places.
-        series: Values by name, None where there is none.
-        log: Whether the values' axis is logarithmic.
-        target: A value to draw a line at.
-    """
-
-    name: str
+    name: str  # of the file that it is drawn into
     title: str
     x_label: str
     y_label: str
-    x: Sequence[str]
-    series: Mapping[str, Sequence[float | None]]
-    log: bool = False
-    target: float | None = None
+    x: Sequence[str]  # names of the places
+    series: Mapping[str, Sequence[float | None]]  # None where there is no value
+    log: bool = False  # whether the values' axis is logarithmic
+    target: float | None = None  # a value to draw a line at
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run of one benchmark.
-
-    Attributes:
-        benchmark: Its name.
-        head: Versions, hardware, settings.
-        data: Results, as they go into the JSON.
-        tables: For people.
-        charts: For `--plot`.
-        failures: What was measured and found wrong; empty is good.
-    """
+    """One run of one benchmark."""
 
     benchmark: str
     head: dict[str, Any]
-    data: dict[str, Any]
+    data: dict[str, Any]  # results, as they go into the JSON
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
-    failures: Sequence[str] = field(default_factory=tuple[str, ...])
+    failures: Sequence[str] = field(default_factory=tuple[str, ...])  # what was measured and found wrong
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tables and charts, which are made of it."""
@@ -125,3 +106,75 @@ def shown_seconds(seconds: float) -> str:
         if seconds * factor >= 1 or unit == "us":
             return f"{seconds * factor:.3g} {unit}"
     return ""
+
+
+def shown_route(cell: Mapping[str, Any]) -> str:
+    """The route that was set, and the one that was taken if it is another."""
+    route, taken = str(cell["route"]), cell["route_taken"]
+    return route if taken == route else f"{route} > {taken}"
+
+
+# --- a run
+
+
+def check(json_file: Path | None, plot_folder: Path | None) -> None:
+    """Find out before a run, which may take hours, whether its results can be written, and make the folders.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed and charts are wanted.
+        UsageError: If a file or folder cannot be written to.
+    """
+    if plot_folder is not None:
+        from kvxfer.tools.bench import plots
+
+        plots.check()
+        _check_folder(plot_folder, f"--plot {plot_folder} cannot be written to")
+    if json_file is not None:
+        if json_file.is_dir():
+            raise UsageError(f"--json {json_file} cannot be written: it is a folder")
+        _check_folder(json_file.parent, f"--json {json_file} cannot be written")
+
+
+def _check_folder(folder: Path, otherwise: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{otherwise}: {error.strerror}") from error
+
+
+@contextmanager
+def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None]:
+    """A bar on stderr if that is a terminal; nothing elsewhere. Gives a function of (what is done, steps done, all)."""
+    bar = Progress(
+        TextColumn(f"bench {name}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("starting", total=None)
+
+        def step(label: str, done: int, total: int) -> None:
+            if label:
+                bar.update(task, description=label)
+            bar.update(task, completed=done, total=total)
+
+        yield step
+
+
+def finish(report: Report, json_file: Path | None, plot_folder: Path | None) -> int:
+    """Print, write and draw a report; the exit code."""
+    report.show(Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False))
+    if json_file is not None:
+        report.write(json_file)
+    if plot_folder is not None:
+        from kvxfer.tools.bench.plots import draw
+
+        draw(report, plot_folder)
+    return 1 if report.failures else 0

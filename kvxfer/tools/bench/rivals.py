@@ -23,10 +23,9 @@ import numpy as np
 
 import kvxfer
 from kvxfer.errors import UsageError
-from kvxfer.tools.bench.cells import draw
-from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, conduct
-from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Cache
-from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides, synchronize
+from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache, draw
+from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
+from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
 from kvxfer.tools.bench.report import Chart, Report, Table
@@ -44,29 +43,17 @@ _ROOM: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """What to measure.
-
-    Attributes:
-        device: Kind of memory on both sides.
-        folder: With the rivals' code.
-        pieces: Bytes of a piece.
-        size: Bytes of the whole.
-        routes: Of kvxfer, beside them.
-        only: Names of rivals; empty for all.
-        repetitions: Of each, after one to warm up.
-        seconds: When one piece size of a rival has taken so long, it is not repeated further.
-        sabotage: As in the matrix.
-    """
+    """What to measure."""
 
     device: Kind
-    folder: Path
+    folder: Path  # with the rivals' code
     pieces: tuple[int, ...] = PIECES
-    size: int = 512 * MIB
-    routes: tuple[str, ...] = field(default_factory=routes)
-    only: tuple[str, ...] = ()
+    size: int = 512 * MIB  # of the whole
+    routes: tuple[str, ...] = field(default_factory=routes)  # of kvxfer, beside them
+    only: tuple[str, ...] = ()  # names of rivals; empty for all
     repetitions: int = 5
-    seconds: float = 30.0
-    sabotage: str = ""
+    seconds: float = 30.0  # when one piece size of a rival has taken so long, it is not repeated further
+    sabotage: str = ""  # as in the matrix
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure kvxfer, then one rival after the other, each in processes of its own.
@@ -106,19 +93,11 @@ class Rivals:
         return _report(head, ours, found, skipped)
 
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        devices = sides(self.device)
         bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
         try:
-            conduct(
-                bodies,
-                task,
-                lambda item: found.append(item.values) if isinstance(item, Result) else None,
-                devices={name: devices[name] for name in bodies},
-            )
+            return collect(bodies, task, len(self.pieces), lambda label, done, total: None, devices=sides(self.device))
         except BenchFailedError as error:
             raise BenchFailedError(f"{task.variant}: {error}") from error
-        return found
 
     def _lacks_memory(self) -> str:
         needed = 4 * self.size + _ROOM
@@ -214,7 +193,6 @@ def _source(side: Side, task: _Task) -> None:
             source.write(draw(work.seed, pool, count, source=True))
             if sink is not None:
                 sink.scrub()
-            synchronize(side.device)
             seconds, differs = _turn(side, spec, rival, work, sink)
             difference = difference or differs
             if number:
@@ -224,7 +202,7 @@ def _source(side: Side, task: _Task) -> None:
         if not both:
             side.send(None)
         rival.close()
-        side.report(Result(_row(task, piece, count, Samples.of(took, 1), difference)))
+        side.report(_row(task, piece, count, Samples.of(took, 1), difference))
         del rival, source, sink
     if not both:
         side.send(None)
@@ -258,7 +236,6 @@ def _sink(side: Side, task: _Task) -> None:
         rival = module.Rival(task.variant, side, None, _flat(sink), piece)
         while (work := side.receive()) is not None:
             sink.scrub()
-            synchronize(side.device)
             sources, sinks = work.ids
             side.send("ready")
             side.receive()  # "go"

@@ -11,22 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["GIGABYTE", "Samples", "measured", "rate"]
+__all__ = ["Samples", "measured", "rate"]
 
-GIGABYTE: Final = 1e9
+_GIGABYTE: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Durations of the same work, in seconds.
+    """Durations of the same work, in seconds."""
 
-    Attributes:
-        seconds: One a repetition, in the order in which they were measured.
-        warmups: Runs before them that are not among them.
-    """
-
-    seconds: tuple[float, ...]
-    warmups: int = 0
+    seconds: tuple[float, ...]  # one a repetition, in the order in which they were measured
+    warmups: int = 0  # runs before them, which are not among them
 
     def __post_init__(self) -> None:
         """Refuse what no figure can be made of.
@@ -78,7 +73,7 @@ class Samples:
 
 def rate(nbytes: int, seconds: float) -> float:
     """Gigabytes (10^9 bytes) a second; 0.0 if no time passed."""
-    return nbytes / seconds / GIGABYTE if seconds > 0 else 0.0
+    return nbytes / seconds / _GIGABYTE if seconds > 0 else 0.0
 
 
 def measured(work: Callable[[], object]) -> float:

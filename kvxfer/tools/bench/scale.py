@@ -14,8 +14,8 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,16 +23,13 @@ from typing import Any, Final, Literal
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.tools.bench.caches import Slab
-from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, collect
-from kvxfer.tools.bench.contents import Cache, Request
-from kvxfer.tools.bench.device import Kind
+from kvxfer.tools.bench.caches import Cache, Request, Slab
+from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.relay import Relay
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 
-__all__ = ["PEERS", "Scale"]
+__all__ = ["PEERS", "Relay", "Scale"]
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -43,29 +40,19 @@ _IDLE_SECONDS: Final = 2.0
 _COUNTED: Final = 50
 _FETCH_SECONDS: Final = 60.0
 _SEED: Final = 1
+_READ_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        device: Plays no part: everything is CPU memory.
-        peers: How many, in rising order.
-        route: `staged` or `direct`.
-        transfers: Warm fetches at each number of peers, at least one of each.
-        idle_seconds: How long an idle hub is watched.
-        layers: Of the cache, a tensor each; a block has 16 KiB of each.
-        nixl: Move the bytes by NIXL, with an agent for each worker, instead of within the process.
-    """
-
-    device: Kind
     peers: tuple[int, ...] = PEERS
     route: str = "staged"
-    transfers: int = 1000
+    transfers: int = 1000  # warm ones at each number of peers, at least one of each
     idle_seconds: float = _IDLE_SECONDS
-    layers: int = _LAYERS
-    nixl: bool = False
+    layers: int = _LAYERS  # a tensor each, with 16 KiB a block
+    nixl: bool = False  # move the bytes by NIXL, with an agent for each worker
 
     @property
     def layout(self) -> Layout:
@@ -73,11 +60,7 @@ class Scale:
         return Layout("16KiB a layer", 8 * KIB, self.layers, 8, 4)
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
-        """Measure everything.
-
-        Raises:
-            BenchFailedError: If the process failed.
-        """
+        """Measure everything."""
         found = collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"})
         return _report(head, found)
 
@@ -88,13 +71,13 @@ async def measure(side: Side, spec: Scale) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     side.report(Step("control frames and bytes"))
     async with AsyncExitStack() as stack:
-        side.report(Result(await _count(_Place(side, spec, stack))))
+        side.report(await _count(_Place(side, spec, stack)))
     async with AsyncExitStack() as stack:
-        group = _Group(_Place(side, spec, stack))
-        await group.open()
+        place, peers = _Place(side, spec, stack), list[_Peer]()
+        hub = await _Hub.open(place)
         for count in sorted(spec.peers):
             side.report(Step(f"{count} peers"))
-            side.report(Result(await group.grow(count)))
+            side.report(await _grow(place, hub, peers, count))
 
 
 class _Place:
@@ -157,13 +140,13 @@ class _Hub:
         return Counter(sent | {f"received {name}": count for name, count in metrics["frames_received"].items()})
 
 
+@dataclass(frozen=True, slots=True)
 class _Peer:
     """One decode worker with a small cache."""
 
-    def __init__(self, worker: kvxfer.Worker, cache: Cache, layout: Layout) -> None:
-        self._worker: Final = worker
-        self._tokens: Final = range(layout.block_tokens)
-        self._cache: Final = cache
+    worker: kvxfer.Worker
+    cache: Cache
+    tokens: range
 
     @classmethod
     async def open(cls, place: _Place, number: int) -> "_Peer":
@@ -172,21 +155,13 @@ class _Peer:
         cache = Slab("cpu", [(layout, _POOL)], source=False).cache(layout, _POOL)
         cache.scrub()
         memory: dict[str, Any] = {"arena_bytes": 4 * MIB, "chunk_bytes": MIB}
-        return cls(await place.worker(f"peer{number}", cache, **memory), cache, layout)
+        return cls(await place.worker(f"peer{number}", cache, **memory), cache, range(layout.block_tokens))
 
     async def fetch(self, ticket: dict[str, Any]) -> float:
         """Seconds that one block takes."""
         began = time.perf_counter()
-        await self._worker.fetch(ticket, [1], tokens=self._tokens, timeout=_FETCH_SECONDS)
+        await self.worker.fetch(ticket, [1], tokens=self.tokens, timeout=_FETCH_SECONDS)
         return time.perf_counter() - began
-
-    def scrub(self) -> None:
-        """Forget what was received."""
-        self._cache.scrub()
-
-    def difference(self) -> str:
-        """How the cache differs from what the hub holds."""
-        return self._cache.difference(Request(_SEED, (1,)))
 
 
 async def _count(place: _Place) -> dict[str, Any]:
@@ -213,61 +188,89 @@ async def _count(place: _Place) -> dict[str, Any]:
     }
 
 
-class _Group:
-    """The hub and all peers."""
+class Relay:
+    """Listens at one Unix socket, passes everything on to another one and back, and counts the bytes."""
 
-    def __init__(self, place: _Place) -> None:
-        self._place: Final = place
-        self._peers: list[_Peer] = []
-        self._hub: _Hub | None = None
+    def __init__(self) -> None:
+        self.sent = 0
+        self.answered = 0
 
-    async def open(self) -> None:
-        """Open the hub."""
-        self._hub = await _Hub.open(self._place)
+    @asynccontextmanager
+    async def serving(self, listen: Path, target: Path) -> AsyncGenerator[None, None]:
+        """Pass on inside; streams that are still open are cut at the end."""
+        streams: set[asyncio.Task[None]] = set()
 
-    async def grow(self, count: int) -> dict[str, Any]:
-        """Add peers until there are so many, and measure."""
-        hub, spec = self._hub, self._place.spec
-        if hub is None:
-            raise BenchFailedError("the hub is not open")
-        before = _Held.now()
-        new = [await _Peer.open(self._place, number) for number in range(len(self._peers), count)]
-        opened = _Held.now()
-        theirs, ours = hub.cpu_seconds, time.thread_time()
-        first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
-        first_cpu = {"hub": hub.cpu_seconds - theirs, "peer": time.thread_time() - ours}
-        connected = _Held.now()
-        self._peers += new
-        transfers = max(spec.transfers, count)
-        tickets = hub.offer(transfers)
-        for peer in self._peers:
-            peer.scrub()
-        theirs, ours = hub.cpu_seconds, time.thread_time()
-        took = [await self._peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
-        theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
-        difference = next(filter(None, (peer.difference() for peer in self._peers)), "")
-        self._place.network.log.clear()
-        return {
-            "peers": count,
-            "added": len(new),
-            "verified": not difference,
-            "difference": difference,
-            "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
-            "open_files": _each(before.files, opened.files, connected.files, len(new)),
-            "first_fetch": Samples.of(first).percentiles() if new else None,
-            "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
-            "fetch": Samples.of(took).percentiles(),
-            "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
-            "idle": await self._idle(hub, count),
-        }
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            if task is not None:
+                streams.add(task)
+            there, back = await asyncio.open_unix_connection(target)
+            with suppress(ConnectionError):
+                await asyncio.gather(self._pass(reader, back, up=True), self._pass(there, writer, up=False))
 
-    async def _idle(self, hub: _Hub, count: int) -> dict[str, float]:
-        """What connections cost while nothing moves: CPU seconds of each loop a second."""
-        theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
-        await asyncio.sleep(self._place.spec.idle_seconds)
-        elapsed = time.perf_counter() - began
-        hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
-        return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
+        server = await asyncio.start_unix_server(serve, listen)
+        try:
+            yield
+        finally:
+            server.close()
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        try:
+            while data := await reader.read(_READ_BYTES):
+                if up:
+                    self.sent += len(data)
+                else:
+                    self.answered += len(data)
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+async def _grow(place: _Place, hub: _Hub, peers: list[_Peer], count: int) -> dict[str, Any]:
+    """Add peers until there are so many, and measure."""
+    spec, before = place.spec, _Held.now()
+    new = [await _Peer.open(place, number) for number in range(len(peers), count)]
+    opened = _Held.now()
+    theirs, ours = hub.cpu_seconds, time.thread_time()
+    first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
+    first_cpu = {"hub": hub.cpu_seconds - theirs, "peer": time.thread_time() - ours}
+    connected = _Held.now()
+    peers += new
+    transfers = max(spec.transfers, count)
+    tickets = hub.offer(transfers)
+    for peer in peers:
+        peer.cache.scrub()
+    theirs, ours = hub.cpu_seconds, time.thread_time()
+    took = [await peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
+    theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
+    difference = next(filter(None, (peer.cache.difference(Request(_SEED, (1,))) for peer in peers)), "")
+    place.network.log.clear()
+    return {
+        "peers": count,
+        "added": len(new),
+        "verified": not difference,
+        "difference": difference,
+        "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
+        "open_files": _each(before.files, opened.files, connected.files, len(new)),
+        "first_fetch": Samples.of(first).percentiles() if new else None,
+        "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
+        "fetch": Samples.of(took).percentiles(),
+        "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
+        "idle": await _idle(hub, count, spec.idle_seconds),
+    }
+
+
+async def _idle(hub: _Hub, count: int, seconds: float) -> dict[str, float]:
+    """What connections cost while nothing moves: CPU seconds of each loop a second."""
+    theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
+    await asyncio.sleep(seconds)
+    elapsed = time.perf_counter() - began
+    hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
+    return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
 
 
 @dataclass(frozen=True, slots=True)

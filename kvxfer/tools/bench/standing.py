@@ -6,13 +6,14 @@ itself. Requests are called `<slot>/<number>`, and as soon as one of a slot is r
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import kvxfer
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer
 
-__all__ = ["AHEAD", "Tickets", "introduce", "keep"]
+__all__ = ["AHEAD", "Tickets", "introduce", "keeping"]
 
 AHEAD: Final = 2
 """Offers of a slot that are alive at a time: a fetch finds its offer though it follows at once."""
@@ -25,15 +26,21 @@ def introduce(worker: kvxfer.Worker) -> tuple[dict[str, Any], bytes]:
     return worker.card.to_dict(), key
 
 
-def keep(worker: kvxfer.Worker, slots: int, ids: Sequence[int], tokens: int) -> list["asyncio.Task[None]"]:
-    """Keep the same blocks on offer in every slot, until the tasks are cancelled."""
+@asynccontextmanager
+async def keeping(worker: kvxfer.Worker, slots: int, ids: Sequence[int], tokens: int) -> AsyncGenerator[None, None]:
+    """Keep the same blocks on offer in every slot inside; then close the worker at once."""
 
     async def renew(slot: int, number: int) -> None:
         while True:
             await worker.offer(f"{slot}/{number}", list(ids), tokens=tokens, after=kvxfer.READY).released()
             number += AHEAD
 
-    return [asyncio.create_task(renew(slot, number)) for slot in range(slots) for number in range(AHEAD)]
+    tasks = [asyncio.create_task(renew(slot, number)) for slot in range(slots) for number in range(AHEAD)]
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await worker.aclose(drain=False)
 
 
 class Tickets:

@@ -34,13 +34,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What cells of different routes have in common.
-
-    Attributes:
-        layout: Its name.
-        request_bytes: As fetched.
-        ctas: Thread blocks of a copy on a GPU; None if the setting was left alone.
-    """
+    """What cells of different routes have in common."""
 
     layout: str
     request_bytes: int
@@ -58,19 +52,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A choice in one case.
-
-    Attributes:
-        case: Which one.
-        chosen: The route that was taken, or would have been.
-        best: The forced route with the smallest median.
-        ratio: Median seconds of the choice over those of the best; below 1 if `auto` was faster than all forced.
-    """
+    """A choice in one case."""
 
     case: Case
-    chosen: str
-    best: str
-    ratio: float
+    chosen: str  # the route that was taken, or would have been
+    best: str  # the forced route with the smallest median
+    ratio: float  # median seconds of the choice over those of the best; below 1 if `auto` was faster than all forced
 
     @property
     def near(self) -> bool:
@@ -84,19 +71,12 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answers, each for the cases that have one; the module says what they mean.
-
-    Attributes:
-        by_time: Cells of `auto`.
-        by_choice: Forced cells of the route that `auto` took.
-        without_mapped: Forced cells of `staged` or `direct`, whichever was predicted to be faster.
-        noise: Median seconds of `auto` over those of the forced cell of the same route.
-    """
+    """The answers, each for the cases that have one; the module says what they mean."""
 
     by_time: tuple[Judged, ...] = ()
     by_choice: tuple[Judged, ...] = ()
     without_mapped: tuple[Judged, ...] = ()
-    noise: tuple[float, ...] = ()
+    noise: tuple[float, ...] = ()  # median seconds of `auto` over those of the forced cell of the same route
 
     def to_json(self) -> dict[str, Any]:
         """As `auto` of the JSON; a question that no case answers is not in it."""

@@ -31,10 +31,6 @@ class Victim:
     - `engine` does as a decode step does: small products one after the other, each with a little Python, then it waits
       for the last one.
     - `matmul` keeps a GPU busy with large products.
-
-    Args:
-        kind: One of these.
-        device: Where matrices lie.
     """
 
     def __init__(self, kind: str, device: str) -> None:

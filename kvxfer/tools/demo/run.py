@@ -1,43 +1,34 @@
 """Runs the demo: starts both processes, shows what they report, and judges the result."""
 
-import asyncio
-import logging
-import multiprocessing
-import os
-import signal
-import tempfile
-import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
-from typing import Any, Final, Literal, cast
+from dataclasses import dataclass
+from typing import Final, Self
 
-import torch
 from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-from kvxfer.errors import KvxferError
-from kvxfer.tools.bench.children import first_cause, interrupts_ignored, reap
-from kvxfer.tools.demo.display import Display
+from kvxfer.tools.bench.children import BenchFailedError, Side, Step, conduct
+from kvxfer.tools.bench.device import choose, sides
 from kvxfer.tools.demo.script import (
-    Broken,
+    DECODE_BLOCK_TOKENS,
+    PREFILL_BLOCK_TOKENS,
     Decoded,
     Fetched,
+    LayerLanded,
+    LayerReady,
     News,
     Offered,
-    Parent,
     Prefilled,
     Reference,
     Sabotage,
     Script,
 )
 
-__all__ = ["Verdict", "run"]
+__all__ = ["Display", "Verdict", "run"]
 
-_TIMEOUT_SECONDS: Final = 300.0
-_JOIN_SECONDS: Final = 30.0
-Side = Literal["prefill", "decode"]
+_SILENCE_SECONDS: Final = 300.0
+_MIB: Final = 1 << 20
 
 
 def run(script: Script, console: Console) -> bool:
@@ -45,52 +36,48 @@ def run(script: Script, console: Console) -> bool:
 
     Nothing is left behind, whatever happens: neither a process nor a file.
     """
-    devices = _devices(script.device)
+    devices, bodies = sides(choose(script.device)), {"prefill": _prefill, "decode": _decode}
     verdict = Verdict(script)
-    with (
-        tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder,
-        _running(script, devices, Path(folder)) as sides,
-        Display(script, console) as display,
-    ):
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while not verdict.complete:
-            if time.monotonic() >= deadline:
-                verdict.timed_out = _TIMEOUT_SECONDS
-                break
-            for item in sides.news(timeout=1.0):
-                if isinstance(item, Offered | Prefilled):
-                    sides.tell("decode", item)
+    with Display(script, console) as display:
+
+        def show(item: News | Step) -> None:
+            if not isinstance(item, Step):
                 verdict.take(item)
                 display.show(item)
-        if verdict.complete and not verdict.broken:
-            for broken in sides.dismiss():
-                verdict.take(broken)
+
+        try:
+            conduct(bodies, script, show, devices=devices, silence=_SILENCE_SECONDS)
+        except BenchFailedError as error:
+            verdict.broken = str(error)
     passed, line = verdict.judge()
     console.print(line, soft_wrap=True, highlight=False, markup=False)
     return passed
 
 
-class Verdict:
-    """What was seen of one run.
+# what is heavy is imported in the two processes alone
 
-    Attributes:
-        broken: Sides that failed.
-        timed_out: How many seconds were too many, if they were.
-    """
+
+async def _prefill(side: Side, script: Script) -> None:
+    from kvxfer.tools.demo.sides import prefill
+
+    await prefill(side, script)
+
+
+async def _decode(side: Side, script: Script) -> None:
+    from kvxfer.tools.demo.sides import decode
+
+    await decode(side, script)
+
+
+class Verdict:
+    """What was seen of one run."""
 
     def __init__(self, script: Script) -> None:
-        self.broken: list[Broken] = []
-        self.timed_out = 0.0
+        self.broken = ""  # how the run did, if it did not come to its end
         self._script = script
         self._fetched: dict[int, Fetched] = {}
         self._decoded: dict[int, Decoded] = {}
         self._references: dict[int, Reference] = {}
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more is to come."""
-        count = len(self._script.prompts)
-        return bool(self.broken) or len(self._decoded) == len(self._references) == count
 
     def take(self, item: News) -> None:
         """One event of either side."""
@@ -101,16 +88,12 @@ class Verdict:
                 self._decoded[item.prompt] = item
             case Reference():
                 self._references[item.prompt] = item
-            case Broken():
-                self.broken.append(item)
             case _:
                 pass
 
     def judge(self) -> tuple[bool, str]:
         """Whether everything is right, and the last line."""
-        problems = [f"{broken.side}: {broken.error}" for broken in self.broken]
-        if self.timed_out:
-            problems.append(f"not complete after {self.timed_out:g} s")
+        problems = [self.broken] if self.broken else []
         for prompt, decoded in sorted(self._decoded.items()):
             problems += self._differences(prompt, decoded)
         if not problems:
@@ -158,106 +141,84 @@ class Verdict:
         )
 
 
-class _Sides:
-    """Both processes and the pipes to them."""
+@dataclass(slots=True)
+class _Row:
+    state: str = "waiting"
+    ready: int = 0
+    landed: int = 0
+    route: str = ""
+    gbps: str = ""
 
-    def __init__(self) -> None:
-        self._processes: dict[Side, SpawnProcess] = {}
-        self._pipes: dict[Side, Connection] = {}
 
-    def start(self, side: Side, script: Script, device: str, folder: Path) -> None:
-        """Start one side."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = Pipe()
-        self._pipes[side] = cast("Connection[Any, Any]", ours)  # type: ignore[redundant-cast]  # not on Windows
-        process = context.Process(
-            target=_side, args=(side, script, theirs, device, folder), name=f"kvxfer-demo-{side}", daemon=True
+class Display:
+    """Shows news as they come: live on a terminal, one line an event elsewhere."""
+
+    def __init__(self, script: Script, console: Console) -> None:
+        self._script = script
+        self._console = console
+        self._rows = [_Row() for _ in script.prompts]
+        self._live = Live(self._table(), console=console, refresh_per_second=12, transient=False)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.update(self._table())
+            self._live.stop()
+
+    def show(self, news: News) -> None:
+        """Take in one event."""
+        row, line = self._rows[news.prompt], ""
+        match news:
+            case Offered():
+                row.state = "prefill"
+            case LayerReady():
+                row.ready = max(row.ready, news.layer + 1)
+            case Prefilled():
+                row.state = "moving" if row.landed < self._script.layers else row.state
+            case LayerLanded():
+                row.landed = max(row.landed, news.layer + 1)
+            case Fetched():
+                row.state, row.route = "fetched", news.stats.route
+                row.gbps = f"{news.stats.bytes / max(news.stats.wire, 1e-9) / 1e9:.2f}"
+                line = f"{news.stats.bytes / _MIB:.1f} MiB by {row.route} in {news.stats.chunks} chunks"
+            case Decoded():
+                row.state = "differs" if news.difference else "decoded"
+                line = f"{len(news.tokens)} tokens, " + (news.difference or "digests equal")
+            case _:
+                pass
+        if self._console.is_terminal:
+            self._live.update(self._table())
+        elif line:
+            self._console.print(
+                f"prompt {news.prompt} ({self._script.prompts[news.prompt]} tokens): {line}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+            )
+
+    def _table(self) -> Table:
+        table = Table(
+            title=f"kvxfer demo: prefill process (NHD, blocks of {PREFILL_BLOCK_TOKENS}) "
+            f"to decode process (HND, blocks of {DECODE_BLOCK_TOKENS})"
         )
-        with theirs, interrupts_ignored():
-            process.start()
-        self._processes[side] = process
-
-    def news(self, timeout: float) -> Iterator[News]:
-        """What the sides have to say; waits for it at most `timeout` seconds."""
-        ready = wait(list(self._pipes.values()), timeout)
-        for side, pipe in self._pipes.items():
-            if pipe not in ready:
-                continue
-            try:
-                item: News = pipe.recv()
-            except (EOFError, OSError):
-                process = self._processes[side]
-                process.join(_JOIN_SECONDS)
-                item = Broken(side, f"the process ended early, with exit code {process.exitcode}")
-            yield item
-
-    def tell(self, side: Side, item: News | None) -> None:
-        """Pass something on; if the side is gone, its pipe says so by itself."""
-        with suppress(OSError):
-            self._pipes[side].send(item)
-
-    def dismiss(self) -> list[Broken]:
-        """Let both sides close and end; those that could not."""
-        for side in self._pipes:
-            self.tell(side, None)
-        for process in self._processes.values():
-            process.join(_JOIN_SECONDS)
-        codes = {side: process.exitcode for side, process in self._processes.items()}
-        return [Broken(side, f"it did not close well, exit code {code}") for side, code in codes.items() if code != 0]
-
-    def end(self) -> None:
-        """End and reap what still runs: first asked, then killed."""
-        reap(self._processes.values(), self._pipes.values(), _JOIN_SECONDS)
-
-
-@contextmanager
-def _running(script: Script, devices: dict[Side, str], folder: Path) -> Generator[_Sides, None, None]:
-    """Both sides as processes; ended and reaped whatever happens."""
-    sides = _Sides()
-    try:
-        for side, device in devices.items():
-            sides.start(side, script, device, folder)
-        yield sides
-    finally:
-        sides.end()
-
-
-def _devices(device: str) -> dict[Side, str]:
-    if device == "cpu":
-        return {"prefill": "cpu", "decode": "cpu"}
-    if not torch.cuda.is_available():
-        raise KvxferError("--device cuda: there is no CUDA device here")
-    return {"prefill": "cuda:0", "decode": f"cuda:{min(1, torch.cuda.device_count() - 1)}"}
-
-
-def _side(side: Side, script: Script, pipe: Connection, device: str, folder: Path) -> None:
-    """Entry point of both processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    logging.basicConfig(level=logging.ERROR)
-    if device == "cpu":
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    parent = Parent(pipe)
-    try:
-        asyncio.run(_body(side, script, parent, device, folder))
-    except BaseException as error:
-        cause = first_cause(error)
-        parent.send(Broken(side, f"{type(cause).__name__}: {cause}"))
-        if isinstance(cause, KvxferError):  # its message says enough
-            raise SystemExit(1) from None
-        raise
-
-
-async def _body(side: Side, script: Script, parent: Parent, device: str, folder: Path) -> None:
-    if side == "prefill":
-        from kvxfer.tools.demo.prefill import run as body
-    else:
-        from kvxfer.tools.demo.decode import run as body
-    work = asyncio.ensure_future(body(script, parent, device, folder))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
-    parent.listen(work.cancel)
-    try:
-        await work
-    except asyncio.CancelledError:  # by the parent, or because it is gone; the worker is closed by now
-        os._exit(1)  # an orderly end would wait for the model's thread, which nothing can stop
+        for name, justify in (("prompt", "right"), ("tokens", "right"), ("MiB", "right"), ("layers ready", "left"),
+                              ("layers landed", "left"), ("route", "left"), ("GB/s on the wire", "right"),
+                              ("state", "left")):  # fmt: skip
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for number, row in enumerate(self._rows):
+            tokens, layers = self._script.prompts[number], self._script.layers
+            table.add_row(
+                str(number),
+                str(tokens),
+                f"{tokens * self._script.token_bytes / _MIB:.1f}",
+                ProgressBar(total=layers, completed=row.ready, width=16),
+                ProgressBar(total=layers, completed=row.landed, width=16),
+                row.route,
+                row.gbps,
+                row.state,
+            )
+        return table

@@ -1,12 +1,8 @@
 """What the two processes of the demo agree on beforehand: model, prompts, caches, and what they tell their parent."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -18,14 +14,12 @@ from kvxfer.telemetry import TransferStats
 __all__ = [
     "DECODE_BLOCK_TOKENS",
     "PREFILL_BLOCK_TOKENS",
-    "Broken",
     "Decoded",
     "Fetched",
     "LayerLanded",
     "LayerReady",
     "News",
     "Offered",
-    "Parent",
     "Prefilled",
     "Reference",
     "Sabotage",
@@ -49,31 +43,18 @@ class Sabotage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Everything about one run of the demo.
-
-    Attributes:
-        route: As in `Config.route`.
-        device: `"cpu"` or `"cuda"`.
-        sabotage: Damage to do, if any.
-        prompts: Lengths of the prompts in tokens.
-        steps: Tokens to decode for each.
-        layers: Layers of the model.
-        kv_heads: KV heads; there are twice as many query heads.
-        head_dim: Elements per head.
-        hidden: Width of the model.
-        seed: Of weights, prompts and block order.
-    """
+    """Everything about one run of the demo."""
 
     route: str = "auto"
     device: str = "cpu"
     sabotage: Sabotage = Sabotage.NONE
-    prompts: tuple[int, ...] = (1, 15, 17, 64, 130, 400, 1000, 1500)
-    steps: int = 24
+    prompts: tuple[int, ...] = (1, 15, 17, 64, 130, 400, 1000, 1500)  # tokens of each
+    steps: int = 24  # tokens to decode for each
     layers: int = 8
-    kv_heads: int = 8
+    kv_heads: int = 8  # there are twice as many query heads
     head_dim: int = 128
     hidden: int = 256
-    seed: int = 7
+    seed: int = 7  # of weights, prompts and block order
 
     def __post_init__(self) -> None:
         """Refuse what would show nothing: a run without prompts, or damage that these prompts cannot take.
@@ -146,14 +127,10 @@ class LayerReady:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill: the prompt is complete; what its cache and its continuation must look like.
-
-    Attributes:
-        prompt: Number of the prompt.
-        digests: By layer, digests of K and of V, token by token in logical order.
-    """
+    """Prefill: the prompt is complete; what its cache and its continuation must look like."""
 
     prompt: int
+    # by layer, of K and of V, token by token in logical order
     digests: list[tuple[list[bytes], list[bytes]]] = field(repr=False)
 
 
@@ -184,76 +161,12 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Decode: tokens generated, and the first difference between the caches if there is one.
-
-    Attributes:
-        prompt: Number of the prompt.
-        tokens: The first one came with the cache.
-        difference: Where the caches differ first; empty if they do not.
-        damaged: Whether the sabotage changed anything of this prompt.
-    """
+    """Decode: tokens generated, and the first difference between the caches if there is one."""
 
     prompt: int
-    tokens: list[int]
+    tokens: list[int]  # the first one came with the cache
     difference: str
-    damaged: bool
+    damaged: bool  # whether the sabotage changed anything of this prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A side failed."""
-
-    side: str
-    error: str
-
-
-News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | Fetched | Decoded | Broken
-
-
-class Parent:
-    """Reports to the parent, and hears from it what the other side said.
-
-    Args:
-        pipe: This side's end.
-
-    Attributes:
-        news: What the other side said, passed on by the parent.
-        dismissed: Set when the parent has seen everything.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self.news: asyncio.Queue[Offered | Prefilled] = asyncio.Queue()
-        self.dismissed = asyncio.Event()
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, news: News) -> None:
-        """Report an event. Safe from any thread: the model's and the loop's both do."""
-        with self._lock:
-            self._pipe.send(news)
-
-    def listen(self, gone: Callable[[], object]) -> None:
-        """Begin to listen; `gone` is called on the loop when the parent is gone.
-
-        In a thread that ends with the process: both ends send without looking whether the other one reads, so reading
-        on the loop could wait for a loop that waits for its turn to send.
-        """
-        loop = asyncio.get_running_loop()
-
-        def receive() -> None:
-            while True:
-                try:
-                    item: Offered | Prefilled | None = self._pipe.recv()
-                except (EOFError, OSError):
-                    tell(gone)
-                    return
-                if item is None:
-                    tell(self.dismissed.set)
-                else:
-                    tell(partial(self.news.put_nowait, item))
-
-        def tell(callback: Callable[[], object]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(callback)
-
-        threading.Thread(target=receive, name="kvxfer-demo-pipe", daemon=True).start()
+News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | Fetched | Decoded

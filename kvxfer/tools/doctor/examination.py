@@ -4,20 +4,22 @@ import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.errors import KvxferError, UsageError
 from kvxfer.names import Endpoint
+from kvxfer.tools.bench.children import BenchFailedError, Side, conduct
 from kvxfer.tools.doctor import gpus, limits, software
-from kvxfer.tools.doctor.addresses import listening, pasted
-from kvxfer.tools.doctor.findings import Check, Finding, Status, fail, said
+from kvxfer.tools.doctor.findings import Check, Finding, Status, fail, said, words
 from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
 
-__all__ = ["Examination", "Outcome"]
+__all__ = ["Examination", "Outcome", "check_pair", "listening", "pasted"]
 
 _DEVICES: Final = ("auto", "cpu", "cuda")
+_SILENCE: Final = 90.0
+"""Seconds without any finding after which the two are given up. The first kernels may have to be compiled meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,16 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         count = {status.value: sum(one.status is status for one in self.findings) for status in Status}
-        return {"ok": not self.exit_code, "count": count, "findings": [one.to_json() for one in self.findings]}
+        return {"ok": not self.exit_code, "count": count, "findings": [asdict(one) for one in self.findings]}
 
 
 @dataclass
 class Examination:
-    """One run of the doctor.
+    """One run of the doctor."""
 
-    Attributes:
-        report: Hears each finding as it comes.
-        machine: This one.
-        device: `auto`, `cpu` or `cuda`: where caches of probes lie.
-        found: Everything so far.
-    """
-
-    report: Callable[[Finding], None]
+    report: Callable[[Finding], None]  # hears each finding as it comes
     machine: Machine = field(default_factory=Machine)
-    device: str = "auto"
+    device: str = "auto"  # where caches of probes lie
     found: list[Finding] = field(default_factory=list[Finding])
 
     def __post_init__(self) -> None:
@@ -60,18 +55,32 @@ class Examination:
     def local(self) -> Outcome:
         """Everything that this machine tells by itself."""
         there = self._look()
-        self._pair(self._devices(there))
+        devices = self._devices(there)
+        if self._usable:
+            check_pair(devices, self._add)
         return Outcome(tuple(self.found))
 
     def peer(self, address: str) -> Outcome:
         """What can be seen from here, and a probe with a side that listens."""
         code, endpoint = pasted(address)
-        return self._with_peer(lambda device, folder: _check_peer(code, endpoint, device, folder))
+
+        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
+            from kvxfer.tools.doctor.remote import check_peer
+
+            return check_peer(code, endpoint, device, folder)
+
+        return self._with_peer(begin)
 
     def listen(self, address: str, say: Callable[[str], None], timeout: float) -> Outcome:
         """What can be seen from here, and a probe with the first that connects."""
         endpoint = listening(address)
-        return self._with_peer(lambda device, folder: _serve_peer(endpoint, device, folder, say, timeout))
+
+        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
+            from kvxfer.tools.doctor.remote import serve_peer
+
+            return serve_peer(endpoint, device, folder, say, timeout)
+
+        return self._with_peer(begin)
 
     def _add(self, finding: Finding) -> None:
         self.found.append(finding)
@@ -126,12 +135,6 @@ class Examination:
         needed = {"torch", "nixl", "settings"}
         return not any(one.name in needed and one.status is Status.FAIL for one in self.found)
 
-    def _pair(self, devices: tuple[str, str]) -> None:
-        if self._usable:
-            from kvxfer.tools.doctor.local import check_pair
-
-            check_pair(devices, self._add)
-
     def _with_peer(self, begin: Callable[[str, Path], AsyncGenerator[Finding, None]]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
             let_ucx_tell(Path(folder))  # UCX reads it when it is loaded, which the look at its version does
@@ -151,21 +154,86 @@ class Examination:
         except UsageError:
             raise
         except KvxferError as error:
-            self._add(fail("peer", " ".join(str(error).split()), "look at what the other side says, and try again"))
+            self._add(fail("peer", words(error), "look at what the other side says, and try again"))
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             seen = f"the other side says what this one does not understand: {type(error).__name__}: {error}"
             self._add(fail("peer", seen, "install the same version of kvxfer on both sides"))
 
 
-def _check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
-    from kvxfer.tools.doctor.remote import check_peer
-
-    return check_peer(code, endpoint, device, folder)
+# --- two processes here
 
 
-def _serve_peer(
-    endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
-) -> AsyncGenerator[Finding, None]:
-    from kvxfer.tools.doctor.remote import serve_peer
+def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> None:
+    """Try everything between two processes."""
 
-    return serve_peer(endpoint, device, folder, say, timeout)
+    def show(item: object) -> None:
+        if isinstance(item, Finding):
+            report(item)
+
+    one, other = devices
+    names = (f"{one} (a)", f"{other} (b)") if one == other else devices
+    bodies, where = {"first": _first, "second": _second}, {"first": one, "second": other}
+    try:
+        conduct(bodies, names, show, devices=where, silence=_SILENCE)
+    except (BenchFailedError, OSError) as error:  # the latter: no process could be started, or no folder made
+        report(
+            fail(
+                "two processes",
+                f"the checks between two processes did not come to their end: {error}",
+                "what would follow was not looked at; NIXL_LOG_LEVEL=INFO lets the layers below say more",
+            )
+        )
+
+
+# --- two hosts
+
+
+def listening(text: str) -> Endpoint:
+    """What `--listen` names.
+
+    Raises:
+        UsageError: If it is no address, or none at which the other side reaches this one.
+    """
+    endpoint = _parsed(text, "--listen")
+    if endpoint.anywhere:
+        raise UsageError(
+            f"--listen {text}: name the address at which the other side reaches this host, not all of them"
+        )
+    return endpoint
+
+
+def pasted(text: str) -> tuple[str, Endpoint]:
+    """What `--peer` names, `CODE@tcp:HOST:PORT`: the code, and where to connect.
+
+    Raises:
+        UsageError: If it is something else.
+    """
+    code, _, address = text.rpartition("@")
+    if not code:
+        raise UsageError(f"--peer {text}: paste what the listening side has printed, CODE@tcp:HOST:PORT")
+    return code, _parsed(address, "--peer")
+
+
+def _parsed(text: str, option: str) -> Endpoint:
+    try:
+        endpoint = Endpoint.parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from error
+    if endpoint.scheme == "unix" and not endpoint.path:
+        raise UsageError(f"{option} {text}: give a path that both sides see, as in unix:/run/kvxfer-doctor.sock")
+    return endpoint
+
+
+# --- what is heavy is imported where it runs: else this process would load torch only to start others that do so
+
+
+async def _first(side: Side, names: tuple[str, str]) -> None:
+    from kvxfer.tools.doctor.pair import examine
+
+    await examine(side, names, first=True)
+
+
+async def _second(side: Side, names: tuple[str, str]) -> None:
+    from kvxfer.tools.doctor.pair import examine
+
+    await examine(side, (names[1], names[0]), first=False)

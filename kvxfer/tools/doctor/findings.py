@@ -1,11 +1,31 @@
-"""What a check says: one thing that was looked at, how it is, and what to do about it."""
+"""What a check says: one thing that was looked at, how it is, and what to do about it; and how a terminal shows it."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Check", "Finding", "Status", "fail", "ok", "said", "skipped", "warn"]
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvxfer.telemetry import printable
+
+__all__ = [
+    "Check",
+    "Finding",
+    "Status",
+    "fail",
+    "ok",
+    "progress",
+    "said",
+    "skipped",
+    "table",
+    "verdict",
+    "warn",
+    "words",
+]
 
 
 class Status(StrEnum):
@@ -22,31 +42,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: Of what was looked at.
-        status: How it is.
-        seen: What was seen, for people.
-        remedy: What to do about it; empty only where there is nothing to do.
-        facts: What was seen, for programs: plain values.
-    """
+    """One thing that was looked at."""
 
     name: str
     status: Status
-    seen: str
-    remedy: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "name": self.name,
-            "status": self.status.value,
-            "seen": self.seen,
-            "remedy": self.remedy,
-            "facts": dict(self.facts),
-        }
+    seen: str  # for people
+    remedy: str = ""  # empty only where there is nothing to do
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what was seen, for programs: plain values
 
 
 Check: TypeAlias = Callable[[], Iterable[Finding]]
@@ -79,4 +81,43 @@ def said(name: str, check: Check) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - checks are supervised here: one that breaks must not hide the others
-        yield fail(name, f"the check broke: {type(error).__name__}: {' '.join(str(error).split())}", _REPORT)
+        yield fail(name, f"the check broke: {type(error).__name__}: {words(error)}", _REPORT)
+
+
+def words(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())
+
+
+# --- on a terminal
+
+_STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
+
+
+def table(findings: Iterable[Finding]) -> Table:
+    """One row each, with the remedy below what was seen."""
+    rows = Table(box=None, pad_edge=False)
+    for heading in ("check", "", "seen"):
+        rows.add_column(heading, overflow="fold", no_wrap=heading != "seen")
+    for finding in findings:
+        style = _STYLES[finding.status]
+        # a part of it is what the other side of a probe says
+        seen = Text(printable(finding.seen), style="dim" if finding.status is Status.SKIPPED else "")
+        if finding.remedy:
+            seen.append(f"\n-> {finding.remedy}", style="bold" if finding.status is Status.FAIL else "italic")
+        rows.add_row(finding.name, Text(finding.status.value, style), seen)
+    return rows
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """One line at the end."""
+    count = dict.fromkeys(Status, 0)
+    for finding in findings:
+        count[finding.status] += 1
+    return ", ".join(f"{number} {status.value}" for status, number in count.items() if number)
+
+
+def progress(finding: Finding) -> None:
+    """Say on a terminal's stderr how far it has got, since the table comes at the end."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(f"{finding.name}: {finding.status.value}", style="dim", markup=False)

@@ -1,54 +1,44 @@
 """Checks of the GPUs: which there are, which reach each other and how, and what torch's allocator was told."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvxfer.errors import KvxferError
 from kvxfer.memory.device import call, load, pci_bus_id
-from kvxfer.tools.doctor import nvml
 from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn
 
-__all__ = ["Gpu", "Reach", "check_allocator", "check_gpus", "check_links", "check_peers", "look"]
+__all__ = ["Gpu", "Reach", "check_allocator", "check_gpus", "check_links", "check_peers", "links", "look"]
 
 _GIB: Final = 1 << 30
 _ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The newer name first."""
 _ROOM: Final = 2 * _GIB
+_LINKS: Final = 18
+"""Of a GPU at most (NVML_NVLINK_MAX_LINKS)."""
+_ACTIVE: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What one GPU can do with the memory of another.
+    """What one GPU can do with the memory of another."""
 
-    Attributes:
-        access: Whether its kernels can address it.
-        atomics: Whether they have atomics on it; None if that is not known.
-    """
-
-    access: bool
-    atomics: bool | None = None
+    access: bool  # its kernels can address it
+    atomics: bool | None = None  # they have atomics on it; None if that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        index: Among those that this process sees.
-        name: Of its kind.
-        memory: Bytes that it has.
-        free: Bytes that are free.
-        peers: What it can do with the others' memory, by their indices.
-        links: NVLinks that are up; None if that is not known.
-    """
-
-    index: int
+    index: int  # among those that this process sees
     name: str
     memory: int
     free: int
+    # what it can do with the others' memory, by their indices
     peers: Mapping[int, Reach] = field(default_factory=dict[int, Reach])
-    links: int | None = None
+    links: int | None = None  # NVLinks that are up; None if that is not known
 
 
 def look() -> list[Gpu]:
@@ -59,7 +49,7 @@ def look() -> list[Gpu]:
         return []
     indices = range(torch.cuda.device_count())
     buses = {index: _bus(index) for index in indices}
-    up = nvml.links(bus for bus in buses.values() if bus)
+    up = links(bus for bus in buses.values() if bus)
     found: list[Gpu] = []
     for index in indices:
         free, memory = torch.cuda.mem_get_info(index)
@@ -88,13 +78,37 @@ def _atomics(index: int, other: int) -> bool | None:
         return None
 
 
-def check_gpus(gpus: Sequence[Gpu], *, expected: bool) -> Iterator[Finding]:
-    """Which there are, and whether they have room.
+def links(buses: Iterable[str], library: Any = None) -> dict[str, int]:
+    """How many NVLinks of each GPU are up, by its PCI bus id; nothing where NVML is not there or does not say.
 
-    Args:
-        gpus: As found.
-        expected: Whether the kernel has a driver for some.
+    NVIDIA's management library comes with the driver, so no package is needed.
     """
+    try:
+        nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return {}
+    except (OSError, AttributeError):
+        return {}
+    try:
+        return {bus: found for bus in buses if (found := _links(nvml, bus)) is not None}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _links(nvml: Any, bus: str) -> int | None:
+    device = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device)) != 0:
+        return None
+    up = 0
+    for number in range(_LINKS):
+        state = ctypes.c_uint()
+        if nvml.nvmlDeviceGetNvLinkState(device, ctypes.c_uint(number), ctypes.byref(state)) == 0:
+            up += state.value == _ACTIVE
+    return up
+
+
+def check_gpus(gpus: Sequence[Gpu], *, expected: bool) -> Iterator[Finding]:
+    """Which there are, and whether they have room; `expected` if the kernel has a driver for some."""
     if not gpus and expected:
         yield fail(
             "gpus",

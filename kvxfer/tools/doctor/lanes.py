@@ -33,11 +33,7 @@ _SHOWN: Final = 300
 
 
 class LaneLog:
-    """The file that this process's UCX writes, once `let_ucx_tell` was called.
-
-    Args:
-        folder: That it was called with.
-    """
+    """The file that this process's UCX writes, once `let_ucx_tell` was called."""
 
     def __init__(self, folder: Path) -> None:
         self._file: Final = folder / UCX_LOG.format(process=os.getpid())

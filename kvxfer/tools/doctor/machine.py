@@ -17,23 +17,14 @@ UCX_LOG: Final = "ucx-{process}.log"
 
 @dataclass(frozen=True)
 class Machine:
-    """The system as checks see it.
+    """The system as checks see it."""
 
-    Attributes:
-        root: Under which `/proc`, `/sys` and `/dev` are.
-        environment: Variables.
-        limit: Soft and hard limit of a resource, as `resource.getrlimit` gives them.
-        package: Version of a package, empty if it is not installed.
-        cuda: CUDA that torch was built for, empty if for none.
-        ucx: Version of UCX, empty if there is none.
-    """
-
-    root: Path = Path("/")
+    root: Path = Path("/")  # under which `/proc`, `/sys` and `/dev` are
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
-    package: Callable[[str], str] = versions.package
-    cuda: Callable[[], str] = versions.cuda_of_torch
-    ucx: Callable[[], str] = versions.ucx
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit  # soft and hard limit of a resource
+    package: Callable[[str], str] = versions.package  # version, empty if it is not installed
+    cuda: Callable[[], str] = versions.cuda_of_torch  # that torch was built for, empty if for none
+    ucx: Callable[[], str] = versions.ucx  # version, empty if there is none
 
     def read(self, path: str) -> str:
         """What a file says; empty without it."""
@@ -63,11 +54,7 @@ class Machine:
 
 
 def let_ucx_tell(folder: Path) -> None:
-    """From the first agent of this process on, let UCX write down which lanes it takes, and nothing on the terminal.
-
-    Args:
-        folder: Where the file is made that `lanes` reads.
-    """
+    """From the first agent of this process on, let UCX write down which lanes it takes, and nothing on the terminal."""
     os.environ["UCX_PROTO_INFO"] = "y"
     os.environ["UCX_LOG_LEVEL"] = "warn"
     os.environ["UCX_LOG_FILE"] = str(folder / UCX_LOG.format(process="%p"))

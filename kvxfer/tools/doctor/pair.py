@@ -4,22 +4,18 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Final
 
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError
 from kvxfer.tools.bench.children import Side
 from kvxfer.tools.bench.device import index_of
-from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped
+from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, words
 from kvxfer.tools.doctor.lanes import LaneLog, complaints
 from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
-from kvxfer.tools.doctor.memory import probe_bytes
 from kvxfer.tools.doctor.probe import Probe
 from kvxfer.tools.doctor.trial import trial
 
 __all__ = ["agent_remedy", "check_agent", "examine"]
-
-_SEED_BITS: Final = 48
 
 
 async def examine(side: Side, names: tuple[str, str], *, first: bool) -> None:
@@ -41,10 +37,8 @@ async def examine(side: Side, names: tuple[str, str], *, first: bool) -> None:
         if first:
             side.report(skipped("routes", "without a NIXL agent there are no transfers to probe"))
         return
-    nbytes, seed = await asyncio.to_thread(probe_bytes, side.device), secrets.randbits(_SEED_BITS)
-    tls = machine.environment.get("UCX_TLS", "")
     listen = f"unix:{side.folder / side.name}-{{route}}.sock"
-    async for finding in Probe(side, first, side.device, names, listen, lanes, nbytes, seed, tls).run():
+    async for finding in Probe(side, first, side.device, names, listen, lanes).run():
         if first:
             side.report(finding)
 
@@ -68,7 +62,7 @@ def check_agent(device: str, lanes: LaneLog, machine: Machine) -> Iterator[Findi
         transport.setup()
     except KvxferError as error:
         said = complaints(lanes.text)
-        seen = " ".join(str(error).split())
+        seen = words(error)
         remedy = agent_remedy(machine.environment.get("UCX_TLS", ""), gpu=machine.has_gpu_driver)
         yield fail("nixl agent", f"{seen}{'; UCX: ' + said if said else ''}", remedy)
         return
@@ -87,12 +81,7 @@ def check_agent(device: str, lanes: LaneLog, machine: Machine) -> Iterator[Findi
 
 
 def agent_remedy(tls: str, *, gpu: bool) -> str:
-    """What to do about an agent that cannot be made.
-
-    Args:
-        tls: Value of `UCX_TLS`.
-        gpu: Whether there is a GPU.
-    """
+    """What to do about an agent that cannot be made."""
     if gpu and tls and not tls.startswith("^") and "all" not in tls.split(",") and "cuda" not in tls:
         return (
             f"UCX_TLS={tls} names no CUDA lane, and on a machine with a GPU NIXL's UCX backend refuses that: set "

@@ -5,6 +5,7 @@ a few transfers each way, the first of which warms up. Items are plain data, sin
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, suppress
@@ -16,12 +17,15 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.mapped import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
-from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn
+from kvxfer.tools.bench.caches import Request, Slab, draw
+from kvxfer.tools.bench.device import available_bytes
+from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn, words
 from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
-from kvxfer.tools.doctor.memory import ProbeCache
+from kvxfer.tools.doctor.machine import Machine
 from kvxfer.tools.doctor.trial import Channel
 
-__all__ = ["ROUTES", "Probe", "judge"]
+__all__ = ["ROUTES", "Probe", "ProbeCache", "judge"]
 
 ROUTES: Final = ("mapped", "staged", "direct", "pull")
 _TRANSFERS: Final = 3
@@ -32,40 +36,73 @@ _REASONS: Final = frozenset(
     {"peer_not_mapped", "cache_not_exported", "route_fell_back", "blocks_not_registered", "locks_refused"}
 )
 """Warnings of the library that say why a route was not taken."""
+_SEED_BITS: Final = 48
 _UNKNOWN_PEER: Final = "set KVXFER_SECRET to the same secret on both sides: without it peers are not told addresses"
+_LAYOUT: Final = Layout("32KiB", 32 << 10, 2, 8, 16)
+_NEEDED: Final = 12
+"""How much memory there should be for each byte that is moved: the pool, what it is compared with, an arena, others."""
+
+
+def _probe_bytes(device: str) -> int:
+    """How much a probe moves here: enough to be worth timing, and little beside what is free."""
+    wanted = 16 * _MIB if device == "cpu" else 256 * _MIB
+    return max(_MIB, min(wanted, available_bytes(device) // _NEEDED))
+
+
+class ProbeCache:
+    """A benchmark's cache, of which every transfer takes some blocks, and must leave all others as they are.
+
+    Both sides have agreed on the bytes of a transfer, and on the seed of what it holds.
+    """
+
+    def __init__(self, device: str, nbytes: int, seed: int) -> None:
+        self._seed: Final = seed
+        self._blocks: Final = _LAYOUT.blocks(nbytes)
+        self._pool: Final = _LAYOUT.pool(nbytes)
+        self.cache: Final = Slab(device, [(_LAYOUT, self._pool)], source=False).cache(_LAYOUT, self._pool, shared=True)
+        self.tensors: Final = self.cache.cache_tensors()
+
+    @property
+    def tokens(self) -> int:
+        """Of one transfer."""
+        return self._blocks * _LAYOUT.block_tokens
+
+    def source(self, number: int) -> list[int]:
+        """Blocks from which a transfer is read; they hold what belongs to it afterwards."""
+        request = self._request(number, source=True)
+        self.cache.write(request)
+        return list(request.ids)
+
+    def target(self, number: int) -> list[int]:
+        """Blocks into which a transfer is written; the whole pool holds something else afterwards."""
+        self.cache.scrub()
+        return list(self._request(number, source=False).ids)
+
+    def difference(self, number: int) -> str:
+        """How the pool differs from what it should be after a transfer; empty if it does not."""
+        return self.cache.difference(self._request(number, source=False))
+
+    def _request(self, number: int, *, source: bool) -> Request:
+        return draw(self._seed + number, self._pool, self._blocks, source=source)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One side of a probe.
-
-    Attributes:
-        channel: To the other side.
-        first: Whether this side is the source of the first direction.
-        device: `cpu` or `cuda:<index>`.
-        names: What this side and the other one are called in findings.
-        listen: Where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`.
-        lanes: What UCX writes in this process.
-        nbytes: Of one transfer at most; the smaller of both sides is taken.
-        seed: Of the content; the first side's is taken.
-        tls: Value of `UCX_TLS` in this process.
-    """
+    """One side of a probe."""
 
     channel: Channel
-    first: bool
+    first: bool  # whether this side is the source of the first direction
     device: str
-    names: tuple[str, str]
-    listen: str
+    names: tuple[str, str]  # what this side and the other one are called in findings
+    listen: str  # where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`
     lanes: LaneLog
-    nbytes: int
-    seed: int
-    tls: str = ""
 
     async def run(self) -> AsyncGenerator[Finding, None]:
         """Probe every route."""
-        theirs = await self._exchange({"nbytes": self.nbytes, "seed": self.seed})
-        seed = self.seed if self.first else int(theirs["seed"])
-        cache = await asyncio.to_thread(ProbeCache, self.device, min(self.nbytes, int(theirs["nbytes"])), seed)
+        mine = {"nbytes": await asyncio.to_thread(_probe_bytes, self.device), "seed": secrets.randbits(_SEED_BITS)}
+        theirs = await self._exchange(mine)
+        seed = int((mine if self.first else theirs)["seed"])
+        cache = await asyncio.to_thread(ProbeCache, self.device, min(mine["nbytes"], int(theirs["nbytes"])), seed)
         for route in ROUTES:
             for finding in await self._route(route, cache):
                 yield finding
@@ -83,7 +120,7 @@ class Probe:
                 try:
                     worker = await stack.enter_async_context(kvxfer.Worker(cache.tensors, self._settings(route)))
                 except KvxferError as error:
-                    why = _words(error)
+                    why = words(error)
                     forbidden = isinstance(error, ConfigError)
                 else:
                     forbidden = False
@@ -134,7 +171,7 @@ class Probe:
             "reasons": list(dict.fromkeys([*mine["reasons"], *theirs["reasons"]])),
             "trusted": trusted and theirs["trusted"],
             "gpu": self.device != "cpu",
-            "tls": self.tls,
+            "tls": Machine().environment.get("UCX_TLS", ""),
         }
         return judge(name, route, came, facts, host)
 
@@ -156,7 +193,7 @@ class Probe:
                 ticket, blocks, tokens=range(cache.tokens), after=kvxfer.READY, timeout=_FETCH_SECONDS
             )
         except KvxferError as error:
-            came["error"] = f"{type(error).__name__}: {_words(error)}"
+            came["error"] = f"{type(error).__name__}: {words(error)}"
         else:
             came |= {"seconds": time.perf_counter() - began, "bytes": result.stats.bytes}
             came |= {"route": result.stats.route, "why": result.stats.why}
@@ -241,7 +278,3 @@ def _not_opened(route: str, names: tuple[str, str], why: str, theirs: dict[str, 
     if forbidden if why else theirs["forbidden"]:
         return skipped(name, f"the settings of {side} forbid it: {reason}", "change the setting if the route is wanted")
     return fail(name, f"no worker could be opened on {side}: {reason}", _BROKEN)
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())

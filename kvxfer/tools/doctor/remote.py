@@ -24,8 +24,6 @@ from kvxfer.names import Endpoint
 from kvxfer.tools import versions
 from kvxfer.tools.doctor.findings import Finding, fail, ok, warn
 from kvxfer.tools.doctor.lanes import LaneLog
-from kvxfer.tools.doctor.machine import Machine
-from kvxfer.tools.doctor.memory import probe_bytes
 from kvxfer.tools.doctor.probe import Probe
 
 __all__ = ["Wire", "check_peer", "compare", "serve_peer"]
@@ -35,18 +33,11 @@ _LINE_BYTES: Final = 1 << 20
 _SILENCE: Final = 90.0
 _CONNECT_SECONDS: Final = 10.0
 _CLOCKS_APART_S: Final = 1.0
-_SEED_BITS: Final = 48
 _SPOKEN: Final = re.compile(r"speaks (\d{1,9}) to (\d{1,9})")
 
 
 class Wire:
-    """Plain data, one JSON object a line. A `Channel`.
-
-    Args:
-        reader: Of the stream.
-        writer: Likewise; who made them closes them.
-        silence: Seconds that the other side may say nothing.
-    """
+    """Plain data, one JSON object a line. A `Channel`. Who made the stream closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float = _SILENCE) -> None:
         self._reader: Final = reader
@@ -93,13 +84,6 @@ async def serve_peer(
     endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
 ) -> AsyncGenerator[Finding, None]:
     """Listen, say the line to paste, and probe with the first that connects and knows its code.
-
-    Args:
-        endpoint: Where the other side reaches this one.
-        device: Of the cache.
-        folder: Where UCX writes down its lanes.
-        say: Hears the line.
-        timeout: Seconds to wait for the other side.
 
     Raises:
         UsageError: If one cannot listen there.
@@ -169,12 +153,6 @@ async def _listening(endpoint: Endpoint, met: Any) -> asyncio.Server:
 async def check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
     """Connect to a listening side, and probe with it.
 
-    Args:
-        code: As its line says.
-        endpoint: Likewise.
-        device: Of the cache.
-        folder: Where UCX writes down its lanes.
-
     Raises:
         UnreachableError: If nobody listens there, or the code is not that of its line.
     """
@@ -221,10 +199,7 @@ async def _probe(
     else:
         host = str(writer.get_extra_info("sockname")[0])
         listen = f"{Endpoint('tcp', host=host)}"
-    nbytes, seed = await asyncio.to_thread(probe_bytes, device), secrets.randbits(_SEED_BITS)
-    tls = Machine().environment.get("UCX_TLS", "")
-    probe = Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder), nbytes, seed, tls)
-    async for finding in probe.run():
+    async for finding in Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder)).run():
         yield finding
 
 

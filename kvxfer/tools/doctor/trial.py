@@ -22,7 +22,7 @@ from kvxfer.mapped.window import OpenFiles, files_of
 from kvxfer.memory import allocate
 from kvxfer.memory.device import call, in_thread, load
 from kvxfer.tools.bench.device import index_of
-from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn
+from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn, words
 
 __all__ = ["Channel", "trial"]
 
@@ -51,13 +51,7 @@ class Channel(Protocol):
 
 
 async def trial(channel: Channel, device: str, *, owner: bool) -> AsyncGenerator[Finding, None]:
-    """Try everything; both sides find the same.
-
-    Args:
-        channel: To the other process.
-        device: This one's.
-        owner: Whether this process owns the memory, or reaches for it. On a GPU the latter copies.
-    """
+    """Try everything; both sides find the same. The one that does not own the memory reaches for it."""
     tries: list[tuple[str, Callable[[], AbstractContextManager[_Offered]], Callable[[Any], Finding]]] = [
         ("shared memory", _offer_pages, _take_pages),
         ("pidfd_getfd", _offer_file, _take_file),
@@ -84,7 +78,7 @@ async def _owns(channel: Channel, name: str, offer: Callable[[], "AbstractContex
         try:
             told, landed = stack.enter_context(offer())
         except (KvxferError, OSError, RuntimeError) as error:
-            broken = warn(name, f"this process has no such memory to share: {_words(error)}", _REMEDIES[name])
+            broken = warn(name, f"this process has no such memory to share: {words(error)}", _REMEDIES[name])
             channel.send((None, broken))
             finding: Finding = await channel.hear()
         else:
@@ -104,14 +98,10 @@ async def _reaches(channel: Channel, name: str, take: Callable[[Any], Finding]) 
         try:
             finding = take(told)
         except (KvxferError, OSError, RuntimeError) as error:
-            finding = warn(name, _words(error), _REMEDIES[name])
+            finding = warn(name, words(error), _REMEDIES[name])
         channel.send(finding)
     final: Finding = await channel.hear()
     return final
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 _REMEDIES: Final = {

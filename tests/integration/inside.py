@@ -131,18 +131,6 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
     return resumed
 
 
-def fall_silent(worker: Any) -> None:
-    """It says nothing more in any session, and hears all."""
-    for link in worker._service.links:
-        link._tick = link._flush = lambda: None
-        link._timer.cancel()
-
-
-def stop_reading(worker: Any) -> None:
-    """Its only peer lives, but nothing of it arrives any more."""
-    session(worker)._transport.pause_reading()
-
-
 # --- who connects, and where to
 
 
@@ -457,11 +445,6 @@ def _taken(desk: Any, peer: str, nbytes: int) -> Taken | None:
 def take_all(worker: Any, side: str) -> Taken:
     """All of it is somebody else's, as soon as there is nobody who has any."""
     return _all_of(_desk(worker, side))
-
-
-def forget_peer(worker: Any, peer: Any) -> None:
-    """The last session with a peer is lost."""
-    worker._service.site.forget(peer)
 
 
 def _all_of(desk: Any) -> Taken:

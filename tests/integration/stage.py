@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from inside import send_by
 
-from kvxfer import shared_empty
+from kvxfer import Released, shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -147,12 +147,16 @@ class Broken:
 
 
 class Stage:
-    """Opens workers on one loopback network and closes them all at the end."""
+    """Opens workers on one loopback network and closes them all at the end.
+
+    Attributes:
+        caches: What each worker was opened with.
+    """
 
     def __init__(self, network, stack):
         self.network = network
         self.stack = stack
-        self.workers = []
+        self.caches = {}
 
     async def worker(self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", **config):
         settings = {**DEFAULTS, **config}
@@ -166,7 +170,7 @@ class Stage:
         )
         await worker.__aenter__()
         self.stack.push_async_callback(worker.aclose, drain=False)
-        self.workers.append(worker)
+        self.caches[worker] = caches
         return worker
 
     async def pair(self, source, target, *, prefill=None, decode=None, **config) -> tuple[Worker, Worker]:
@@ -186,6 +190,28 @@ class Stage:
             for rank in ranks:
                 rank.join(card, key=KEY)
         return ranks, card
+
+    def begin(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), *, offered=None, **options):
+        """An offer, and a fetch of it that has begun. `offered` are options of the offer."""
+        offer = prefill.offer(request, list(ids), tokens=tokens.stop, **(offered or {}))
+        return offer, decode.start_fetch(offer.ticket, list(into), tokens=tokens, **options)
+
+    async def in_flight(self, prefill, decode, to="*", **which):
+        """The same once bytes for the worker `to` are on their way, which the network holds."""
+        self.network.hold(to)
+        begun = self.begin(prefill, decode, **which)
+        await eventually(lambda: self.network.held(to))
+        return begun
+
+    async def bring(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), **options):
+        """Offer and fetch, compare every byte, and have it released. The result, and what the offer says."""
+        copied = Copied(self.caches[decode]).bring(self.caches[prefill], ids, into, tokens)
+        offer, transfer = self.begin(prefill, decode, request, ids, into, tokens, **{"timeout": 20, **options})
+        result = await transfer
+        copied.check()
+        ending = await offer.released()
+        assert isinstance(ending, Released)
+        return result, ending
 
 
 def listed(caches):
@@ -270,10 +296,3 @@ def handshakes(worker):
 def awake(worker):
     """For how many reasons it makes progress though nothing of its own is under way."""
     return worker.describe()["fabric"]["awake"]
-
-
-def taken(desk):
-    """All memory of a desk, taken by somebody else."""
-    extents = []
-    desk.ask("somebody", desk.share.capacity, 1, extents.append)
-    return extents[0]

@@ -90,7 +90,7 @@ async def test_refused_when_a_worker_opens(stage, case):
         assert word in str(caught.value)
 
 
-MEETING = {
+DIFFERENT = {
     "dtype": (kv(), kv(dtype=torch.int32), {"default/k.dtype": ("int32", "float32")}),
     "dtype of another size": (kv(), kv(dtype=HALF), {"default/v.dtype": ("bfloat16", "float32")}),
     "dim": (kv(), kv(dim=16), {"default/k.dim": ("16", "8")}),
@@ -104,7 +104,9 @@ MEETING = {
         [*kv(), *latent(group="draft", dtype=HALF)],
         {"draft.dtype": ("bfloat16", "float32")},
     ),
-    # what this rank needs and nobody has
+}
+"""Facts on which both must agree: either refuses the other."""
+MISSING = {
     "latents against K and V": (latent(), kv(), {"default/k": ("held", "only default")}),
     "a group": (kv(), [*kv(), *state()], {"state": ("held", "only default/k, default/v")}),
     "a group of another name": (kv(group="a"), kv(group="b"), {"b/v": ("held", "only a/k, a/v")}),
@@ -114,6 +116,7 @@ MEETING = {
     "heads": (kv(range(2)), kv(range(4)), {"default/v.heads": ("0..3", "0..1")}),
     "tokens": (latent(tokens=Interleave(0, 2, 4)), latent(), {"default.tokens": ("all", "part 0 of 2 in turns of 4")}),
 }
+"""What the decode rank needs, and nobody has."""
 
 
 async def refused(prefill, decode) -> MismatchError:
@@ -131,9 +134,9 @@ def ids(worker):
     return {group: [1] for group in geometry(worker).groups}
 
 
-@pytest.mark.parametrize("case", MEETING)
-async def test_refused_when_two_workers_meet(stage, case):
-    theirs, ours, fields = MEETING[case]
+@pytest.mark.parametrize("case", [*DIFFERENT, *MISSING])
+async def test_refused_when_two_workers_meet(stage, case, caplog):
+    theirs, ours, fields = (DIFFERENT | MISSING)[case]
     prefill = await stage.worker("prefill", None, tensors=theirs)
     decode = await stage.worker("decode", None, tensors=ours)
     error = await refused(prefill, decode)
@@ -141,6 +144,8 @@ async def test_refused_when_two_workers_meet(stage, case):
         assert error.fields[name] == (here, there)
         for word in (name, here, there):
             assert word in str(error)
+        in_their_log = f"{name}: {there!r} here, {here!r} there"
+        await eventually(lambda said=in_their_log: case in MISSING or said in caplog.text)
 
 
 SETTINGS = {
@@ -230,9 +235,9 @@ async def test_null_blocks_may_differ(stage):
 # peers that name no facts: the plan itself is what refuses
 
 
-@pytest.mark.parametrize("case", [name for name, (_, _, fields) in MEETING.items() if "held" not in str(fields)][:8])
+@pytest.mark.parametrize("case", list(DIFFERENT)[:8])
 async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
-    theirs, ours, fields = MEETING[case]
+    theirs, ours, fields = DIFFERENT[case]
     prefill = await stage.worker("prefill", None, tensors=theirs)
     decode = await stage.worker("decode", None, tensors=ours)
     for worker in (prefill, decode):

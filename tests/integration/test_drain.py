@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from inside import cut, entry, met, sessions
-from stage import DEFAULTS, Cache, Tap, eventually, quiet
+from stage import DEFAULTS, Cache, eventually, quiet
 
 from kvxfer import (
     BlockingWorker,
+    CacheTensor,
     ClosedError,
     Code,
     Config,
@@ -39,16 +42,9 @@ def draining(worker):
     return {peer["role"]: peer["draining"] for peer in worker.describe()["peers"]}
 
 
-async def acquainted(prefill, decode):
-    """A fetch, so that the two are connected."""
-    prefill.offer("first", [0], tokens=4)
-    await decode.fetch(prefill.engine.ticket("first"), [0], tokens=range(4), timeout=5)
-
-
-async def test_peers_are_told_at_its_begin(stage, monkeypatch):
-    tap = Tap(monkeypatch)
+async def test_peers_are_told_at_its_begin(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache())
-    await acquainted(prefill, decode)
+    await stage.bring(prefill, decode)
     assert draining(decode) == {"client": False}
     prefill.begin_drain()
     prefill.begin_drain()
@@ -105,12 +101,8 @@ async def test_what_was_claimed_may_be_declined(stage):
 
 async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     """Else nobody would ever say what became of the write, and its blocks were lost."""
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("*")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("*"))
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct", revoke_timeout=5)
+    offer, transfer = await stage.in_flight(prefill, decode)
     decode.begin_drain()
     cut(decode)
     await eventually(lambda: sessions(decode))
@@ -323,7 +315,7 @@ async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(networ
 
 
 CHILD = """
-    import asyncio, sys, torch
+    import asyncio, json, torch
     import kvxfer
 
     async def main():
@@ -332,7 +324,7 @@ CHILD = """
         config = kvxfer.Config(engine="prefill", arena_bytes="1MiB", drain_timeout=20)
         async with kvxfer.Worker([cache], config) as worker:
             offer = worker.offer("r", [1, 2], tokens=8)
-            print(__import__("json").dumps(worker.engine.ticket("r")), flush=True)
+            print(json.dumps(worker.engine.ticket("r")), flush=True)
             drained = await kvxfer.drain_on_signal(worker)
             print(drained, type(await offer.released()).__name__, flush=True)
 
@@ -342,10 +334,6 @@ CHILD = """
 
 async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
     """SIGTERM to a prefill server over NIXL: what it offers is still fetched, and then it exits by itself."""
-    import json
-
-    import torch
-
     script = tmp_path / "server.py"
     script.write_text(textwrap.dedent(CHILD))
     top = Path(__file__).parents[2]
@@ -357,8 +345,6 @@ async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
         async with asyncio.timeout(60):
             ticket = json.loads(await child.stdout.readline())
             memory = torch.zeros(2, 8, 4, 2, 8, dtype=torch.int32)
-            from kvxfer import CacheTensor
-
             cache = CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
             async with Worker([cache], Config(engine="decode", arena_bytes="1MiB")) as decode:
                 claim = decode.claim(ticket)

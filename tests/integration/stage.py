@@ -193,7 +193,7 @@ class Stage:
 
     def begin(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), *, offered=None, **options):
         """An offer, and a fetch of it that has begun. `offered` are options of the offer."""
-        offer = prefill.offer(request, list(ids), tokens=tokens.stop, **(offered or {}))
+        offer = prefill.offer(request, list(ids), **{"tokens": tokens.stop, **(offered or {})})
         return offer, decode.start_fetch(offer.ticket, list(into), tokens=tokens, **options)
 
     async def in_flight(self, prefill, decode, to="*", **which):

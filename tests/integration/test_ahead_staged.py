@@ -3,7 +3,7 @@
 import pytest
 from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, quarantined, quiet
+from stage import Cache, Copied, Gate, eventually, frames, quarantined, quiet
 from wire import virtual
 
 from kvxfer import PeerLostError
@@ -71,7 +71,7 @@ async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypat
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     plans = keep_plans(decode, monkeypatch)
     transfer = begin(prefill, decode)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    await eventually(lambda: frames(decode, "KvAgentResult"))
     assert len(plans) == 1, "the plan of the transfer"
     plans.pop()()
     await eventually(lambda: plans)  # that of its chunk
@@ -89,7 +89,7 @@ async def test_bytes_wait_in_staging_until_the_blocks_may_be_written(stage, tap)
     after = Gate()
     prefill.offer("r", HELD, tokens=30)
     transfer = begin(prefill, decode, after=after)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    await eventually(lambda: frames(decode, "KvAgentResult"))
     before.check()
     after.fired = True
     copied = before.bring(source, HELD, HELD, range(3, 30))
@@ -118,33 +118,26 @@ async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why):
 
 @pytest.mark.parametrize("why", ["too small", "direct there"])
 async def test_a_grant_that_does_not_fit_is_void(stage, tap, why):
-    source, target = Cache(), Cache(layout="HND")
-    there = {"direct there": {"route": "direct"}}.get(why, {})
-    decodes = {"route": "auto"} if why == "direct there" else {}
-    prefill, decode = await stage.pair(source, target, prefill={**LARGE, **there}, decode={**LARGE, **decodes})
+    there, here = ("direct", "auto") if why == "direct there" else ("staged", "staged")
+    prefill, decode = await stage.pair(
+        Cache(), Cache(layout="HND"), prefill={**LARGE, "route": there}, decode={**LARGE, "route": here}
+    )
     if why == "too small":
         tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Grant(fetch.ring[0].address, 1024)])
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    prefill.offer("r", HELD, tokens=30)
-    result = await begin(prefill, decode)
-    copied.check()
+    result, _ = await stage.bring(prefill, decode)
     assert (len(tap.of(Fetch)[0].ring), tap.of(Accept)[0].ahead) == (1, False)
     assert tap.of(Reserve)
-    assert result.stats.route == ("direct" if why == "direct there" else "staged")
+    assert result.stats.route == there
     await quiet(prefill, decode)
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, tap, monkeypatch, route):
     """Kernels may have to be compiled first, or the plan is large."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **{**LARGE, "route": route})
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **{**LARGE, "route": route})
     plan_late(0.02, monkeypatch)
     tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=min(fetch.lease_ms, 1))
-    prefill.offer("r", HELD, tokens=30)
-    await begin(prefill, decode)
-    copied.check()
+    await stage.bring(prefill, decode)
     assert not tap.of(Accept)[0].ahead
     assert tap.of(Reserve)
     await quiet(prefill, decode)

@@ -297,19 +297,22 @@ async def frames_come_as_often(play):
         assert 110 <= frames <= 121
 
 
+async def fires_after(seconds, gate, transfer):
+    """The event of a transfer that may be used for five seconds."""
+    await asyncio.sleep(seconds)
+    gate.fired = True
+    if seconds < 5:
+        await transfer
+    else:
+        assert (await raised(transfer, TransferFailedError)).reason is Code.TIMEOUT
+
+
 @field("grant_lease", 4.9, 5.1)
 async def a_grant_may_be_used_so_long(fires, play):
     await play.pair(route="direct", decode={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8, after=gate)
-    transfer = play.start("r")
-    await asyncio.sleep(fires)
-    gate.fired = True
-    if fires < 5:
-        await transfer
-    else:
-        error = await raised(transfer, TransferFailedError)
-        assert error.reason is Code.TIMEOUT
+    await fires_after(fires, gate, play.start("r"))
 
 
 @field("grant_lease", 4.9, 5.1)
@@ -317,14 +320,7 @@ async def what_was_announced_may_be_read_so_long(fires, play):
     await play.pair(route="pull", prefill={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r", after=gate)
-    await asyncio.sleep(fires)
-    gate.fired = True
-    if fires < 5:
-        await transfer
-    else:
-        error = await raised(transfer, TransferFailedError)
-        assert error.reason is Code.TIMEOUT
+    await fires_after(fires, gate, play.start("r", after=gate))
 
 
 # --- how many

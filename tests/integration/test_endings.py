@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from stage import Cache, Gate, Tap, eventually, quiet
+from stage import Cache, Gate, Tap, eventually, frames, quiet
 
 from kvxfer import KvxferError, TransferFailedError, Withdrawn
 from kvxfer.copy.mover import Mover
@@ -18,7 +18,7 @@ async def granted(prefill, tap, chunks):
 
     def heard():
         said = tap.of(Reserve)
-        count = prefill.describe()["metrics"]["frames_received"].get("Reserve", 0)
+        count = frames(prefill, "Reserve")
         return said and said[-1].chunks >= chunks and count == len(said)
 
     await eventually(heard)
@@ -34,9 +34,9 @@ async def test_after_that_fires_late_begins_nothing(stage, route):
     offer.extend([1, 2], tokens=range(8))
     offer.ready(layers=[0])
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    await eventually(lambda: frames(decode, "Want"))
     if route == "staged":
-        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Arrived"))
+        await eventually(lambda: frames(decode, "Arrived"))
     assert isinstance(await offer.withdraw(), Withdrawn)
     with pytest.raises(TransferFailedError):
         await transfer

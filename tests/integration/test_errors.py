@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from inside import ask, being_stopped, session, sessions, take_all, unanswered
 from msgspec.structs import replace
-from stage import Copied, eventually, handshakes, quiet
+from stage import Copied, eventually, frames, handshakes, quiet
 
 from kvxfer import (
     ArenaError,
@@ -289,7 +289,7 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
     await eventually(lambda: being_stopped(prefill))
     (number,), link = unanswered(decode), session(decode)
     link.send(Reserve(number, 1, 100))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    await eventually(lambda: frames(prefill, "Reserve"))
     assert link.is_open
     network.release("prefill")
     with pytest.raises(TransferFailedError):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from inside import break_steps, cut, plan_steps_in_threads, timers
-from stage import Cache, Copied, eventually, extents, quiet, written
+from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
 from kvxfer import (
     BlocksError,
@@ -303,7 +303,7 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
         for layer in range(4):
             offer.ready(layers=[layer])
         if token == 0:
-            await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Fetch", 0))
+            await eventually(lambda: frames(prefill, "Fetch"))
             await asyncio.sleep(0)
     offer.finish()
     result = await transfer

@@ -11,7 +11,7 @@ import pytest
 from certificates import Authority
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
 from msgspec.structs import replace
-from stage import Cache, Copied, Tap, eventually, handshakes, quiet
+from stage import Cache, Copied, eventually, handshakes, quiet
 from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
@@ -26,8 +26,7 @@ from kvxfer.testing import DeterministicRuntime
 BLOCK = range(4)
 
 
-async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, monkeypatch):
-    tap = Tap(monkeypatch)
+async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, monkeypatch):
     sources = [Cache(blocks=100, heads=heads) for heads in (range(2), range(2, 4))]
     ranks, _ = await stage.engine("prefill", sources)
     target = Cache(blocks=100)
@@ -203,15 +202,10 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
     recorded = Recorded(monkeypatch)
     source, target = Cache(layers=range(100)), Cache(layers=range(100), layout="HND")
     prefill, decode = await stage.pair(source, target, arena_bytes="1MiB", chunk_bytes="128KiB")
-    copied = Copied(target)
     for number in range(2):
-        offer = prefill.offer(f"r{number}", [number], tokens=4)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
-        copied.bring(source, [number], [5 + number], BLOCK)
-        assert type(await offer.released()) is Released
+        await stage.bring(prefill, decode, f"r{number}")
         hang_up(decode)
         await eventually(lambda: not sessions(prefill))
-    copied.check()
     assert recorded.threads.keys() == {name for _, name in Recorded.SLOW}
     here = threading.get_ident()
     assert not [name for name, threads in recorded.threads.items() if here in threads]
@@ -230,9 +224,7 @@ async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch
     source, target = Cache(layers=range(layers)), Cache(layers=range(layers), layout="HND")
     prefill, decode = await stage.pair(source, target, chunk_bytes="8MiB", arena_bytes="64MiB")
     for number in range(2):
-        offer = prefill.offer(f"r{number}", [number], tokens=4)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
-        assert type(await offer.released()) is Released
+        await stage.bring(prefill, decode, f"r{number}")
     assert answered == [False, known_on_the_loop]
 
 
@@ -276,10 +268,7 @@ async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypa
 
 async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):
     recorded = Recorded(monkeypatch)
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target)
-    prefill.offer("r", [1], tokens=4)
-    await decode.fetch(prefill.engine.ticket("r"), [2], tokens=BLOCK, timeout=60)
+    await stage.bring(*await stage.pair(Cache(), Cache()))
     assert {thread for threads in recorded.threads.values() for thread in threads} == {threading.get_ident()}
 
 

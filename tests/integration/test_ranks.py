@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from stage import KEY, Cache, Copied, eventually, quiet
+from stage import KEY, Cache, Copied, eventually, frames, quiet
 
 from kvxfer import Interleave, MismatchError, Released, TicketError, UnreachableError
 from kvxfer.tickets import Issuer
@@ -156,7 +156,7 @@ async def test_each_rank_releases_for_itself(stage):
     ticket = prefill[0].engine.ticket("r")
     await decode[0].fetch(ticket, [3], tokens=range(8), timeout=5)
     await decode[0].decline(ticket)  # the same rank twice is one rank
-    await eventually(lambda: prefill[0].describe()["metrics"]["frames_received"].get("Release") == 2)
+    await eventually(lambda: frames(prefill[0], "Release") == 2)
     assert not offer.wait_end().done()
     await decode[1].fetch(ticket, [3], tokens=range(8), timeout=5)
     assert isinstance(await offer.released(), Released)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import inside
 import pytest
-from stage import Cache, Copied, eventually, quarantined, quiet, written
+from stage import Cache, Copied, eventually, frames, quarantined, quiet, written
 
 from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer import worker as assembly
@@ -208,7 +208,7 @@ async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stag
     await stage.bring(prefill, decode, "before")
     inside.pause_grants(decode)
     fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    await eventually(lambda: frames(decode, "Want"))
     assert not written(decode)
     inside.resume_grants(decode)
     await fetching
@@ -260,7 +260,7 @@ async def test_nor_do_those_that_end_only_after_their_prefill_rank_was_told(
     transfer.cancel()
     with monkeypatch.context() as patch:
         patch.setattr(stage.network, "poll", lambda part: False)
-        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+        await eventually(lambda: frames(prefill, "Renewed"))
         assert prefill.describe()["sending"] == 1
     await eventually(lambda: not prefill.describe()["sending"])
     with pytest.raises((asyncio.CancelledError, MemoryInDoubt)):
@@ -314,7 +314,7 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
     with pytest.raises(KvxferError, match="was told to break"):
         await transfer
     inside.rebuild(decode)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    await eventually(lambda: frames(prefill, "Renewed"))
     assert prefill.describe()["sent_in_doubt"] == 1
     assert decode.describe()["arena"]["receive"].quarantined_bytes
     inside.consider_rebuilding(prefill)
@@ -341,7 +341,7 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     with pytest.raises(KvxferError):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not quarantined(decode, "receive"))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    await eventually(lambda: frames(prefill, "Renewed"))
     moved = len(stage.network.log)
     for gather in late:
         gather()

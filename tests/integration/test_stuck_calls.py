@@ -47,6 +47,20 @@ async def workers(network, **config):
                 transport.go.set()
 
 
+async def goes_on(prefill, decode, caches, stuck, *doubts):
+    """The call returns: what was in doubt is over, and another request is brought."""
+    stuck.holding = False
+    stuck.go.set()
+    for doubt in doubts:
+        if isinstance(doubt, MemoryInDoubt):
+            await doubt.settled()
+    await quiet(prefill, decode)
+    copied = Copied(caches[1]).bring(caches[0], [5, 6], [3, 4], TOKENS)
+    prefill.offer("after", [5, 6], tokens=8)
+    await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)
+    copied.check()
+
+
 async def raised(awaitable):
     """What it raised or returned; it must not take for ever."""
     async with asyncio.timeout(60):
@@ -56,7 +70,7 @@ async def raised(awaitable):
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_an_offer_ends_and_the_decode_rank_hears(network, route):
-    async with workers(network, route=route) as (prefill, decode, (source, target), transports):
+    async with workers(network, route=route) as (prefill, decode, caches, transports):
         stuck = transports[0]
         stuck.holding = True
         offer = prefill.offer("r", [1, 2], tokens=8)
@@ -75,27 +89,14 @@ async def test_an_offer_ends_and_the_decode_rank_hears(network, route):
             assert prefill.describe()["arena"]["send"].free_bytes < prefill.describe()["arena"]["send"].capacity_bytes
         assert "withdrawn" in str(failure)
         assert prefill.describe()["sending"] == 1
-        stuck.holding = False
-        stuck.go.set()
-        for doubt in (outcome, failure):
-            if isinstance(doubt, MemoryInDoubt):
-                await doubt.settled()
-        await quiet(prefill, decode)
-        copied = Copied(target).bring(source, [5, 6], [3, 4], TOKENS)
-        prefill.offer("after", [5, 6], tokens=8)
-        await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)
-        copied.check()
+        await goes_on(prefill, decode, caches, stuck, outcome, failure)
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(network, route, monkeypatch):
     monkeypatch.setattr(watch, "_STALLED_SECONDS", NO_PROGRESS_SECONDS)
-    async with workers(network, route=route, no_progress_timeout=NO_PROGRESS_SECONDS) as (
-        prefill,
-        decode,
-        (source, target),
-        transports,
-    ):
+    times = {"no_progress_timeout": NO_PROGRESS_SECONDS}
+    async with workers(network, route=route, **times) as (prefill, decode, caches, transports):
         stuck = transports[route == "pull"]
         stuck.holding = True
         prefill.offer("r", [1, 2], tokens=8)
@@ -105,11 +106,4 @@ async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_ba
         assert isinstance(failure, MemoryInDoubt if route != "staged" else TransferFailedError), failure
         assert "a call of the transport has not returned for" in str(failure)
         assert transfer.memory_safe == (route == "staged")
-        stuck.holding = False
-        stuck.go.set()
-        if isinstance(failure, MemoryInDoubt):
-            await failure.settled()
-        copied = Copied(target).bring(source, [5, 6], [3, 4], TOKENS)
-        prefill.offer("after", [5, 6], tokens=8)
-        await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)
-        copied.check()
+        await goes_on(prefill, decode, caches, stuck, failure)

@@ -1,7 +1,7 @@
 """Memory that the transport refuses: what can go another way does, what was asked for by name fails."""
 
 import pytest
-from stage import DEFAULTS, Cache, Copied, quiet
+from stage import DEFAULTS, Cache, quiet
 
 from kvxfer import Config, FabricError, MismatchError, Worker
 from kvxfer.testing import LoopbackTransport
@@ -28,19 +28,17 @@ def worker(stage, name, cache, accepted=2, **config):
 
 @pytest.mark.parametrize("refused", ["prefill", "decode"])
 async def test_blocks_that_cannot_be_registered_are_staged(stage, refused):
-    source, target = Cache(), Cache(layout="HND")
-    workers = {}
-    for name, cache in (("prefill", source), ("decode", target)):
-        one = workers[name] = await worker(stage, name, cache, 2 if name == refused else 3).__aenter__()
-        stage.stack.push_async_callback(one.aclose, drain=False)
+    workers = []
+    for name in ("prefill", "decode"):
+        cache, accepted = Cache(), 2 if name == refused else 3
+        one = await stage.stack.enter_async_context(worker(stage, name, cache, accepted, drain_timeout=0))
+        stage.caches[one] = cache
+        workers.append(one)
         seen = one.describe()
         assert seen["in_place"] is (name != refused)
         assert seen["metrics"]["memory_refused"] == ({"blocks": 1} if name == refused else {})
-    prefill, decode = workers["prefill"], workers["decode"]
-    prefill.offer("r", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
-    copied.check()
+    prefill, decode = workers
+    result, _ = await stage.bring(prefill, decode)
     assert result.stats.route == "staged", "of so few pieces they would go directly"
     await quiet(prefill, decode)
 

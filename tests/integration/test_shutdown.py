@@ -281,12 +281,10 @@ async def test_the_loop_is_never_blocked_for_long(network):
 
     async with make("p", source, network) as prefill, make("d", target, network) as decode:
         watching = asyncio.create_task(watch())
-        for n in range(16):
-            prefill.offer(f"r{n}", list(range(n * 32, n * 32 + 32)), tokens=128)
-        into = [list(range(n * 32, n * 32 + 32)) for n in range(16)]
-        await asyncio.gather(
-            *(decode.fetch(prefill.engine.ticket(f"r{n}"), into[n], tokens=range(128), timeout=20) for n in range(16))
-        )
+        ids = [list(range(n, n + 32)) for n in range(0, 512, 32)]
+        tickets = [prefill.offer(f"r{n}", blocks, tokens=128).ticket for n, blocks in enumerate(ids)]
+        fetches = zip(tickets, ids, strict=True)
+        await asyncio.gather(*(decode.fetch(ticket, into, tokens=range(128), timeout=20) for ticket, into in fetches))
         watching.cancel()
     gaps.sort()
     assert gaps[int(len(gaps) * 0.99)] < 0.02

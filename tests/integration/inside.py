@@ -427,7 +427,9 @@ def _desk(worker: Any, side: str) -> Any:
 
 def take_if_free(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
     """So much memory of a side ("send", "receive") is a peer's, if there is as much in one piece for this one."""
-    return _taken(_desk(worker, side), peer, nbytes)
+    desk = _desk(worker, side)
+    extent = desk.take(peer, nbytes)
+    return None if extent is None else Taken(desk, extent)
 
 
 def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:
@@ -437,18 +439,10 @@ def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:
     return taken
 
 
-def _taken(desk: Any, peer: str, nbytes: int) -> Taken | None:
-    extent = desk.take(peer, nbytes)
-    return None if extent is None else Taken(desk, extent)
-
-
 def take_all(worker: Any, side: str) -> Taken:
     """All of it is somebody else's, as soon as there is nobody who has any."""
-    return _all_of(_desk(worker, side))
-
-
-def _all_of(desk: Any) -> Taken:
     extents: list[Any] = []
+    desk = _desk(worker, side)
     desk.ask("somebody", desk.share.capacity, 1, extents.append)
     return Taken(desk, extents[0])
 

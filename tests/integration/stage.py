@@ -1,7 +1,9 @@
 """Workers over the loopback network, with caches small enough to check every byte of them."""
 
 import asyncio
+import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,6 +242,24 @@ async def raised(awaitable, error: type[BaseException]) -> Any:
     (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
     assert isinstance(outcome, error), outcome
     return outcome
+
+
+@contextlib.contextmanager
+def turns():
+    """How many seconds each turn of the loop takes: of this thread alone, since other processes do not count."""
+    took: list[float] = []
+
+    async def watch():
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            took.append(time.thread_time() - began)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield took
+    finally:
+        watching.cancel()
 
 
 def frames(worker, kind):

@@ -247,8 +247,8 @@ async def test_converted_elements_are_compared_as_they_arrive(stage, route, dtyp
     target = Stored(ours, "head", layers=range(2), heads=range(4), layout="HND", shared=route == "mapped")
     prefill, decode = await checked_pair(stage, route, source, target, convert=True)
     want = Converted(target).bring(source, IDS, INTO, TOKENS)
-    prefill.offer("r", IDS, tokens=12)
-    result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
+    result = await transfer
     want.check()
     assert result.stats.route == route
     assert counted(decode) == {"ok": 1}

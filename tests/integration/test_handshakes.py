@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 
 import inside
 import pytest
 from certificates import Authority
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
 from msgspec.structs import replace
-from stage import Cache, Copied, eventually, handshakes, quiet
+from stage import Cache, Copied, eventually, handshakes, quiet, turns
 from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
@@ -244,26 +243,19 @@ async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypatch, tmp_path, tls):
     """It is written, read and decoded a slice at a time, at both ends."""
-    encoded, turns = assembly.encode_body, []
+    encoded = assembly.encode_body
     monkeypatch.setattr(assembly, "encode_body", lambda body: encoded(replace(body, metadata=bytes(12 << 20))))
     over = {"listen": "tcp:127.0.0.1:0", "tls": Authority(tmp_path).issue()} if tls else {}
     prefill, decode = await stage.pair(Cache(), Cache(), **over)
 
-    async def watch():
-        while True:
-            began = time.thread_time()  # of the loop alone: others decode, and look
-            await asyncio.sleep(0)
-            turns.append(time.thread_time() - began)
-
     gc.disable()  # it may walk all that torch has, in any turn
-    watching = asyncio.create_task(watch())
     try:
-        await connect(decode, prefill.card.endpoint)
-        await eventually(lambda: len(sessions(prefill)) == 1)
+        with turns() as took:  # of the loop alone: others decode, and look
+            await connect(decode, prefill.card.endpoint)
+            await eventually(lambda: len(sessions(prefill)) == 1)
     finally:
-        watching.cancel()
         gc.enable()
-    assert max(turns) < 0.01
+    assert max(took) < 0.01
 
 
 async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):

@@ -8,7 +8,7 @@ import asyncio
 from functools import partial
 
 import pytest
-from inside import never_move, rebuild, when_rebuilt
+from inside import live_where, never_move, rebuild, when_rebuilt
 from stage import Gate, frames, quarantined, raised
 from wire import TIMES, deaf_port, play, virtual
 
@@ -25,7 +25,6 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
 )
-from kvxfer import worker as assembly
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
@@ -315,7 +314,7 @@ async def staging_memory_that_a_write_of_ours_reads_which_stands_still(play):
 @hears("rebuild")
 async def staging_memory_that_a_host_may_write_which_is_gone(play):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "here", lambda: "another boot, another pid:[1]")
+        live_where(lambda: "another boot, another pid:[1]", patch)
         _, transfer = await in_flight(play, "staged")
     play.wire.silence()
     await settles(play, play.decode, "receive", least=CONFIG.peer_timeout)

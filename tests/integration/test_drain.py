@@ -46,6 +46,7 @@ async def test_peers_are_told_at_its_begin(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache())
     await stage.bring(prefill, decode)
     assert draining(decode) == {"client": False}
+    offer = prefill.offer("before", [1, 2], tokens=8)
     prefill.begin_drain()
     prefill.begin_drain()
     await eventually(lambda: draining(decode) == {"client": True})
@@ -53,15 +54,10 @@ async def test_peers_are_told_at_its_begin(stage, tap):
     decode.begin_drain()
     await eventually(lambda: draining(prefill) == {"server": True})
     assert [said.code for said in tap.of(Goodbye)] == [Code.DRAINING] * 2
+    late = await stage.worker("late", Cache())
+    await late.fetch(offer.ticket, [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
+    await eventually(lambda: draining(late) == {"client": True})  # who connects later is told too
     assert await prefill.drain() is True
-
-
-async def test_who_connects_later_is_told_too(stage):
-    prefill, decode = await stage.pair(Cache(), Cache())
-    prefill.offer("r", [1, 2], tokens=8)
-    prefill.begin_drain()
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
-    await eventually(lambda: draining(decode) == {"client": True})
 
 
 async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):

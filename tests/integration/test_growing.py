@@ -312,26 +312,24 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage, streaming):
+async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage):
     prefill = await stage.worker("prefill", [Cache(group="full"), Cache(group="state", layers=[7], layout="state")])
-    with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
-        prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
+    for streaming in (False, True):
+        with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
+            prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
     without = {"full": [5, 6], "state": []}
-    if streaming:
-        offer = prefill.offer("r", without, tokens=8, streaming=True)
-        offer.ready()
-        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
-            offer.finish()
-        offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
-        offer.ready()
-        with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
-            offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+        prefill.offer("r", without, tokens=8)
+    offer = prefill.offer("r", without, tokens=8, streaming=True)
+    offer.ready()
+    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
         offer.finish()
-        await offer.withdraw()
-    else:
-        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
-            prefill.offer("r", without, tokens=8)
+    offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
+    offer.ready()
+    with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
+        offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+    offer.finish()
+    await offer.withdraw()
 
 
 async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):

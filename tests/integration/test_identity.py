@@ -198,13 +198,6 @@ async def test_who_does_not_answer_where_something_is_in_doubt_is_not_believed_e
     await quiet(prefill, decode)
 
 
-async def test_nobody_is_the_worker_that_it_speaks_with(stage):
-    prefill, _ = await stage.pair(Cache(), Cache())
-    twin = await claims_to_be(prefill, stage)
-    with pytest.raises(IdentityError):
-        await connect(twin, prefill.card.endpoint)
-
-
 async def test_two_workers_that_fetch_from_each_other_meet_again(stage):
     """A stream each way, and each of them cut."""
     one, other = await stage.pair(Cache(), Cache(layout="HND"))
@@ -312,7 +305,7 @@ async def passed_on(reader, writer):
 
 
 async def test_nobody_comes_first(stage):
-    """Neither side believes who says to be the other one, and both go on with the real one afterwards."""
+    """No side believes who says to be the other one, or itself, and both go on with the real one afterwards."""
     prefill, decode = await stage.pair(Cache(), Cache())
     with pytest.raises(IdentityError):
         await connect(await claims_to_be(decode, stage), prefill.card.endpoint)
@@ -321,6 +314,8 @@ async def test_nobody_comes_first(stage):
     async with asyncio.timeout(10):
         with pytest.raises(IdentityError, match="nothing proves"):
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
+    with pytest.raises(IdentityError):
+        await connect(twin, prefill.card.endpoint)
     assert not sessions(twin)
     assert not sessions(prefill)
     await stage.bring(prefill, decode)

@@ -9,7 +9,6 @@ import pytest
 from stage import Cache, Copied, eventually, frames, quarantined, quiet, written
 
 from kvxfer import KvxferError, MemoryInDoubt
-from kvxfer import worker as assembly
 from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
@@ -25,7 +24,7 @@ TIMES = {"peer_timeout": 0.4, "revoke_timeout": 2.0}
 def hosts(monkeypatch):
     """Every worker says that it is on a host of its own."""
     numbers = itertools.count()
-    monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(numbers)} pid:[1]")
+    inside.live_where(lambda: f"boot-{next(numbers)} pid:[1]", monkeypatch)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     stage, source, other, target, monkeypatch, said, no_locks
 ):
     if said == "nothing":
-        monkeypatch.setattr(assembly, "here", lambda: "")
+        inside.live_where(lambda: "", monkeypatch)
     victim, prefill, decode = await company(stage, source, other, target, route="staged")
     transfer = await in_flight(stage, victim, decode)
     inside.vanish(victim)

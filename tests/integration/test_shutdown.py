@@ -236,16 +236,12 @@ async def test_closing_while_connecting(network):
         Path(path).parent.rmdir()
 
 
-async def test_a_worker_that_was_never_closed_is_reported(network):
+async def test_a_worker_that_was_never_closed_is_reported_and_one_that_was_is_collected(network):
     async with make("p", Cache(), network) as worker:
         with pytest.warns(ResourceWarning, match="open> was never closed: use `async with`"):
             worker.__del__()
     worker.__del__()  # closed now: not a word
-
-
-async def test_a_closed_worker_is_collected(network):
-    async with make("p", Cache(), network) as worker:
-        ref = weakref.ref(worker)
+    ref = weakref.ref(worker)
     del worker
     await eventually(lambda: gc.collect() >= 0 and ref() is None)
 

@@ -49,6 +49,14 @@ async def rebuilt(play, worker):
     assert not worker.describe()["agent"]["paused"]
 
 
+async def ends(play, copies, transfer):
+    """What stood still goes on, and brings its bytes."""
+    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+    copies.go()
+    await transfer
+    copied.check()
+
+
 async def quiet(play, *workers):
     await play.until(lambda: all(is_quiet(worker) for worker in workers or (play.prefill, play.decode)))
 
@@ -64,15 +72,12 @@ async def quiet(play, *workers):
 @virtual
 async def test_it_outlives_the_agent_and_brings_its_bytes(play, side, direction, who):
     copies, offer, transfer = await standing(play, side, direction)
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
     held = held_of(play, side)
     assert held
     await rebuilt(play, getattr(play, who))
     assert not transfer.done
     assert held_of(play, side) == held
-    copies.go()
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     assert isinstance(await offer.released(), Released)
     await quiet(play)
     await play.bring("after", ids=(5, 6), into=(9, 10))
@@ -95,11 +100,8 @@ async def test_no_agent_is_made_where_that_would_wait_for_it(play, monkeypatch, 
     await play.until(lambda: not worker.describe()["agent"]["paused"])
     assert not over
     assert worker.describe()["agent"]["rebuilt"] == 0
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
-    copies.go()
     ended = play.now
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     await play.until(lambda: over)
     assert over[0] - ended <= BOUNDS["rebuild"] + SLACK
     await quiet(play)
@@ -140,10 +142,7 @@ async def test_nobody_else_gets_its_memory_meanwhile(play, side, direction):
         if number == 12:
             await rebuilt(play, getattr(play, side))
     assert not any(a < b + m and b < a + n for a, n in ours for b, m in others - ours)
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
-    copies.go()
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     await quiet(play)
 
 

@@ -838,9 +838,9 @@ def borrow_thread(worker: Any, work: Callable[[], Any]) -> Awaitable[Any]:
     return waiting
 
 
-def spawn(worker: Any, work: Any, *, looks: bool = False) -> None:
-    """A task of the worker's begins; if it `looks` for evidence, closing waits for it last."""
-    (worker._service.site.lookouts if looks else worker._service.site.tasks).spawn(work, "of a scene")
+def look_out(worker: Any, work: Any) -> None:
+    """A task of the worker's that looks for evidence begins: closing waits for it last."""
+    worker._service.site.lookouts.spawn(work, "of a scene")
 
 
 def early_places(worker: Any) -> int:

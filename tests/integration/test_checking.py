@@ -151,10 +151,8 @@ async def test_sums_that_do_not_come_fail_the_fetch(stage, route, tap):
 
 async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
     """A peer may say them of as many chunks as there are numbers."""
-    source, target = caches("staged")
-    prefill, decode = await checked_pair(stage, "staged", source, target)
-    offer = prefill.offer("r", IDS, tokens=12, after=Gate())
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    prefill, decode = await checked_pair(stage, "staged", *caches("staged"))
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS, offered={"after": Gate()})
     await eventually(lambda: unanswered(decode) and sessions(decode))
     (number,), link = unanswered(decode), session(decode)
     for chunk in range(100):
@@ -188,8 +186,8 @@ async def test_padding_at_the_source_is_not_compared(stage, route):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target, groups=[Group("default", null_block=0)])
     copied = Copied(target).bring(source, ids, into, range(1, 4)).bring(source, ids, into, range(8, 11))
-    prefill.offer("r", ids, tokens=12)
-    await decode.fetch(prefill.engine.ticket("r"), into, tokens=tokens, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", ids, into, tokens)
+    await transfer
     copied.check()
     assert counted(decode) == {"ok": 1}
     await quiet(prefill, decode)
@@ -277,8 +275,7 @@ async def test_an_offer_that_grows_is_compared_as_it_does(stage, route):
 async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing_reads_any_more(
     stage, route, monkeypatch
 ):
-    source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target)
+    prefill, decode = await checked_pair(stage, route, *caches(route))
     go_on, total = threading.Event(), walk.total
     reading = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -290,8 +287,7 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
         return total(plan)
 
     monkeypatch.setattr(walk, "total", slowly)
-    prefill.offer("r", IDS, tokens=12)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
     await reading.wait()
     transfer.cancel()
     await eventually(lambda: prefill.describe()["sending"] == 0)

@@ -213,41 +213,28 @@ def test_an_engine_that_steps(network):
 # --- one after the other is restarted, under load
 
 
-class Fleet:
-    """Workers by name, each at an endpoint of its own that outlives it."""
+class Router:
+    """Sends requests, and sends one that failed again, elsewhere; it looks at nothing but errors.
 
-    def __init__(self, network, folder):
-        self.network, self.folder = network, folder
-        self.workers, self.caches = {}, {}
+    Its workers have names, and each an endpoint of its own that outlives it.
+    """
+
+    def __init__(self, stage, folder, prefill, decode):
+        self.stage, self.folder, self.prefill, self.decode = stage, folder, prefill, decode
+        self.caches = {name: Cache(blocks=64) for name in (*prefill, *decode)}
+        self.workers = {}
+        self.turn = self.done = 0
+        self.errors = []
 
     async def open(self, name):
-        self.caches.setdefault(name, Cache(blocks=64))
-        config = {**DEFAULTS, "engine": name.rstrip("0123456789"), "listen": f"unix:{self.folder}/{name}"}
-        worker = Worker(
-            self.caches[name].tensors,
-            Config(**{**config, "drain_timeout": 5}),
-            transport=LoopbackTransport(name, self.network),
-        )
-        self.workers[name] = await worker.__aenter__()
+        where = f"unix:{self.folder}/{name}"
+        self.workers[name] = await self.stage.worker(name, self.caches[name], listen=where, drain_timeout=5)
 
     async def restart(self, name):
         """As a supervisor does it."""
         await self.workers[name].drain()
         await self.workers[name].aclose()
         await self.open(name)
-
-    async def close(self):
-        for worker in self.workers.values():
-            await worker.aclose(drain=False)
-
-
-class Router:
-    """Sends requests, and sends one that failed again, elsewhere; it looks at nothing but errors."""
-
-    def __init__(self, fleet, prefill, decode):
-        self.fleet, self.prefill, self.decode = fleet, prefill, decode
-        self.turn = self.done = 0
-        self.errors = []
 
     async def serve(self, request, block):
         self.turn += 1
@@ -266,7 +253,7 @@ class Router:
         raise AssertionError(f"{request}: no retry has cured it: {self.errors[-4:]}")
 
     async def try_once(self, request, attempt, block, source, target):
-        prefill, decode = self.fleet.workers[source], self.fleet.workers[target]
+        prefill, decode = self.workers[source], self.workers[target]
         offer = prefill.offer(request, [block], tokens=4, attempt=attempt)
         try:
             ticket = prefill.engine.ticket(request, attempt=attempt)
@@ -275,39 +262,35 @@ class Router:
             await offer.withdraw()
             raise
         for layer in range(2):
-            ours, theirs = self.fleet.caches[target].view(layer), self.fleet.caches[source].view(layer)
+            ours, theirs = self.caches[target].view(layer), self.caches[source].view(layer)
             assert ours[:, block].equal(theirs[:, block]), f"{request} has other bytes"
         assert isinstance(await offer.released(), Released)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
-async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(network, tmp_path, side):
-    fleet = Fleet(network, tmp_path)
+async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(stage, tmp_path, side):
     prefill, decode = ["prefill0", "prefill1"], ["decode0", "decode1"]
-    try:
-        for name in (*prefill, *decode):
-            await fleet.open(name)
-        router, stop = Router(fleet, prefill, decode), asyncio.Event()
+    router, stop = Router(stage, tmp_path, prefill, decode), asyncio.Event()
+    for name in router.caches:
+        await router.open(name)
 
-        async def client(block):
-            number = 0
-            while not stop.is_set():
-                number += 1
-                await router.serve(f"{block}-{number}", block)
+    async def client(block):
+        number = 0
+        while not stop.is_set():
+            number += 1
+            await router.serve(f"{block}-{number}", block)
 
-        async with asyncio.TaskGroup() as group:
-            for block in range(16):
-                group.create_task(client(block))
-            for name in {"prefill": prefill, "decode": decode, "both": [*prefill, *decode]}[side] * 2:
-                before = router.done
-                await fleet.restart(name)
-                await eventually(lambda before=before: router.done > before + 16)
-            stop.set()
-        assert router.done > 64
-        assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
-        await quiet(*fleet.workers.values())
-    finally:
-        await fleet.close()
+    async with asyncio.TaskGroup() as group:
+        for block in range(16):
+            group.create_task(client(block))
+        for name in {"prefill": prefill, "decode": decode, "both": [*prefill, *decode]}[side] * 2:
+            before = router.done
+            await router.restart(name)
+            await eventually(lambda before=before: router.done > before + 16)
+        stop.set()
+    assert router.done > 64
+    assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
+    await quiet(*router.workers.values())
 
 
 CHILD = """

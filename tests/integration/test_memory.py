@@ -43,15 +43,12 @@ async def test_blocks_that_cannot_be_registered_are_staged(stage, refused):
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("route", ["direct", "pull"])
-async def test_a_route_that_was_asked_for_needs_them(stage, route):
+@pytest.mark.parametrize(
+    ("accepted", "config"), [(2, {"route": "direct"}), (2, {"route": "pull"}), (0, {"arena_bytes": 0})]
+)
+async def test_a_route_that_was_asked_for_needs_them_and_so_does_a_worker_without_an_arena(stage, accepted, config):
     with pytest.raises(FabricError, match="these pages"):
-        await worker(stage, "w", Cache(), route=route).__aenter__()
-
-
-async def test_without_an_arena_there_is_no_other_way(stage):
-    with pytest.raises(FabricError, match="these pages"):
-        await worker(stage, "w", Cache(), 0, arena_bytes=0).__aenter__()
+        await worker(stage, "w", Cache(), accepted, **config).__aenter__()
 
 
 async def test_blocks_that_no_route_needs_are_not_registered(stage):

@@ -195,7 +195,7 @@ async def test_a_worker_that_closes_connects_nobody_for_claims(one):
     one.decode.claim(one.ticket("r"))
     await one.until(lambda: frames(one.prefill, "Claim"))
     over = asyncio.Event()
-    inside.spawn(one.decode, over.wait(), looks=True)
+    inside.look_out(one.decode, over.wait())
     closing = asyncio.ensure_future(one.decode.aclose(drain=False))
     await asyncio.sleep(10)
     assert not inside.sessions(one.prefill)
@@ -203,33 +203,6 @@ async def test_a_worker_that_closes_connects_nobody_for_claims(one):
     await closing
     await asyncio.sleep(10)
     assert not inside.sessions(one.prefill)
-
-
-@virtual
-async def test_a_worker_that_closes_takes_no_request_over(one):
-    """Though it was about to connect for a claim, of a request that is another engine's by now."""
-    await one.pair()
-    second = await one.worker("second", Cache(layout="HND"))
-    offer = one.prefill.offer("r", streaming=True)
-    other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
-    await one.until(lambda: inside.entry(offer).transfers)
-    may, over = asyncio.Event(), asyncio.Event()
-    inside.before_connecting(one.decode, lambda _: may.wait())
-    one.decode.claim(one.ticket("r"))
-    await asyncio.sleep(0.1)
-    inside.spawn(one.decode, over.wait())  # as if a fetch was being ended
-    closing = asyncio.ensure_future(one.decode.aclose(drain=False))
-    await asyncio.sleep(0.1)
-    may.set()
-    await asyncio.sleep(1)
-    assert not inside.entry(offer).superseded
-    assert not other.done
-    over.set()
-    await closing
-    offer.extend([1, 2], tokens=TOKENS)
-    offer.ready()
-    offer.finish()
-    await other
 
 
 @pytest.mark.parametrize("how", ["declined", "fetched in vain"])
@@ -237,7 +210,7 @@ async def test_a_worker_that_closes_takes_no_request_over(one):
 async def test_a_claim_ends_with_what_ends_its_request(one, how):
     await one.pair()
     offer = one.prefill.offer("r", [1, 2], tokens=8)
-    one.decode.claim(one.ticket("r"))
+    claim = one.decode.claim(one.ticket("r"))
     await one.until(lambda: frames(one.prefill, "Claim"))
     if how == "declined":
         await one.decode.decline(one.ticket("r"))
@@ -249,6 +222,10 @@ async def test_a_claim_ends_with_what_ends_its_request(one, how):
     await asyncio.sleep(100)
     assert frames(one.prefill, "Claim") == before
     assert one.decode.describe()["claims"] == 0
+    again = one.decode.claim(one.ticket("r"))
+    claim.close()  # which is over
+    assert one.decode.describe()["claims"] == 1
+    again.close()
 
 
 @virtual

@@ -18,8 +18,6 @@ from stage import Cache, eventually, quiet
 from traced import Spans
 
 from kvxfer import KvxferError
-from kvxfer.blocking import OwnLoopWorker
-from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.integrations.opentelemetry import parsed
 from kvxfer.protocol.messages import Fetch
 
@@ -96,8 +94,9 @@ async def test_one_trace_over_both_sides(stage, spans, source, target, route):
     assert [inside.traced(worker) for worker in (prefill, decode)] == [0, 0]
 
 
-async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(spans, pair):
-    prefill, decode = pair
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage, spans, source, target, loop):
+    prefill, decode = await stage.pair(source, target, traces="otel", prefill={"loop": loop}, decode={"loop": loop})
     tracer = trace.get_tracer("test")
     with tracer.start_as_current_span("prefill") as there:
         offer = prefill.offer("r", [1, 2], tokens=8)
@@ -108,16 +107,6 @@ async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(spans,
     assert spans.one("send").parent.span_id == spans.one("fetch").context.span_id
     assert spans.one("offer").parent.span_id == there.get_span_context().span_id
     assert [link.context for link in spans.one("offer").links] == [spans.one("send").context]
-
-
-async def test_the_span_of_a_caller_is_found_from_another_loop(stage, spans, source, target):
-    prefill = await stage.worker("prefill", source, traces="otel")
-    config = prefill.config.model_copy(update={"engine": "decode"})
-    async with OwnLoopWorker(target.tensors, config, transport=LoopbackTransport("decode", stage.network)) as decode:
-        with trace.get_tracer("test").start_as_current_span("caller") as caller:
-            prefill.offer("r", [1, 2], tokens=8)
-            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    assert spans.one("fetch").parent.span_id == caller.get_span_context().span_id
 
 
 async def test_an_engine_of_two_ranks_sends_in_the_same_trace(stage, spans):

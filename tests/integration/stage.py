@@ -160,14 +160,16 @@ class Stage:
         self.stack = stack
         self.caches = {}
 
-    async def worker(self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", **config):
+    async def worker(
+        self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", transport: Any = None, **config
+    ):
         settings = {**DEFAULTS, **config}
         settings.setdefault("engine", name.rstrip("0123456789"))
         worker = Worker(
             tensors if tensors is not None else [t for cache in listed(caches) for t in cache.tensors],
             Config(**settings),
             groups=groups,
-            transport=LoopbackTransport(name, self.network),
+            transport=transport or LoopbackTransport(name, self.network),
             loop=loop,
         )
         await worker.__aenter__()

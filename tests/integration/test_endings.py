@@ -25,9 +25,8 @@ async def granted(prefill, tap, chunks):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_after_that_fires_late_begins_nothing(stage, route):
+async def test_after_that_fires_late_begins_nothing(stage, source, target, route):
     """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20)
     gate = Gate()
     offer = prefill.offer("r", streaming=True)

@@ -29,6 +29,11 @@ IDS = [3, 2, 1, 0]
 INTO = [4, 5, 6, 7]
 
 
+def with_state():
+    """Tokens, and state without any."""
+    return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+
+
 async def streams(stage, route="auto", caches=None, tokens=range(16), **config):
     """A pair, an offer without a block yet, and a fetch of it."""
     source, target = caches or (Cache(), Cache())
@@ -96,9 +101,8 @@ async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, rou
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
-async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
+async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, source, target, route):
     """All of it has landed, and its payload may be long in coming."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route)
     copied = Copied(target).bring(source, IDS, INTO, range(16))
     offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, range(16), offered={"streaming": True})
@@ -111,9 +115,8 @@ async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
     await quiet(prefill, decode)
 
 
-async def test_what_is_granted_in_place_is_granted_once(stage, monkeypatch):
+async def test_what_is_granted_in_place_is_granted_once(stage, source, target, monkeypatch):
     """Chunks wait there for no place, so nothing has to be said of them again."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route="direct", grant_lease=77.0)
     seconds = timers(decode, monkeypatch)
     copied = Copied(target).bring(source, IDS, INTO, range(16))
@@ -224,12 +227,9 @@ async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypat
     plan_steps_in_threads(small_plan, monkeypatch)
     monkeypatch.setattr("kvxfer.decode.role.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
 
-    def caches():
-        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
-
-    sources, targets = caches(), caches()
+    sources, targets = with_state(), with_state()
     prefill = await stage.worker("prefill", sources)
-    ranks, _ = await stage.engine("decode", [caches(), targets])
+    ranks, _ = await stage.engine("decode", [with_state(), targets])
     ticket = prefill.engine.ticket("r")
     wrong = ranks[0].start_fetch(ticket, {"full": [1, 2], "state": [3, 1]}, tokens=range(8), timeout=5)
     await eventually(lambda: prefill.describe()["sending"] == 1)  # so that it is the first to be told
@@ -358,10 +358,7 @@ async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("held", [[1, 2], []], ids=["blocks named", "no blocks"])
 async def test_state_moves_where_every_token_is_held(stage, route, held):
-    def caches():
-        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
-
-    sources, targets = caches(), caches()
+    sources, targets = with_state(), with_state()
     prefill, decode = await stage.pair(sources, targets, route=route)
     for stop in (6, 8, 5):  # of other requests of the pair, whose last token is in another window
         offer = prefill.offer(f"r{stop}", {"full": [5, 6], "state": [2]}, tokens=stop, payload=b"token")

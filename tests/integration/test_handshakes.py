@@ -173,6 +173,7 @@ class Recorded:
     """In which threads what takes long with a large cache was done."""
 
     SLOW = (
+        (assembly, "encode_body"),
         (session, "decode_body"),
         (planning, "geometry_from_wire"),
         (planning, "differences"),
@@ -227,19 +228,6 @@ async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch
     assert answered == [False, known_on_the_loop]
 
 
-async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
-    threads, encoded = set(), assembly.encode_body
-
-    def recorded(body):
-        threads.add(threading.get_ident())
-        return encoded(body)
-
-    monkeypatch.setattr(assembly, "encode_body", recorded)
-    await stage.worker("prefill", Cache())
-    assert threads
-    assert threading.get_ident() not in threads
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypatch, tmp_path, tls):
     """It is written, read and decoded a slice at a time, at both ends."""
@@ -258,10 +246,11 @@ async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypa
     assert max(took) < 0.01
 
 
-async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):
-    recorded = Recorded(monkeypatch)
+async def test_a_small_cache_is_looked_at_here_but_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
+    recorded, here = Recorded(monkeypatch), threading.get_ident()
     await stage.bring(*await stage.pair(Cache(), Cache()))
-    assert {thread for threads in recorded.threads.values() for thread in threads} == {threading.get_ident()}
+    assert here not in recorded.threads.pop("encode_body")
+    assert {thread for threads in recorded.threads.values() for thread in threads} == {here}
 
 
 async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monkeypatch):

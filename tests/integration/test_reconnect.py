@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 from inside import cut, cut_session, cut_unheard, session, sessions, when_connected
-from stage import DEFAULTS, SOON, Cache, Copied, Gate, awake, eventually, frames, quiet
+from stage import SOON, Cache, Gate, awake, eventually, frames, quiet
 from stored import Converted, Stored
 
-from kvxfer import Config, PeerLostError, Released, Worker
+from kvxfer import PeerLostError, Released
 from kvxfer.testing import LoopbackTransport
 
 
@@ -32,38 +32,27 @@ class Slow(LoopbackTransport):
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
     """The connection of the session before must not be ended under the next one."""
-    caches = {"prefill": Cache(), "decode": Cache(layout="HND")}
-    workers, transports = {}, {}
-    for name, cache in caches.items():
-        transports[name] = Slow(name, stage.network)
-        worker = Worker(cache.tensors, Config(**DEFAULTS, engine=name, route=route), transport=transports[name])
-        workers[name] = await worker.__aenter__()
-        stage.stack.push_async_callback(worker.aclose, drain=False)
-    prefill, decode = workers["prefill"], workers["decode"]
-    slow = transports["decode" if route == "pull" else "prefill"]
-    for other in transports.values():
-        if other is not slow:
-            other.begun.set()
-    prefill.offer("r0", [1, 2], tokens=8)
-    prefill.offer("r1", [1, 2], tokens=8)
-    first = decode.start_fetch(prefill.engine.ticket("r0"), [3, 4], tokens=range(8), timeout=5)
+    transports = [Slow(name, stage.network) for name in ("prefill", "decode")]
+    prefill, decode = [
+        await stage.worker(transport.name, Cache(), transport=transport, route=route) for transport in transports
+    ]
+    slow, other = transports[:: -1 if route == "pull" else 1]
+    other.begun.set()
+    _, first = stage.begin(prefill, decode, "r0", timeout=5)
     await eventually(slow.begun.is_set)
     before = session(prefill)
     cut(decode)
     with pytest.raises(PeerLostError):
         await first
     await eventually(lambda: before not in sessions(prefill))
-    second = decode.start_fetch(prefill.engine.ticket("r1"), [5, 6], tokens=range(8), timeout=5)
+    bringing = asyncio.create_task(stage.bring(prefill, decode, "r1", into=(5, 6)))
     mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Want")}[route]
     await eventually(lambda: frames(mover, frame) > 1)
     await asyncio.sleep(0)  # now it asks for the connection
-    copied = Copied(caches["decode"]).bring(caches["prefill"], [1, 2], [5, 6], range(8))
     slow.go_on.set()
-    await second
-    copied.check()
+    await bringing
     for number in range(2, 4):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5, 6], tokens=range(8), timeout=5)
+        await stage.bring(prefill, decode, f"r{number}")
 
 
 async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(stage):

@@ -163,8 +163,7 @@ async def test_an_untrusted_peer_is_told_no_address(stage):
 
 
 @pytest.mark.parametrize("of", ["fetch", "offer"])
-async def test_nothing_is_read_or_written_before_its_event(stage, route, of):
-    source, target = Cache(), Cache()
+async def test_nothing_is_read_or_written_before_its_event(stage, source, target, route, of):
     prefill, decode = await stage.pair(source, target, route=route)
     gate = Gate()
     _, transfer = stage.begin(prefill, decode, **({"after": gate} if of == "fetch" else {"offered": {"after": gate}}))

@@ -53,8 +53,7 @@ async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_to
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, route):
-    source, target = Cache(), Cache()
+async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, source, target, route):
     prefill, decode = await stage.pair(source, target, route=route)
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
     offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})

@@ -169,17 +169,15 @@ async def test_what_gets_no_signal_says_so(stage):
 # --- other faces
 
 
-async def test_on_a_loop_of_its_own(network):
-    source = Cache()
-    settings = Config(**{**DEFAULTS, "engine": "prefill"})
-    async with Worker(source.tensors, settings, transport=LoopbackTransport("p", network), loop="own") as prefill:
-        waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert await waiting is True
-        with pytest.raises(ClosedError, match="draining"):
-            prefill.offer("r", [1], tokens=4)
-        prefill.begin_drain()
+async def test_on_a_loop_of_its_own(stage):
+    prefill = await stage.worker("prefill", Cache(), loop="own")
+    waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert await waiting is True
+    with pytest.raises(ClosedError, match="draining"):
+        prefill.offer("r", [1], tokens=4)
+    prefill.begin_drain()
 
 
 def test_an_engine_that_steps(network):

@@ -10,22 +10,19 @@ import inside
 import pytest
 from impostor import made_up, posing_as
 from inside import cut, forget_unreachable, refusals, session, sessions
-from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, quiet
+from stage import SOON, Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
     Code,
-    Config,
     IdentityError,
     KvxferError,
     MemoryInDoubt,
     RefusedError,
     Released,
     UnreachableError,
-    Worker,
 )
 from kvxfer import worker as assembly
 from kvxfer.protocol.session import IdentityKey
-from kvxfer.testing import LoopbackTransport
 
 TOKENS = range(8)
 ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
@@ -33,14 +30,9 @@ ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
 
 async def claims_to_be(worker, stage, **config):
     """Another worker, which says of itself all that this one says."""
-    twin = Worker(
-        Cache().tensors,
-        Config(**{**DEFAULTS, "engine": worker.config.engine, **config}),
-        transport=LoopbackTransport(f"twin of {worker.config.engine}", stage.network),
-    )
+    engine = worker.config.engine
     with posing_as(worker):
-        await twin.__aenter__()
-    stage.stack.push_async_callback(twin.aclose, drain=False)
+        twin = await stage.worker(f"twin of {engine}", Cache(), engine=engine, **config)
     return made_up(twin, worker)
 
 

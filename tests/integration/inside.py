@@ -804,11 +804,6 @@ def renew_claims(worker: Any) -> None:
     claims._say(engine, engine.ranks[0], engine.kept.values())
 
 
-def give_up_claims(worker: Any) -> None:
-    """It renews none any more."""
-    worker._service.decode._claims.close()
-
-
 def withdraw_all(worker: Any) -> None:
     """Withdraw every offer."""
     worker._service.prefill.withdraw_all()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ async def bring(stage, prefill, decode, request="r", **options):
     await quiet(prefill, decode)
 
 
-async def fails(prefill, decode, error: type[Exception] = IntegrityError, match=None):
+async def fails(prefill, decode, error: type[Exception] = IntegrityError, match=None) -> Any:
     """What a fetch raises."""
     prefill.offer("r", IDS, tokens=12)
     with pytest.raises(error, match=match) as caught:

@@ -45,10 +45,10 @@ async def connect(worker, endpoint):
 class Moving:
     """A fetch whose bytes are under way until they are let go."""
 
-    def __init__(self, stage, prefill, decode, source, target):
+    def __init__(self, stage, prefill, decode):
         self.stage = stage
         stage.network.hold("*")
-        self.copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+        self.copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
         self.offer, self.transfer = stage.begin(prefill, decode, "moving")
 
     async def begun(self):
@@ -65,9 +65,8 @@ class Moving:
 
 async def under_way(stage, **config):
     """Two workers and a fetch between them that has begun."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **config)
-    moving = Moving(stage, prefill, decode, source, target)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **config)
+    moving = Moving(stage, prefill, decode)
     await moving.begun()
     return prefill, decode, moving
 
@@ -233,7 +232,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use(stage, tmp_path):
     """Somebody between two that have nothing open lets the handshake fail, and goes on with it once they have."""
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        moving = Moving(stage, prefill, decode)
         await moving.begun()
         link = session(prefill)
         await go_on()
@@ -250,7 +249,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
     here, aside = tmp_path / "here", tmp_path / "aside"
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull", prefill={"listen": f"unix:{here}"}, **SOON)
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        moving = Moving(stage, prefill, decode)
         await moving.begun()
         here.rename(aside)
         cut(decode)

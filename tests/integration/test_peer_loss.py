@@ -34,8 +34,8 @@ def route(request):
     return request.param
 
 
-async def works(prefill, decode, source, target, offer):
-    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+async def works(stage, prefill, decode, offer):
+    copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
     await decode.fetch(prefill.engine.ticket(offer.request), [3, 4], tokens=TOKENS, timeout=5)
     copied.check()
     assert isinstance(await offer.released(), Released)
@@ -84,7 +84,7 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
     elif step == "accepted":
         offer.ready()
         offer.finish()
-    await works(prefill, decode, source, target, offer)
+    await works(stage, prefill, decode, offer)
 
 
 async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monkeypatch):
@@ -124,7 +124,7 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     stage.network.release("*")
     async with asyncio.timeout(30):
         await caught.value.settled()
-    await works(prefill, decode, source, target, offer)
+    await works(stage, prefill, decode, offer)
 
 
 @pytest.mark.parametrize("returns", ["before the doubt", "in the doubt"])
@@ -225,14 +225,13 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
     await closing
     await quiet(prefill)
     # the claim is kept: somebody else may fetch it
-    other = Cache()
-    second = await stage.worker("second", other)
+    second = await stage.worker("second", Cache())
     if offer is None:
         offer = prefill.offer("r", [1, 2], tokens=8)
     elif step == "accepted":
         offer.ready()
         offer.finish()
-    await works(prefill, second, source, other, offer)
+    await works(stage, prefill, second, offer)
 
 
 async def test_the_decode_worker_vanishes_for_good(stage, source, target):

@@ -131,12 +131,9 @@ class Custody:
         Raises:
             InvariantError: `holder` holds nothing (any more), or its blocks are in doubt.
         """
-        entry = self._entry(holder)
-        if entry.in_doubt:
+        if self._entry(holder).in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
-        del self._entries[holder]
-        for group, ids in entry.blocks.items():
-            self._groups[group].marks[ids] = 0
+        self._drop(holder)
 
     def doubt(self, holder: str) -> None:
         """A silent peer may still write the blocks that the fetch `holder` holds: refuse them until `settle`.
@@ -172,19 +169,9 @@ class Custody:
         Raises:
             InvariantError: `holder` has no blocks in doubt (any more).
         """
-        entry = self._entry(holder)
-        if not entry.in_doubt:
+        if not self._entry(holder).in_doubt:
             raise InvariantError(f"the blocks of {holder} are not in doubt, so there is nothing to settle")
-        del self._entries[holder]
-        for group, ids in entry.blocks.items():
-            books = self._groups[group]
-            if entry.reads:
-                for block in ids.tolist():
-                    books.readers[block].remove(holder)
-                    if not books.readers[block]:
-                        del books.readers[block]
-            else:
-                books.marks[ids] = 0
+        self._drop(holder)
 
     def snapshot(self) -> CustodySnapshot:
         """Who holds how many blocks now."""
@@ -217,6 +204,19 @@ class Custody:
         books = self._books(group, ids)
         if len(ids) and (at := books.taken(ids)) is not None:
             raise self._clash_error(group, at, int(ids[at]), books)
+
+    def _drop(self, holder: str) -> None:
+        """Forget every block of `holder`."""
+        entry = self._entries.pop(holder)
+        for group, ids in entry.blocks.items():
+            books = self._groups[group]
+            if entry.reads:
+                for block in ids.tolist():
+                    books.readers[block].remove(holder)
+                    if not books.readers[block]:
+                        del books.readers[block]
+            else:
+                books.marks[ids] = 0
 
     def _clash_error(self, group: str, position: int, block: int, books: _GroupBooks) -> BlocksError:
         written = block < len(books.marks) and bool(books.marks[block])

@@ -131,18 +131,6 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
     return resumed
 
 
-def fall_silent(worker: Any) -> None:
-    """It says nothing more in any session, and hears all."""
-    for link in worker._service.links:
-        link._tick = link._flush = lambda: None
-        link._timer.cancel()
-
-
-def stop_reading(worker: Any) -> None:
-    """Its only peer lives, but nothing of it arrives any more."""
-    session(worker)._transport.pause_reading()
-
-
 # --- who connects, and where to
 
 
@@ -439,7 +427,9 @@ def _desk(worker: Any, side: str) -> Any:
 
 def take_if_free(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
     """So much memory of a side ("send", "receive") is a peer's, if there is as much in one piece for this one."""
-    return _taken(_desk(worker, side), peer, nbytes)
+    desk = _desk(worker, side)
+    extent = desk.take(peer, nbytes)
+    return None if extent is None else Taken(desk, extent)
 
 
 def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:
@@ -449,23 +439,10 @@ def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:
     return taken
 
 
-def _taken(desk: Any, peer: str, nbytes: int) -> Taken | None:
-    extent = desk.take(peer, nbytes)
-    return None if extent is None else Taken(desk, extent)
-
-
 def take_all(worker: Any, side: str) -> Taken:
     """All of it is somebody else's, as soon as there is nobody who has any."""
-    return _all_of(_desk(worker, side))
-
-
-def forget_peer(worker: Any, peer: Any) -> None:
-    """The last session with a peer is lost."""
-    worker._service.site.forget(peer)
-
-
-def _all_of(desk: Any) -> Taken:
     extents: list[Any] = []
+    desk = _desk(worker, side)
     desk.ask("somebody", desk.share.capacity, 1, extents.append)
     return Taken(desk, extents[0])
 
@@ -827,11 +804,6 @@ def renew_claims(worker: Any) -> None:
     claims._say(engine, engine.ranks[0], engine.kept.values())
 
 
-def give_up_claims(worker: Any) -> None:
-    """It renews none any more."""
-    worker._service.decode._claims.close()
-
-
 def withdraw_all(worker: Any) -> None:
     """Withdraw every offer."""
     worker._service.prefill.withdraw_all()
@@ -861,9 +833,9 @@ def borrow_thread(worker: Any, work: Callable[[], Any]) -> Awaitable[Any]:
     return waiting
 
 
-def spawn(worker: Any, work: Any, *, looks: bool = False) -> None:
-    """A task of the worker's begins; if it `looks` for evidence, closing waits for it last."""
-    (worker._service.site.lookouts if looks else worker._service.site.tasks).spawn(work, "of a scene")
+def look_out(worker: Any, work: Any) -> None:
+    """A task of the worker's that looks for evidence begins: closing waits for it last."""
+    worker._service.site.lookouts.spawn(work, "of a scene")
 
 
 def early_places(worker: Any) -> int:

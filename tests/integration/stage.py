@@ -1,14 +1,16 @@
 """Workers over the loopback network, with caches small enough to check every byte of them."""
 
 import asyncio
+import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from inside import send_by
 
-from kvxfer import shared_empty
+from kvxfer import Released, shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -147,26 +149,32 @@ class Broken:
 
 
 class Stage:
-    """Opens workers on one loopback network and closes them all at the end."""
+    """Opens workers on one loopback network and closes them all at the end.
+
+    Attributes:
+        caches: What each worker was opened with.
+    """
 
     def __init__(self, network, stack):
         self.network = network
         self.stack = stack
-        self.workers = []
+        self.caches = {}
 
-    async def worker(self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", **config):
+    async def worker(
+        self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", transport: Any = None, **config
+    ):
         settings = {**DEFAULTS, **config}
         settings.setdefault("engine", name.rstrip("0123456789"))
         worker = Worker(
             tensors if tensors is not None else [t for cache in listed(caches) for t in cache.tensors],
             Config(**settings),
             groups=groups,
-            transport=LoopbackTransport(name, self.network),
+            transport=transport or LoopbackTransport(name, self.network),
             loop=loop,
         )
         await worker.__aenter__()
         self.stack.push_async_callback(worker.aclose, drain=False)
-        self.workers.append(worker)
+        self.caches[worker] = caches
         return worker
 
     async def pair(self, source, target, *, prefill=None, decode=None, **config) -> tuple[Worker, Worker]:
@@ -186,6 +194,28 @@ class Stage:
             for rank in ranks:
                 rank.join(card, key=KEY)
         return ranks, card
+
+    def begin(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), *, offered=None, **options):
+        """An offer, and a fetch of it that has begun. `offered` are options of the offer."""
+        offer = prefill.offer(request, list(ids), **{"tokens": tokens.stop, **(offered or {})})
+        return offer, decode.start_fetch(offer.ticket, list(into), tokens=tokens, **options)
+
+    async def in_flight(self, prefill, decode, to="*", **which):
+        """The same once bytes for the worker `to` are on their way, which the network holds."""
+        self.network.hold(to)
+        begun = self.begin(prefill, decode, **which)
+        await eventually(lambda: self.network.held(to))
+        return begun
+
+    async def bring(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), **options):
+        """Offer and fetch, compare every byte, and have it released. The result, and what the offer says."""
+        copied = Copied(self.caches[decode]).bring(self.caches[prefill], ids, into, tokens)
+        offer, transfer = self.begin(prefill, decode, request, ids, into, tokens, **{"timeout": 20, **options})
+        result = await transfer
+        copied.check()
+        ending = await offer.released()
+        assert isinstance(ending, Released)
+        return result, ending
 
 
 def listed(caches):
@@ -214,6 +244,24 @@ async def raised(awaitable, error: type[BaseException]) -> Any:
     (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
     assert isinstance(outcome, error), outcome
     return outcome
+
+
+@contextlib.contextmanager
+def turns():
+    """How many seconds each turn of the loop takes: of this thread alone, since other processes do not count."""
+    took: list[float] = []
+
+    async def watch():
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            took.append(time.thread_time() - began)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield took
+    finally:
+        watching.cancel()
 
 
 def frames(worker, kind):
@@ -270,10 +318,3 @@ def handshakes(worker):
 def awake(worker):
     """For how many reasons it makes progress though nothing of its own is under way."""
     return worker.describe()["fabric"]["awake"]
-
-
-def taken(desk):
-    """All memory of a desk, taken by somebody else."""
-    extents = []
-    desk.ask("somebody", desk.share.capacity, 1, extents.append)
-    return extents[0]

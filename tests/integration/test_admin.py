@@ -26,7 +26,6 @@ from kvxfer import BlockingWorker, Config, ConfigError, KvxferError, RequestErro
 from kvxfer.errors import FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.telemetry import SECONDS
-from kvxfer.tools.admin.health import reasons
 from kvxfer.tools.admin.look import look
 from kvxfer.tools.admin.server import AdminServer
 from kvxfer.tools.admin.status import status
@@ -112,25 +111,19 @@ async def test_metrics_say_what_was_moved(stage):
     share = decode.describe()["arena"]["receive"]
     assert here["kvxfer_arena_capacity_bytes", ("share", "receive")] == share.capacity_bytes
     assert here["kvxfer_arena_bytes", ("share", "receive"), ("state", "free")] == share.capacity_bytes
+    name = "kvxfer_transfer_duration_seconds_bucket"
+    buckets = {dict(key[1:])["le"]: value for key, value in here.items() if key[0] == name}
+    assert list(buckets) == [*map(repr, SECONDS), "+Inf"]
+    assert buckets == {le: float(stats.duration <= float(le)) for le in buckets}, "they are cumulative"
 
 
-async def test_buckets_are_cumulative_and_end_in_all(stage):
-    _, decode, stats = await played(stage)
-    found = {
-        dict(key[1:])["le"]: value
-        for key, value in samples(await scrape(decode)).items()
-        if key[0] == "kvxfer_transfer_duration_seconds_bucket"
-    }
-    assert list(found) == [*map(repr, SECONDS), "+Inf"]
-    assert found == {le: float(stats.duration <= float(le)) for le in found}
-
-
-async def test_names_and_labels_keep_to_the_conventions(stage):
+async def test_names_and_labels_keep_to_the_conventions_and_every_metric_is_explained(stage):
     prefill, decode, _ = await played(stage)
     text = await scrape(prefill, decode)
     labels = {"engine", "rank", "side", "route", "outcome", "stage", "share", "state", "direction", "code", "kind"}
     labels |= {"reason", "ending", "version", "le"}
-    for family in text_string_to_metric_families(text):
+    families = list(text_string_to_metric_families(text))
+    for family in families:
         assert family.name.startswith("kvxfer_")
         assert family.documentation.endswith(".")
         assert not re.search(r"_(ms|us|seconds|bytes)_\w*(ms|us|seconds|bytes)$", family.name)
@@ -141,6 +134,9 @@ async def test_names_and_labels_keep_to_the_conventions(stage):
         assert who <= {("prefill", "0"), ("decode", "0")}
         if family.type == "gauge":
             assert len(who) == 2, family.name
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    named = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert set(re.findall(r"`(kvxfer_\w+)`", page)) == named
 
 
 async def test_a_registry_of_ones_own_serves_both(stage):
@@ -197,35 +193,21 @@ async def test_every_query_of_the_dashboard_finds_what_metrics_serve(stage):
     assert families - {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} == set(), "shown nowhere"
 
 
-async def test_every_metric_is_explained(stage):
-    prefill, decode, _ = await played(stage)
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    families = list(text_string_to_metric_families(await scrape(prefill, decode)))
-    named = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
-    assert set(re.findall(r"`(kvxfer_\w+)`", page)) == named
-
-
 # --- health
 
 
-async def test_a_worker_is_ready_until_it_drains(stage):
-    decode = await stage.worker("decode", Cache())
-    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:
-        assert await asked(server, "healthz") == (200, "text/plain; charset=utf-8", "ok\n")
-        assert await why(server) == []
-        decode.begin_drain()
-        assert await why(server) == ["it is draining"]
-        await decode.aclose()
-        assert await why(server) == ["it is closed"]
-        assert (await asked(server, "healthz"))[0] == 200
-
-
-async def test_of_several_workers_each_must_be_ready(stage):
+async def test_a_worker_is_ready_until_it_drains_and_of_several_each_must_be(stage):
     workers = [await stage.worker(name, Cache()) for name in ("one", "two")]
     async with kvxfer.tools.admin.serve(workers, address="127.0.0.1:0") as server:
+        assert await asked(server, "healthz") == (200, "text/plain; charset=utf-8", "ok\n")
+        assert await why(server) == []
         workers[1].begin_drain()
+        assert await why(server) == ["it is draining"]
         told = json.loads((await asked(server, "readyz"))[2])
-    assert told == {"ready": False, "reasons": {"one[0]": [], "two[0]": ["it is draining"]}}
+        assert told == {"ready": False, "reasons": {"one[0]": [], "two[0]": ["it is draining"]}}
+        await workers[1].aclose()
+        assert await why(server) == ["it is closed"]
+        assert (await asked(server, "healthz"))[0] == 200
 
 
 async def test_a_loop_that_stands_still_is_said_to(stage):
@@ -424,7 +406,9 @@ def test_a_blocking_worker_is_served_too(network):
         BlockingWorker(config, (), lambda: LoopbackTransport("a", network)) as worker,
         kvxfer.tools.admin.serve(worker, address="127.0.0.1:0") as server,
     ):
-        assert json.loads(ask(server, "readyz")[2])["reasons"]["stepping[0]"]
+        (reason,) = json.loads(ask(server, "readyz")[2])["reasons"]["stepping[0]"]
+        assert "call register() first" in reason
+        assert [one["state"] for one in json.loads(ask(server, "status.json")[2])["workers"]] == [None]
         worker.register(Cache().tensors)
         assert ask(server, "readyz")[0] == 200
         assert samples(ask(server, "metrics")[2])["kvxfer_arena_capacity_bytes", ("share", "send")] > 0
@@ -449,26 +433,21 @@ def test_by_default_it_is_reached_from_this_host_alone():
     assert kvxfer.tools.admin.serve([]).address.startswith("127.0.0.1:")
 
 
-@pytest.mark.parametrize(
-    "name", [b"localhost", b"LOCALHOST:9471", b"127.0.0.1:1", b"127.7.7.7", b"[::1]:9471", b"worker.localhost"]
-)
-def test_on_this_host_alone_it_answers_to_names_of_this_host(name):
+OURS = [b"localhost", b"LOCALHOST:9471", b"127.0.0.1:1", b"127.7.7.7", b"[::1]:9471", b"worker.localhost"]
+OTHERS = [b"evil.example:9471", b"10.0.0.1", b"localhost.evil.example", b"", b"[::1", b"\xff"]
+OTHERS += [b"127.0.0.1.evil.example"]
+
+
+def test_on_this_host_alone_it_refuses_a_page_from_elsewhere_that_points_here():
     with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
-        assert code_for(server, name) == 200
+        assert {name: code_for(server, name) for name in OURS} == dict.fromkeys(OURS, 200)
+        assert {name: code_for(server, name) for name in OTHERS} == dict.fromkeys(OTHERS, 421)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [b"evil.example:9471", b"10.0.0.1", b"localhost.evil.example", b"", b"[::1", b"\xff", b"127.0.0.1.evil.example"],
-)
-def test_on_this_host_alone_it_refuses_a_page_from_elsewhere_that_points_here(name):
-    with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
-        assert code_for(server, name) == 421
-
-
-def test_where_others_reach_it_it_answers_to_any_name():
+def test_where_others_reach_it_it_answers_to_any_name_and_that_is_warned_of(caplog):
     with kvxfer.tools.admin.serve([], address="0.0.0.0:0") as server:
         assert code_for(server, b"kvxfer.example:9471") == 200
+    assert [record.kvxfer["event"] for record in caplog.records if record.levelname == "WARNING"] == ["admin_exposed"]
 
 
 def code_for(server, name):
@@ -477,12 +456,6 @@ def code_for(server, name):
         stream.sendall(b"GET /healthz HTTP/1.1\r\nConnection: close\r\nHost: " + name + b"\r\n\r\n")
         with stream.makefile("rb") as answer:
             return int(answer.readline().split()[1])
-
-
-def test_an_address_that_others_reach_is_warned_of(caplog):
-    with kvxfer.tools.admin.serve([], address="0.0.0.0:0"):
-        pass
-    assert [record.kvxfer["event"] for record in caplog.records if record.levelname == "WARNING"] == ["admin_exposed"]
 
 
 @pytest.mark.parametrize("address", ["", "9471", "127.0.0.1", "127.0.0.1:x", "unix:/x"])
@@ -496,9 +469,3 @@ def test_what_is_missing_is_named_with_its_remedy(package):
     code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.tools.admin"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"kvxfer.tools.admin needs {package}, which is not installed: pip install {package}" in done.stderr
-
-
-def test_reasons_of_a_worker_that_is_not_open():
-    (seen,) = look([BlockingWorker(Config(engine="e"))], 2.0)
-    assert seen.state is None
-    assert reasons(seen, LIMITS) == [seen.why] != [""]

@@ -31,9 +31,8 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
 
     send_by(watch, monkeypatch)
     wanted = Copied(target).bring(source, IDS, IDS[::-1], range(256))
-    offer = prefill.offer("r", IDS, tokens=256)
     network.hold("*")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), IDS[::-1], tokens=range(256), timeout=10)
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, IDS[::-1], range(256), timeout=10)
     await eventually(lambda: announced - read >= 16)
     network.release("*")
     result = await transfer
@@ -69,9 +68,8 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
 
     when_crowded(worker, share, crowded, monkeypatch)
     serve_chunks_by(share, serve, monkeypatch)
-    offer = prefill.offer("r", [1, 2, 3, 4], tokens=16)
-    copied = Copied(target).bring(source, [1, 2, 3, 4], [5, 6, 7, 8], range(16))
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [5, 6, 7, 8], tokens=range(16), timeout=10)
+    copied = Copied(target).bring(source, range(1, 5), range(5, 9), range(16))
+    offer, transfer = stage.begin(prefill, decode, "r", range(1, 5), range(5, 9), range(16), timeout=10)
     if ending == "fails":
         with pytest.raises(KvxferError, match="it cannot be served"):
             await transfer

@@ -24,15 +24,21 @@ def begin(prefill, decode, request="r", **options):
     return decode.start_fetch(prefill.engine.ticket(request), HELD, tokens=range(3, 30), **{"timeout": 5, **options})
 
 
+@pytest.fixture
+def bring(stage):
+    """A fetch of most of what is offered."""
+
+    def bringing(prefill, decode, request="r", **options):
+        return stage.bring(prefill, decode, request, HELD[::-1], HELD, range(3, 30), **options)
+
+    return bringing
+
+
 @pytest.mark.parametrize("route", ["mapped", "direct"])
-async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route):
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route=route)
-    copied = Copied(target).bring(source, HELD[::-1], HELD, range(3, 30))
-    offer = prefill.offer("r", HELD[::-1], tokens=30, payload=b"first")
-    result = await begin(prefill, decode)
-    copied.check()
-    (ending,) = (await offer.released()).stats
+async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route, bring):
+    prefill, decode = await stage.pair(*caches(), route=route)
+    result, released = await bring(prefill, decode, offered={"payload": b"first"})
+    (ending,) = released.stats
     assert result.payload == b"first"
     assert not tap.of(Want)
     assert not tap.of(Reserve)
@@ -45,11 +51,10 @@ async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route):
 
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
-async def test_what_was_moved_under_another_plan_still_arrives_when_that_is_noticed(stage, tap, route):
+async def test_what_was_moved_under_another_plan_still_arrives_when_that_is_noticed(stage, tap, route, bring):
     """The fetch has failed by then, and the session serves others."""
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route=route, **ONE_CHUNK)
-    offer = prefill.offer("r", HELD, tokens=30)
+    prefill, decode = await stage.pair(*caches(), route=route, **ONE_CHUNK)
+    prefill.offer("r", HELD, tokens=30)
     heard = []
 
     def arrives(transfer):
@@ -70,11 +75,9 @@ async def test_what_was_moved_under_another_plan_still_arrives_when_that_is_noti
     link = session(decode)
     await quiet(decode)
     del tap.change[Accept]
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    await begin(prefill, decode)
-    copied.check()
+    await bring(prefill, decode, "again")
     assert session(decode) is link
-    await offer.released()
+    await begin(prefill, decode)
     await quiet(prefill, decode)
 
 
@@ -101,12 +104,10 @@ async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, 
 
 
 @pytest.mark.parametrize("why", ["blocks in use", "nothing may be granted", "pull"])
-async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why):
-    source, target = caches()
+async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why, bring):
     route = "pull" if why == "pull" else "direct"
-    prefill, decode = await stage.pair(source, target, route=route)
-    prefill.offer("r0", HELD, tokens=30)
-    await begin(prefill, decode, "r0")
+    prefill, decode = await stage.pair(*caches(), route=route)
+    await bring(prefill, decode, "r0")
     tap.sent.clear()
     after = Gate()
     after.fired = why != "blocks in use"
@@ -138,8 +139,7 @@ async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap
 
 
 async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route="direct")
+    prefill, decode = await stage.pair(*caches(), route="direct")
     prefill.offer("r", HELD, tokens=30)
     tap.change[Accept] = lambda accept: replace(accept, tokens_per_chunk=accept.tokens_per_chunk + 4)
     with pytest.raises(TransferFailedError, match="the two sides plan") as caught:
@@ -148,12 +148,10 @@ async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
     await quiet(prefill, decode)
 
 
-async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypatch):
+async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypatch, bring):
     """The session may be lost between a fetch's look for it and its first frame."""
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route="direct")
-    prefill.offer("r0", HELD, tokens=30)
-    await begin(prefill, decode, "r0")
+    prefill, decode = await stage.pair(*caches(), route="direct")
+    await bring(prefill, decode, "r0")
     prefill.offer("r", HELD, tokens=30)
     send_by(lambda send, messages: False, monkeypatch)
     with pytest.raises(PeerLostError):
@@ -165,8 +163,7 @@ async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypa
 @pytest.mark.parametrize("routes", [{"route": "staged"}, {"prefill": {"route": "staged"}}])
 async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap, routes):
     """Or one that does not cover the route: it holds for routes in place."""
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, **routes)
+    prefill, decode = await stage.pair(*caches(), **routes)
     prefill.offer("r", HELD, tokens=30)
     tap.change[Accept] = lambda accept: replace(accept, ahead=True)
     with pytest.raises(PeerLostError, match="under a grant that there is not"):
@@ -177,12 +174,9 @@ async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap, 
 @pytest.mark.parametrize("route", ["direct", "pull", "staged"])
 async def test_more_bytes_have_a_longer_lease(stage, tap, route):
     """As long as a slow wire needs to begin with the last of what is under way."""
-    source, target = Cache(blocks=128), Cache(blocks=128, layout="HND")
     sizes = {"chunk_bytes": "2KiB", "window": 2, "grant_lease": 2}
-    prefill, decode = await stage.pair(source, target, route=route, **sizes)
-    many = list(range(128))
-    prefill.offer("r", many, tokens=512)
-    result = await decode.fetch(prefill.engine.ticket("r"), many, tokens=range(512), timeout=10)
+    prefill, decode = await stage.pair(Cache(blocks=128), Cache(blocks=128, layout="HND"), route=route, **sizes)
+    result, _ = await stage.bring(prefill, decode, "r", range(128), range(128), range(512))
     frames = {"direct": tap.of(Fetch), "pull": tap.of(Want), "staged": tap.of(Reserve)}[route]
     per_byte = 2000 / (2 * 2048)
     if route == "direct":
@@ -194,12 +188,9 @@ async def test_more_bytes_have_a_longer_lease(stage, tap, route):
         assert max(frame.lease_ms for frame in frames) <= 2000 * 1.01
 
 
-async def test_no_lease_is_longer_than_a_frame_can_say(stage, tap):
-    source, target = caches()
+async def test_no_lease_is_longer_than_a_frame_can_say(stage, tap, bring):
     sizes = {"chunk_bytes": "1KiB", "window": 1, "grant_lease": 1_000_000}
-    prefill, decode = await stage.pair(source, target, route="direct", **sizes)
-    prefill.offer("r", HELD, tokens=30)
-    await begin(prefill, decode)
+    await bring(*await stage.pair(*caches(), route="direct", **sizes))
     assert tap.of(Fetch)[0].lease_ms == FOREVER_MS
 
 
@@ -222,8 +213,7 @@ async def test_the_lease_counts_from_the_fetch(one, tap):
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
 async def test_a_fetch_that_is_cancelled_at_any_time_leaves_nothing(stage, route):
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route=route, **ONE_CHUNK)
+    prefill, decode = await stage.pair(*caches(), route=route, **ONE_CHUNK)
     for number in range(40):
         prefill.offer(f"r{number}", HELD, tokens=30)
         transfer = begin(prefill, decode, f"r{number}")

@@ -3,7 +3,7 @@
 import pytest
 from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, quarantined, quiet
+from stage import Cache, Copied, Gate, eventually, frames, quarantined, quiet
 from wire import virtual
 
 from kvxfer import PeerLostError
@@ -15,18 +15,22 @@ HELD = list(range(8))
 LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
 
 
-def begin(prefill, decode, request="r", tokens=range(3, 30), **options):
-    return decode.start_fetch(prefill.engine.ticket(request), HELD, tokens=tokens, **{"timeout": 5, **options})
+@pytest.fixture
+def begin(stage):
+    """A fetch of most of what is offered."""
+
+    def beginning(prefill, decode, request="r", **options):
+        _, transfer = stage.begin(prefill, decode, request, HELD, HELD, range(3, 30), **{"timeout": 5, **options})
+        return transfer
+
+    return beginning
 
 
 @pytest.mark.parametrize("tokens", [range(30), range(3, 30), range(5, 6), range(29, 30)])
 async def test_a_transfer_of_one_chunk_needs_one_exchange(stage, tap, tokens):
-    source, target = Cache(), Cache(layout="HND", block_tokens=8)
-    prefill, decode = await stage.pair(source, target, **LARGE)
-    copied = Copied(target).bring(source, HELD[::-1], HELD, tokens)
-    offer = prefill.offer("r", HELD[::-1], tokens=30, payload=b"first")
-    result = await begin(prefill, decode, tokens=tokens)
-    copied.check()
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND", block_tokens=8), **LARGE)
+    offered = {"tokens": 30, "payload": b"first"}
+    result, _ = await stage.bring(prefill, decode, "r", HELD[::-1], HELD, tokens, offered=offered)
     assert (result.payload, result.stats.route, result.stats.chunks) == (b"first", "staged", 1)
     assert not tap.of(Want)
     assert not tap.of(Reserve)
@@ -35,20 +39,18 @@ async def test_a_transfer_of_one_chunk_needs_one_exchange(stage, tap, tokens):
     assert accept.spans, "the decode rank plans too, and needs to know which blocks are padding"
     assert (len(fetch.ring), fetch.ring_chunks) == (1, 1)
     assert fetch.ring[0].length >= result.stats.bytes
-    await offer.released()
     await quiet(prefill, decode)
 
 
 @pytest.mark.parametrize("chunk_bytes", ["2KiB", "1KiB"])
-async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stage, tap, chunk_bytes):
+async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stage, tap, chunk_bytes, begin):
     source, target = Cache(), Cache(layout="HND", block_tokens=8)
     sizes = {"chunk_bytes": chunk_bytes, "arena_bytes": "16KiB"}
     prefill, decode = await stage.pair(source, target, route="staged", **sizes)
     after = Gate()
     for number in range(4):
         tap.change[Fetch] = (lambda fetch: replace(fetch, token=bytes(16))) if number == 2 else (lambda fetch: fetch)
-        copied = Copied(target).bring(source, HELD[::-1], HELD, range(3, 30))
-        prefill.offer(f"r{number}", HELD[::-1], tokens=30)
+        copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
         after.fired = number < 3  # at last no turns are taken, which may take long: a place is for one chunk
         transfer = begin(prefill, decode, f"r{number}", after=after)
         await eventually(lambda: len(tap.of(Accept)) > number)  # noqa: B023
@@ -64,14 +66,13 @@ async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stag
     await quiet(prefill, decode)
 
 
-async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypatch):
+async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypatch, begin):
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, **LARGE)
-    prefill.offer("r", HELD, tokens=30)
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     plans = keep_plans(decode, monkeypatch)
     transfer = begin(prefill, decode)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    await eventually(lambda: frames(decode, "KvAgentResult"))
     assert len(plans) == 1, "the plan of the transfer"
     plans.pop()()
     await eventually(lambda: plans)  # that of its chunk
@@ -82,14 +83,13 @@ async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypat
     await quiet(prefill, decode)
 
 
-async def test_bytes_wait_in_staging_until_the_blocks_may_be_written(stage, tap):
+async def test_bytes_wait_in_staging_until_the_blocks_may_be_written(stage, begin):
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, **LARGE)
     before = Copied(target)
     after = Gate()
-    prefill.offer("r", HELD, tokens=30)
     transfer = begin(prefill, decode, after=after)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    await eventually(lambda: frames(decode, "KvAgentResult"))
     before.check()
     after.fired = True
     copied = before.bring(source, HELD, HELD, range(3, 30))
@@ -99,11 +99,10 @@ async def test_bytes_wait_in_staging_until_the_blocks_may_be_written(stage, tap)
 
 
 @pytest.mark.parametrize("why", ["nothing free", "direct is preferred"])
-async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why):
+async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why, begin):
     source, target = Cache(), Cache(layout="HND")
     config = LARGE | ({"route": "direct"} if why == "direct is preferred" else {})
     prefill, decode = await stage.pair(source, target, **config)
-    prefill.offer("r", HELD, tokens=30)
     full = take_all(decode, "receive") if why == "nothing free" else None
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     transfer = begin(prefill, decode)
@@ -118,43 +117,35 @@ async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why):
 
 @pytest.mark.parametrize("why", ["too small", "direct there"])
 async def test_a_grant_that_does_not_fit_is_void(stage, tap, why):
-    source, target = Cache(), Cache(layout="HND")
-    there = {"direct there": {"route": "direct"}}.get(why, {})
-    decodes = {"route": "auto"} if why == "direct there" else {}
-    prefill, decode = await stage.pair(source, target, prefill={**LARGE, **there}, decode={**LARGE, **decodes})
+    there, here = ("direct", "auto") if why == "direct there" else ("staged", "staged")
+    prefill, decode = await stage.pair(
+        Cache(), Cache(layout="HND"), prefill={**LARGE, "route": there}, decode={**LARGE, "route": here}
+    )
     if why == "too small":
         tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Grant(fetch.ring[0].address, 1024)])
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    prefill.offer("r", HELD, tokens=30)
-    result = await begin(prefill, decode)
-    copied.check()
+    result, _ = await stage.bring(prefill, decode)
     assert (len(tap.of(Fetch)[0].ring), tap.of(Accept)[0].ahead) == (1, False)
     assert tap.of(Reserve)
-    assert result.stats.route == ("direct" if why == "direct there" else "staged")
+    assert result.stats.route == there
     await quiet(prefill, decode)
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, tap, monkeypatch, route):
     """Kernels may have to be compiled first, or the plan is large."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **{**LARGE, "route": route})
-    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **{**LARGE, "route": route})
     plan_late(0.02, monkeypatch)
     tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=min(fetch.lease_ms, 1))
-    prefill.offer("r", HELD, tokens=30)
-    await begin(prefill, decode)
-    copied.check()
+    await stage.bring(prefill, decode)
     assert not tap.of(Accept)[0].ahead
     assert tap.of(Reserve)
     await quiet(prefill, decode)
 
 
-async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(stage, tap, monkeypatch):
+async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(stage, tap, monkeypatch, begin):
     """Whoever claims to have used a grant that was too small wrote beside it, or nothing."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **LARGE)
-    prefill.offer("r", HELD, tokens=30)
+    target = Cache(layout="HND")
+    prefill, decode = await stage.pair(Cache(), target, **LARGE)
     before = Copied(target)
     monkeypatch.setattr(PairPlan, "most_staged_bytes", lambda pair, tokens: 1024)
     tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Grant(fetch.ring[0].address, 32 << 10)])
@@ -168,10 +159,8 @@ async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(s
     ("route", "chunks", "why"),
     [(Route.STAGED, 2, "plan transfer 1 differently"), (Route.DIRECT, 1, "under a grant that there is not")],
 )
-async def test_a_grant_of_staging_memory_covers_staged_chunks(stage, tap, route, chunks, why):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, prefill=LARGE, decode={**LARGE, "route": "auto"})
-    prefill.offer("r", HELD, tokens=30)
+async def test_a_grant_of_staging_memory_covers_staged_chunks(stage, tap, route, chunks, why, begin):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), prefill=LARGE, decode={**LARGE, "route": "auto"})
     tap.change[Accept] = lambda accept: replace(accept, route=route, chunks=chunks, ahead=True)
     with pytest.raises((PeerLostError, TransferFailedError), match=why):
         await begin(prefill, decode)

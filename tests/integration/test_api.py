@@ -31,6 +31,8 @@ async def test_an_offer_has_its_ticket(loop):
 async def test_who_leaves_a_worker_hears_at_once_what_is_waited_for(caplog):
     network = LoopbackNetwork()
     with caplog.at_level(logging.WARNING, "kvxfer"):
+        async with worker(network, "idle", Cache()):
+            pass
         async with worker(network, "prefill", Cache(), drain_timeout=0.2) as prefill:
             offers = [prefill.offer(f"unfetched-{number}", [number], tokens=4) for number in range(7)]
             assert not caplog.text
@@ -39,13 +41,6 @@ async def test_who_leaves_a_worker_hears_at_once_what_is_waited_for(caplog):
     assert "timeout=0.2" in line
     assert "7 offers that nobody has released (unfetched-0, " in line
     assert "unfetched-5" not in line
-
-
-async def test_who_leaves_a_worker_that_has_nothing_to_do_hears_nothing(caplog):
-    with caplog.at_level(logging.WARNING, "kvxfer"):
-        async with worker(LoopbackNetwork(), "prefill", Cache()):
-            pass
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])

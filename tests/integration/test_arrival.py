@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from inside import begin_copies_by, watch_chunks
-from stage import Cache, Copied, quiet
+from stage import Cache, quiet
 
 from kvxfer.copy.port import Direction
 from kvxfer.decode import receiver
@@ -19,8 +19,7 @@ from kvxfer.mapped import here
 async def test_each_chunk_is_flushed_between_its_arrival_and_its_landing(stage, monkeypatch, route, by_nic):
     """On `staged` its own copy does that; what arrives in the caller's blocks is flushed together, and once."""
     monkeypatch.setattr(receiver, "_by_nic", lambda host, *, staged: by_nic)
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, route=route)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     flushed, there, visible = [], 0, 0
 
     def watched(submit, job, direction):
@@ -40,10 +39,7 @@ async def test_each_chunk_is_flushed_between_its_arrival_and_its_landing(stage, 
 
     begin_copies_by(decode, watched)
     watch_chunks(chunks, monkeypatch)
-    prefill.offer("r", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
-    copied.check()
+    result, _ = await stage.bring(prefill, decode)
     assert result.stats.chunks > 1
     assert set(flushed) == ({(Direction.SCATTER, route == "staged")} if by_nic else set())
     assert there == result.stats.chunks

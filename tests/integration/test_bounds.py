@@ -8,8 +8,8 @@ import asyncio
 from functools import partial
 
 import pytest
-from inside import never_move, rebuild, when_rebuilt
-from stage import Gate, quarantined, raised
+from inside import live_where, never_move, rebuild, when_rebuilt
+from stage import Gate, frames, quarantined, raised
 from wire import TIMES, deaf_port, play, virtual
 
 from kvxfer import (
@@ -25,7 +25,6 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
 )
-from kvxfer import worker as assembly
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
@@ -60,6 +59,14 @@ async def in_flight(play, route, request="r", **config):
     transfer = play.start(request)
     await play.until(lambda: play.network.held("*"))
     return offer, transfer
+
+
+async def wedged(play, route, target="decode"):
+    """The same of which a post stands still for ever."""
+    await play.pair(route=route, **TIMES)
+    play.network.wedge(target)
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    return offer, play.start("r")
 
 
 # --- reaching a peer
@@ -191,11 +198,7 @@ async def a_claim_that_is_not_renewed(play):
 
 @hears("released_by_lease")
 async def a_fetch_of_a_peer_that_fell_silent(play):
-    await play.pair(route="pull", **TIMES)
-    play.network.hold("prefill")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
-    await play.until(lambda: play.network.held("prefill"))
+    offer, _ = await in_flight(play, "pull")
     began = play.now
     play.wire.silence()
     await raised(offer.released(), MemoryInDoubt)
@@ -204,11 +207,8 @@ async def a_fetch_of_a_peer_that_fell_silent(play):
 
 @hears("released_by_lease")
 async def a_post_that_stands_still_when_the_peer_falls_silent(play):
-    await play.pair(route="direct", **TIMES)
-    play.network.wedge("decode")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Fetch"))
+    offer, _ = await wedged(play, "direct")
+    await play.until(lambda: frames(play.prefill, "Fetch"))
     began = play.now
     play.wire.silence()
     await raised(offer.released(), MemoryInDoubt)
@@ -224,7 +224,7 @@ async def a_late_post_that_stands_still_when_the_peer_falls_silent(play):
     await asyncio.sleep(9)  # most of the lease, which the fetch began
     offer.ready()
     offer.finish()
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    await play.until(lambda: frames(play.prefill, "Reserve"))
     play.wire.silence()
     await raised(offer.released(), MemoryInDoubt)
     in_time("released_by_lease", play.now - play.wire.last, least=CONFIG.no_progress_timeout)
@@ -278,10 +278,7 @@ async def a_fetch_that_nothing_ends_but_its_time_out(play):
 
 @hears("stuck_link", {"route": "direct"}, {"route": "staged"}, {"route": "pull", "target": "prefill"})
 async def a_post_that_stands_still(play, route, target="decode"):
-    await play.pair(route=route, **TIMES)
-    play.network.wedge(target)
-    play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r")
+    _, transfer = await wedged(play, route, target)
     outcome, waited = await play.timed(transfer)
     assert isinstance(outcome, TransferFailedError), "agents were made anew in time"
     assert transfer.memory_safe
@@ -290,11 +287,8 @@ async def a_post_that_stands_still(play, route, target="decode"):
 
 @hears("stuck_link")
 async def a_withdrawal_while_a_write_stands_still(play):
-    await play.pair(route="direct", **TIMES)
-    play.network.wedge("decode")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Fetch"))
+    offer, _ = await wedged(play, "direct")
+    await play.until(lambda: frames(play.prefill, "Fetch"))
     outcome, waited = await play.timed(offer.withdraw())
     assert isinstance(outcome, MemoryInDoubt)
     in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
@@ -313,22 +307,15 @@ async def settles(play, worker, side, *, least):
 
 @hears("rebuild")
 async def staging_memory_that_a_write_of_ours_reads_which_stands_still(play):
-    await play.pair(route="staged", **TIMES)
-    play.network.wedge("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.start("r")
+    await wedged(play, "staged")
     await settles(play, play.prefill, "send", least=CONFIG.peer_timeout)
 
 
 @hears("rebuild")
 async def staging_memory_that_a_host_may_write_which_is_gone(play):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "here", lambda: "another boot, another pid:[1]")
-        await play.pair(route="staged", **TIMES)
-    play.network.hold("decode")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r")
-    await play.until(lambda: play.network.held("decode"))
+        live_where(lambda: "another boot, another pid:[1]", patch)
+        _, transfer = await in_flight(play, "staged")
     play.wire.silence()
     await settles(play, play.decode, "receive", least=CONFIG.peer_timeout)
     await raised(transfer, KvxferError)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from inside import before_connecting, begin_copies_by, take_all, time_out
-from stage import SOON, Cache, Copied, Gate, eventually, quiet
+from stage import SOON, Cache, Copied, Gate, eventually, frames, quiet
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
 from kvxfer.copy.mover import Copy
@@ -23,7 +23,6 @@ class Step:
     def __init__(self, stage, prefill, decode, source, target):
         self.stage, self.prefill, self.decode = stage, prefill, decode
         self.source, self.target = source, target
-        self.prepare: Any = None
         self.offer: Any = None
         self.after = None
         self.untouched: Any = None
@@ -74,33 +73,24 @@ def parked(step):
 def prefill_not_ready(step):
     gate = Gate()
     step.offer = step.prefill.offer("r", [1, 2], tokens=8, after=gate)
-    step.reached = lambda: step.decode.describe()["metrics"]["frames_received"].get("Accept")
+    step.reached = lambda: frames(step.decode, "Accept")
     step.go = lambda: setattr(gate, "fired", True)
 
 
 def own_event(step):
     step.offered()
     step.after = Gate()
-    step.reached = lambda: step.decode.describe()["metrics"]["frames_received"].get("Accept")
+    step.reached = lambda: frames(step.decode, "Accept")
     step.go = lambda: setattr(step.after, "fired", True)
 
 
 def full(worker_name, side):
     def hold(step):
         step.offered()
-        worker, held_up = getattr(step, worker_name), []
-
-        async def fill():
-            held_up.append(take_all(worker, side))
-
-        step.prepare = fill
+        worker = getattr(step, worker_name)
+        taken = take_all(worker, side)
         step.reached = lambda: worker.describe()["arena"][side].waiting_requests
-
-        def go():
-            while held_up:
-                held_up.pop().release()
-
-        step.go = go
+        step.go = taken.release
 
     hold.__name__ = f"no_room_to_{side}"
     return hold
@@ -163,8 +153,6 @@ async def at(request, stage, source, target):
     step(at)
     at.answers = (route, step.__name__) not in UNANSWERED
     at.safe_at_once = (route, step.__name__) not in NOT_SAFE_AT_ONCE
-    if at.prepare is not None:
-        await at.prepare()
     at.untouched = Copied(target)
     yield at
     await quiet(prefill, decode)
@@ -266,13 +254,10 @@ async def test_cancel_between_chunks(stage, target):
 
 async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("decode")
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, keep=True))
-    await eventually(lambda: stage.network.held("decode"))
-    task.cancel()
+    offer, transfer = await stage.in_flight(prefill, decode, "decode", keep=True)
+    transfer.cancel()
     with pytest.raises(MemoryInDoubt) as caught:
-        await task
+        await transfer
     doubt = caught.value
     assert isinstance(doubt.__cause__, asyncio.CancelledError)
     assert not doubt.memory_safe
@@ -305,10 +290,7 @@ async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target
 
 async def test_pull_in_doubt_on_both_sides_until_the_read_has_ended(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="pull", **SOON)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("prefill")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("prefill"))
+    offer, transfer = await stage.in_flight(prefill, decode, "prefill")
     with pytest.raises(MemoryInDoubt) as reading:
         await offer.withdraw()  # the puller does not answer while it reads
     with pytest.raises(MemoryInDoubt) as writing:
@@ -323,10 +305,7 @@ async def test_pull_in_doubt_on_both_sides_until_the_read_has_ended(stage, sourc
         await reading.value.settled()
         await writing.value.settled()
     await quiet(prefill, decode)
-    prefill.offer("again", [2], tokens=4)
-    copied = Copied(target).bring(source, [2], [3], range(4))
-    await decode.fetch(prefill.engine.ticket("again"), [3], tokens=range(4), timeout=5)
-    copied.check()
+    await stage.bring(prefill, decode, "again")
 
 
 async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warned_of(stage, source, target):
@@ -342,8 +321,7 @@ async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warne
 
 async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
     prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})
     waiting = asyncio.create_task(transfer.layers(0, 1))
     await eventually(lambda: prefill.describe()["sending"])
     await offer.withdraw()
@@ -358,8 +336,8 @@ async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
 
 async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="staged")
-    offer, taken = prefill.offer("r", [1, 2], tokens=8), take_all(prefill, "send")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    taken = take_all(prefill, "send")
+    offer, transfer = stage.begin(prefill, decode)
     await eventually(lambda: prefill.describe()["arena"]["send"].waiting_requests)
     taken.release()  # granted at once, before the one who waits for it runs again
     await offer.withdraw()

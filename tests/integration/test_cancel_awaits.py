@@ -85,6 +85,12 @@ class World:
         if self.late:
             self.network.hold("*")
 
+    def begun(self) -> Any:
+        """A fetch that has begun, of which bytes are stalled."""
+        self.offered()
+        self.stall()
+        return self.start()
+
     async def land(self) -> None:
         """Let go what was held: it lands wherever it may still land."""
         self.network.release("*")
@@ -157,9 +163,7 @@ async def fetch(world: World):
 
 @scene("Transfer.__await__", "OwnLoopTransfer.__await__")
 async def transfer(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
 
     async def call():
         return await transfer
@@ -174,21 +178,24 @@ async def transfer(world: World):
     return call, check
 
 
-async def arrives(world: World, transfer: Any) -> None:
+async def lands(world: World, transfer: Any) -> None:
     """The fetch goes on whatever became of the call, and brings every byte."""
     copied = Copied(world.target).bring(world.source, [1, 2], BLOCKS, TOKENS)
     await world.land()
     await asyncio.wait_for(transfer, 5)
     copied.check()
+
+
+async def arrives(world: World, transfer: Any) -> None:
+    """The same, and what comes later works."""
+    await lands(world, transfer)
     assert isinstance(await world.offer.released(), Released)
     await world.works()
 
 
 @scene("Transfer.layers", "OwnLoopTransfer.layers")
 async def layers(world: World):
-    world.offered()
-    world.stall()
-    transfer = await world.start().__aenter__()
+    transfer = await world.begun().__aenter__()
     return lambda: transfer.layers(0, 2), lambda _: arrives(world, transfer)
 
 
@@ -220,33 +227,25 @@ async def leave_by_an_error(world: World):
 
 @scene("Transfer.outcome", "OwnLoopTransfer.outcome")
 async def outcome(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     return lambda: transfer.outcome, lambda _: arrives(world, transfer)
 
 
 @scene("Offer.released", "OwnLoopOffer.released")
 async def released(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     return world.offer.released, lambda _: arrives(world, transfer)
 
 
 @scene("Offer.wait_end", "OwnLoopOffer.wait_end")
 async def wait_end(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     return world.offer.wait_end, lambda _: arrives(world, transfer)
 
 
 @scene("Offer.withdraw", "OwnLoopOffer.withdraw")
 async def withdraw(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     await asyncio.sleep(0.01)  # it is under way, or done
 
     async def check(outcome):
@@ -306,25 +305,14 @@ async def decline(world: World):
 
 @scene("Worker.drain", "OwnLoopWorker.drain")
 async def drain(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     await asyncio.sleep(0.01)
-
-    async def check(outcome):
-        copied = Copied(world.target).bring(world.source, [1, 2], BLOCKS, TOKENS)
-        await world.land()
-        await asyncio.wait_for(transfer, 5)
-        copied.check()
-
-    return world.decode.drain, check
+    return world.decode.drain, lambda _: lands(world, transfer)
 
 
 @scene(".drain_on_signal")
 async def drain_on_signal(world: World):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     await asyncio.sleep(0.01)
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -334,18 +322,13 @@ async def drain_on_signal(world: World):
 
     async def check(outcome):
         assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
-        copied = Copied(world.target).bring(world.source, [1, 2], BLOCKS, TOKENS)
-        await world.land()
-        await asyncio.wait_for(transfer, 5)
-        copied.check()
+        await lands(world, transfer)
 
     return call, check
 
 
 async def closing(world: World, call: Callable[[], Awaitable[Any]]):
-    world.offered()
-    world.stall()
-    transfer = world.start()
+    transfer = world.begun()
     await asyncio.sleep(0.01)
 
     async def check(outcome):

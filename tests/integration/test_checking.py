@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 import torch
 from inside import early_sums, hear, lack, session, sessions, unanswered
-from stage import Cache, Copied, Gate, Tap, eventually, quiet
+from stage import Cache, Copied, Gate, eventually, quiet
 from stored import Converted, Stored
 
-from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
+from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, TransferFailedError
 from kvxfer.copy import walk
 from kvxfer.geometry import selected
 from kvxfer.protocol.messages import Accept, Cancel, Capability, Check, Status, Sums
@@ -38,46 +39,41 @@ def counted(worker):
     return worker.describe()["metrics"]["chunks_checked"]
 
 
-async def bring(prefill, decode, source, target, request="r", **options):
-    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
-    offer = prefill.offer(request, IDS, tokens=12)
-    result = await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=10, **options)
-    copied.check()
-    assert isinstance(await offer.released(), Released)
+async def bring(stage, prefill, decode, request="r", **options):
+    await stage.bring(prefill, decode, request, IDS, INTO, TOKENS, **options)
     await quiet(prefill, decode)
-    return result
 
 
-class Spoiler:
-    """Flips a bit of the destination once so many copies into it have been made, before it is read back."""
+async def fails(prefill, decode, error: type[Exception] = IntegrityError, match=None) -> Any:
+    """What a fetch raises."""
+    prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(error, match=match) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    return caught.value
 
-    def __init__(self, monkeypatch, target):
-        self.at: tuple[int, tuple[int, ...]] | None = None
-        total = walk.total
+
+@pytest.fixture
+def damage(monkeypatch):
+    """Flip a bit of a layer of the destination, once, before it is read back."""
+
+    def arrange(target, layer, at):
+        total, left = walk.total, [at]
 
         def spoilt(plan):
-            if plan._side == 1 and self.at is not None:
-                target.view(self.at[0])[self.at[1]] ^= 1
-                self.at = None
+            if plan._side == 1 and left:
+                target.view(layer)[left.pop()] ^= 1
             return total(plan)
 
         monkeypatch.setattr(walk, "total", spoilt)
 
-
-@pytest.fixture
-def damaged(monkeypatch):
-    return lambda target: Spoiler(monkeypatch, target)
+    return arrange
 
 
-async def test_a_damaged_block_fails_the_fetch_and_is_named(stage, route, damaged, monkeypatch):
+async def test_a_damaged_block_fails_the_fetch_and_is_named(stage, route, damage, tap):
     source, target = caches(route)
-    tap = Tap(monkeypatch)
     prefill, decode = await checked_pair(stage, route, source, target)
-    damaged(target).at = (1, (0, 5, 2, 3, 4))
-    prefill.offer("r", IDS, tokens=12)
-    with pytest.raises(IntegrityError) as caught:
-        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
-    error = caught.value
+    damage(target, 1, (0, 5, 2, 3, 4))
+    error = await fails(prefill, decode)
     assert (error.code, error.layers, error.damaged) == (Code.INTEGRITY, (1,), {"default": (5,)})
     assert error.blocks == {"default": tuple(INTO)}
     assert error.memory_safe
@@ -105,11 +101,9 @@ async def test_a_bit_that_flips_on_the_way_fails_the_fetch(stage, route):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target)
     stage.network.damage_next("prefill" if route == "pull" else "decode", byte=30)
-    prefill.offer("r", IDS, tokens=12)
-    with pytest.raises(IntegrityError) as caught:
-        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
-    assert len(caught.value.layers) == 1
-    assert len(caught.value.damaged["default"]) == 1
+    error = await fails(prefill, decode)
+    assert len(error.layers) == 1
+    assert len(error.damaged["default"]) == 1
     await bring_again(prefill, decode, source, target)
 
 
@@ -117,10 +111,10 @@ async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
     source, target = caches("staged")
     prefill, decode = await checked_pair(stage, "staged", source, target)
     stage.network.damage_next("decode", byte=70)  # behind the two tokens that the first row has of four
-    await bring(prefill, decode, source, target)
+    await bring(stage, prefill, decode)
 
 
-async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
+async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, tap, monkeypatch):
     for module, name in (  # whoever called one of these would fail
         ("copy.walk", "total"),
         ("decode.receiver", "Checking.__init__"),
@@ -128,23 +122,19 @@ async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(sta
         ("prefill.sender", "selected"),
     ):
         monkeypatch.setattr(f"kvxfer.{module}.{name}", None)
-    source, target = caches(route)
-    tap = Tap(monkeypatch)
-    prefill, decode = await checked_pair(stage, route, source, target, integrity="off")
-    await bring(prefill, decode, source, target)
+    prefill, decode = await checked_pair(stage, route, *caches(route), integrity="off")
+    await bring(stage, prefill, decode)
     assert not tap.of(Check)
     assert not tap.of(Sums)
     assert counted(decode) == {}
 
 
-async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, monkeypatch):
-    source, target = caches(route)
-    tap = Tap(monkeypatch)
+async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, tap, monkeypatch):
     monkeypatch.setattr("kvxfer.config._SAMPLED_EVERY", 3)
     sizes = {"chunk_bytes": "1KiB"}
-    prefill, decode = await checked_pair(stage, route, source, target, integrity="sampled", **sizes)
+    prefill, decode = await checked_pair(stage, route, *caches(route), integrity="sampled", **sizes)
     for number in range(4):
-        await bring(prefill, decode, source, target, f"r{number}")
+        await bring(stage, prefill, decode, f"r{number}")
     said = {(sums.transfer, sums.chunk) for sums in tap.of(Sums)}
     moved = {(accept.transfer, chunk) for accept in tap.of(Accept) for chunk in range(accept.chunks)}
     assert said == {one for one in moved if selected(*one, 3)}
@@ -152,24 +142,18 @@ async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, 
     assert counted(decode) == {"ok": len(said)}
 
 
-async def test_sums_that_do_not_come_fail_the_fetch(stage, route, monkeypatch):
-    source, target = caches(route)
-    tap = Tap(monkeypatch)
-    prefill, decode = await checked_pair(stage, route, source, target)
+async def test_sums_that_do_not_come_fail_the_fetch(stage, route, tap):
+    prefill, decode = await checked_pair(stage, route, *caches(route))
     tap.change[Sums] = lambda sums: Sums(sums.transfer, sums.chunk, sums.sums[:-8])
-    prefill.offer("r", IDS, tokens=12)
-    with pytest.raises(IntegrityError, match="did not say what chunk 0 adds up to") as caught:
-        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
-    assert (caught.value.layers, caught.value.damaged) == ((), {})
+    error = await fails(prefill, decode, match="did not say what chunk 0 adds up to")
+    assert (error.layers, error.damaged) == ((), {})
     await quiet(decode)
 
 
 async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
     """A peer may say them of as many chunks as there are numbers."""
-    source, target = caches("staged")
-    prefill, decode = await checked_pair(stage, "staged", source, target)
-    offer = prefill.offer("r", IDS, tokens=12, after=Gate())
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    prefill, decode = await checked_pair(stage, "staged", *caches("staged"))
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS, offered={"after": Gate()})
     await eventually(lambda: unanswered(decode) and sessions(decode))
     (number,), link = unanswered(decode), session(decode)
     for chunk in range(100):
@@ -189,12 +173,10 @@ async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
 
 
-async def test_what_fetch_grants_ahead_is_used_and_compared(stage, route, monkeypatch):
-    source, target = caches(route)
-    tap = Tap(monkeypatch)
-    prefill, decode = await checked_pair(stage, route, source, target)
-    await bring(prefill, decode, source, target, "r0", after=READY)
-    await bring(prefill, decode, source, target, "r1", after=READY)
+async def test_what_fetch_grants_ahead_is_used_and_compared(stage, route, tap):
+    prefill, decode = await checked_pair(stage, route, *caches(route))
+    for request in ("r0", "r1"):
+        await bring(stage, prefill, decode, request, after=READY)
     assert [accept.ahead for accept in tap.of(Accept)] == [route != "pull"] * 2
     assert all(accept.spans for accept in tap.of(Accept))
     assert counted(decode)["ok"] == len(tap.of(Sums)) >= 2
@@ -205,17 +187,15 @@ async def test_padding_at_the_source_is_not_compared(stage, route):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target, groups=[Group("default", null_block=0)])
     copied = Copied(target).bring(source, ids, into, range(1, 4)).bring(source, ids, into, range(8, 11))
-    prefill.offer("r", ids, tokens=12)
-    await decode.fetch(prefill.engine.ticket("r"), into, tokens=tokens, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", ids, into, tokens)
+    await transfer
     copied.check()
     assert counted(decode) == {"ok": 1}
     await quiet(prefill, decode)
 
 
-async def test_an_empty_range_and_chunks_without_a_row_need_no_sums(stage, route, monkeypatch):
-    tap = Tap(monkeypatch)
-    source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target)
+async def test_an_empty_range_and_chunks_without_a_row_need_no_sums(stage, route, tap):
+    prefill, decode = await checked_pair(stage, route, *caches(route))
     prefill.offer("r", IDS, tokens=12, payload=b"all of it")
     result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=range(12, 12), timeout=10)
     assert result.payload == b"all of it"
@@ -223,7 +203,7 @@ async def test_an_empty_range_and_chunks_without_a_row_need_no_sums(stage, route
     await quiet(prefill, decode)
 
 
-async def test_state_and_several_groups(stage, route, damaged):
+async def test_state_and_several_groups(stage, route, damage):
     def side(layout):
         shared = route == "mapped"
         tokens = Cache(layout=layout, shared=shared, group="attention")
@@ -238,7 +218,7 @@ async def test_state_and_several_groups(stage, route, damaged):
     want.check()
     assert torch.equal(state.memory[7][0, 11], kept.memory[7][0, 4])
     prefill.offer("s", blocks, tokens=12)
-    damaged(state).at = (7, (0, 11, 0, 2, 1))
+    damage(state, 7, (0, 11, 0, 2, 1))
     with pytest.raises(IntegrityError) as caught:
         await decode.fetch(prefill.engine.ticket("s"), into, tokens=range(2, 12), timeout=10)
     assert (caught.value.layers, caught.value.damaged) == ((7,), {"state": (11,)})
@@ -266,8 +246,8 @@ async def test_converted_elements_are_compared_as_they_arrive(stage, route, dtyp
     target = Stored(ours, "head", layers=range(2), heads=range(4), layout="HND", shared=route == "mapped")
     prefill, decode = await checked_pair(stage, route, source, target, convert=True)
     want = Converted(target).bring(source, IDS, INTO, TOKENS)
-    prefill.offer("r", IDS, tokens=12)
-    result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
+    result = await transfer
     want.check()
     assert result.stats.route == route
     assert counted(decode) == {"ok": 1}
@@ -296,8 +276,7 @@ async def test_an_offer_that_grows_is_compared_as_it_does(stage, route):
 async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing_reads_any_more(
     stage, route, monkeypatch
 ):
-    source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target)
+    prefill, decode = await checked_pair(stage, route, *caches(route))
     go_on, total = threading.Event(), walk.total
     reading = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -309,8 +288,7 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
         return total(plan)
 
     monkeypatch.setattr(walk, "total", slowly)
-    prefill.offer("r", IDS, tokens=12)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    _, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
     await reading.wait()
     transfer.cancel()
     await eventually(lambda: prefill.describe()["sending"] == 0)
@@ -333,9 +311,7 @@ async def test_a_side_that_cannot_add_up_fails_the_fetch_and_keeps_nothing(stage
         return total(plan)
 
     monkeypatch.setattr(walk, "total", broken)
-    prefill.offer("r", IDS, tokens=12)
-    with pytest.raises(TransferFailedError, match="no room for it"):
-        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    await fails(prefill, decode, TransferFailedError, match="no room for it")
     monkeypatch.undo()
     await bring_again(prefill, decode, source, target)
     assert counted(decode) == {"ok": 1}

@@ -77,6 +77,12 @@ def field(name, *values, virtual=True, marks=(), defect=""):
     return note
 
 
+async def refused(play, error):
+    """What a fetch raises of a request that is on offer."""
+    play.prefill.offer("r", [1, 2], tokens=8)
+    return await raised(play.start("r"), error)
+
+
 # --- who a worker is
 
 
@@ -92,9 +98,7 @@ async def peers_and_tickets_name_the_engine(play):
 @field("model")
 async def different_models_do_not_meet(play):
     await play.pair(prefill={"model": "llama"}, decode={"model": "mamba"})
-    play.prefill.offer("r", [1, 2], tokens=8)
-    error = await raised(play.start("r"), MismatchError)
-    assert error.fields == {"model": ("mamba", "llama")}
+    assert (await refused(play, MismatchError)).fields == {"model": ("mamba", "llama")}
     nameless = await play.worker("nameless", Cache())
     await nameless.fetch(play.ticket("r"), [3, 4], tokens=range(8))
 
@@ -121,8 +125,7 @@ async def spans_are_exported(play):
 async def what_arrives_damaged_is_found(play):
     await play.pair(route="staged", decode={"integrity": "full"})
     play.network.damage_next("decode", byte=3)
-    play.prefill.offer("r", [1, 2], tokens=8)
-    assert (await raised(play.start("r"), IntegrityError)).code is Code.INTEGRITY
+    assert (await refused(play, IntegrityError)).code is Code.INTEGRITY
 
 
 async def duo(play, **config):
@@ -179,8 +182,7 @@ async def peers_go_where_the_card_says(play):
 async def who_does_not_know_the_secret_gets_nothing(play):
     secret = "correct horse battery"
     await play.pair(prefill={"secret": secret}, decode={"secret": "wrong horse battery."})
-    play.prefill.offer("r", [1, 2], tokens=8)
-    await raised(play.start("r"), UnreachableError)
+    await refused(play, UnreachableError)
     knowing = await play.worker("knowing", Cache(), secret=secret)
     await knowing.fetch(play.ticket("r"), [3, 4], tokens=range(8))
 
@@ -208,8 +210,7 @@ async def whom_addresses_are_told(trust, play):
 @field("allow_peers")
 async def nobody_else_is_connected_to(play):
     await play.pair(decode={"allow_peers": [f"unix:{play.folder}/allow*"]})
-    play.prefill.offer("r", [1, 2], tokens=8)
-    assert "allow_peers" in str(await raised(play.start("r"), UnreachableError))
+    assert "allow_peers" in str(await refused(play, UnreachableError))
     assert play.wire.said == 0
     allowed = await play.wire_to(play.prefill, "allowed")
     await play.decode.fetch(play.ticket("r", allowed), [3, 4], tokens=range(8))
@@ -297,19 +298,22 @@ async def frames_come_as_often(play):
         assert 110 <= frames <= 121
 
 
+async def fires_after(seconds, gate, transfer):
+    """The event of a transfer that may be used for five seconds."""
+    await asyncio.sleep(seconds)
+    gate.fired = True
+    if seconds < 5:
+        await transfer
+    else:
+        assert (await raised(transfer, TransferFailedError)).reason is Code.TIMEOUT
+
+
 @field("grant_lease", 4.9, 5.1)
 async def a_grant_may_be_used_so_long(fires, play):
     await play.pair(route="direct", decode={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8, after=gate)
-    transfer = play.start("r")
-    await asyncio.sleep(fires)
-    gate.fired = True
-    if fires < 5:
-        await transfer
-    else:
-        error = await raised(transfer, TransferFailedError)
-        assert error.reason is Code.TIMEOUT
+    await fires_after(fires, gate, play.start("r"))
 
 
 @field("grant_lease", 4.9, 5.1)
@@ -317,14 +321,7 @@ async def what_was_announced_may_be_read_so_long(fires, play):
     await play.pair(route="pull", prefill={"grant_lease": 5})
     gate = Gate()
     play.prefill.offer("r", [1, 2], tokens=8)
-    transfer = play.start("r", after=gate)
-    await asyncio.sleep(fires)
-    gate.fired = True
-    if fires < 5:
-        await transfer
-    else:
-        error = await raised(transfer, TransferFailedError)
-        assert error.reason is Code.TIMEOUT
+    await fires_after(fires, gate, play.start("r", after=gate))
 
 
 # --- how many

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from inside import cut, entry, met, sessions
-from stage import DEFAULTS, Cache, Tap, eventually, quiet
+from stage import DEFAULTS, Cache, eventually, quiet
 
 from kvxfer import (
     BlockingWorker,
+    CacheTensor,
     ClosedError,
     Code,
     Config,
@@ -39,17 +42,11 @@ def draining(worker):
     return {peer["role"]: peer["draining"] for peer in worker.describe()["peers"]}
 
 
-async def acquainted(prefill, decode):
-    """A fetch, so that the two are connected."""
-    prefill.offer("first", [0], tokens=4)
-    await decode.fetch(prefill.engine.ticket("first"), [0], tokens=range(4), timeout=5)
-
-
-async def test_peers_are_told_at_its_begin(stage, monkeypatch):
-    tap = Tap(monkeypatch)
+async def test_peers_are_told_at_its_begin(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache())
-    await acquainted(prefill, decode)
+    await stage.bring(prefill, decode)
     assert draining(decode) == {"client": False}
+    offer = prefill.offer("before", [1, 2], tokens=8)
     prefill.begin_drain()
     prefill.begin_drain()
     await eventually(lambda: draining(decode) == {"client": True})
@@ -57,15 +54,10 @@ async def test_peers_are_told_at_its_begin(stage, monkeypatch):
     decode.begin_drain()
     await eventually(lambda: draining(prefill) == {"server": True})
     assert [said.code for said in tap.of(Goodbye)] == [Code.DRAINING] * 2
+    late = await stage.worker("late", Cache())
+    await late.fetch(offer.ticket, [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
+    await eventually(lambda: draining(late) == {"client": True})  # who connects later is told too
     assert await prefill.drain() is True
-
-
-async def test_who_connects_later_is_told_too(stage):
-    prefill, decode = await stage.pair(Cache(), Cache())
-    prefill.offer("r", [1, 2], tokens=8)
-    prefill.begin_drain()
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
-    await eventually(lambda: draining(decode) == {"client": True})
 
 
 async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):
@@ -105,12 +97,8 @@ async def test_what_was_claimed_may_be_declined(stage):
 
 async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     """Else nobody would ever say what became of the write, and its blocks were lost."""
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("*")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("*"))
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct", revoke_timeout=5)
+    offer, transfer = await stage.in_flight(prefill, decode)
     decode.begin_drain()
     cut(decode)
     await eventually(lambda: sessions(decode))
@@ -181,17 +169,15 @@ async def test_what_gets_no_signal_says_so(stage):
 # --- other faces
 
 
-async def test_on_a_loop_of_its_own(network):
-    source = Cache()
-    settings = Config(**{**DEFAULTS, "engine": "prefill"})
-    async with Worker(source.tensors, settings, transport=LoopbackTransport("p", network), loop="own") as prefill:
-        waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert await waiting is True
-        with pytest.raises(ClosedError, match="draining"):
-            prefill.offer("r", [1], tokens=4)
-        prefill.begin_drain()
+async def test_on_a_loop_of_its_own(stage):
+    prefill = await stage.worker("prefill", Cache(), loop="own")
+    waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert await waiting is True
+    with pytest.raises(ClosedError, match="draining"):
+        prefill.offer("r", [1], tokens=4)
+    prefill.begin_drain()
 
 
 def test_an_engine_that_steps(network):
@@ -225,41 +211,28 @@ def test_an_engine_that_steps(network):
 # --- one after the other is restarted, under load
 
 
-class Fleet:
-    """Workers by name, each at an endpoint of its own that outlives it."""
+class Router:
+    """Sends requests, and sends one that failed again, elsewhere; it looks at nothing but errors.
 
-    def __init__(self, network, folder):
-        self.network, self.folder = network, folder
-        self.workers, self.caches = {}, {}
+    Its workers have names, and each an endpoint of its own that outlives it.
+    """
+
+    def __init__(self, stage, folder, prefill, decode):
+        self.stage, self.folder, self.prefill, self.decode = stage, folder, prefill, decode
+        self.caches = {name: Cache(blocks=64) for name in (*prefill, *decode)}
+        self.workers = {}
+        self.turn = self.done = 0
+        self.errors = []
 
     async def open(self, name):
-        self.caches.setdefault(name, Cache(blocks=64))
-        config = {**DEFAULTS, "engine": name.rstrip("0123456789"), "listen": f"unix:{self.folder}/{name}"}
-        worker = Worker(
-            self.caches[name].tensors,
-            Config(**{**config, "drain_timeout": 5}),
-            transport=LoopbackTransport(name, self.network),
-        )
-        self.workers[name] = await worker.__aenter__()
+        where = f"unix:{self.folder}/{name}"
+        self.workers[name] = await self.stage.worker(name, self.caches[name], listen=where, drain_timeout=5)
 
     async def restart(self, name):
         """As a supervisor does it."""
         await self.workers[name].drain()
         await self.workers[name].aclose()
         await self.open(name)
-
-    async def close(self):
-        for worker in self.workers.values():
-            await worker.aclose(drain=False)
-
-
-class Router:
-    """Sends requests, and sends one that failed again, elsewhere; it looks at nothing but errors."""
-
-    def __init__(self, fleet, prefill, decode):
-        self.fleet, self.prefill, self.decode = fleet, prefill, decode
-        self.turn = self.done = 0
-        self.errors = []
 
     async def serve(self, request, block):
         self.turn += 1
@@ -278,7 +251,7 @@ class Router:
         raise AssertionError(f"{request}: no retry has cured it: {self.errors[-4:]}")
 
     async def try_once(self, request, attempt, block, source, target):
-        prefill, decode = self.fleet.workers[source], self.fleet.workers[target]
+        prefill, decode = self.workers[source], self.workers[target]
         offer = prefill.offer(request, [block], tokens=4, attempt=attempt)
         try:
             ticket = prefill.engine.ticket(request, attempt=attempt)
@@ -287,43 +260,39 @@ class Router:
             await offer.withdraw()
             raise
         for layer in range(2):
-            ours, theirs = self.fleet.caches[target].view(layer), self.fleet.caches[source].view(layer)
+            ours, theirs = self.caches[target].view(layer), self.caches[source].view(layer)
             assert ours[:, block].equal(theirs[:, block]), f"{request} has other bytes"
         assert isinstance(await offer.released(), Released)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
-async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(network, tmp_path, side):
-    fleet = Fleet(network, tmp_path)
+async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(stage, tmp_path, side):
     prefill, decode = ["prefill0", "prefill1"], ["decode0", "decode1"]
-    try:
-        for name in (*prefill, *decode):
-            await fleet.open(name)
-        router, stop = Router(fleet, prefill, decode), asyncio.Event()
+    router, stop = Router(stage, tmp_path, prefill, decode), asyncio.Event()
+    for name in router.caches:
+        await router.open(name)
 
-        async def client(block):
-            number = 0
-            while not stop.is_set():
-                number += 1
-                await router.serve(f"{block}-{number}", block)
+    async def client(block):
+        number = 0
+        while not stop.is_set():
+            number += 1
+            await router.serve(f"{block}-{number}", block)
 
-        async with asyncio.TaskGroup() as group:
-            for block in range(16):
-                group.create_task(client(block))
-            for name in {"prefill": prefill, "decode": decode, "both": [*prefill, *decode]}[side] * 2:
-                before = router.done
-                await fleet.restart(name)
-                await eventually(lambda before=before: router.done > before + 16)
-            stop.set()
-        assert router.done > 64
-        assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
-        await quiet(*fleet.workers.values())
-    finally:
-        await fleet.close()
+    async with asyncio.TaskGroup() as group:
+        for block in range(16):
+            group.create_task(client(block))
+        for name in {"prefill": prefill, "decode": decode, "both": [*prefill, *decode]}[side] * 2:
+            before = router.done
+            await router.restart(name)
+            await eventually(lambda before=before: router.done > before + 16)
+        stop.set()
+    assert router.done > 64
+    assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
+    await quiet(*router.workers.values())
 
 
 CHILD = """
-    import asyncio, sys, torch
+    import asyncio, json, torch
     import kvxfer
 
     async def main():
@@ -332,7 +301,7 @@ CHILD = """
         config = kvxfer.Config(engine="prefill", arena_bytes="1MiB", drain_timeout=20)
         async with kvxfer.Worker([cache], config) as worker:
             offer = worker.offer("r", [1, 2], tokens=8)
-            print(__import__("json").dumps(worker.engine.ticket("r")), flush=True)
+            print(json.dumps(worker.engine.ticket("r")), flush=True)
             drained = await kvxfer.drain_on_signal(worker)
             print(drained, type(await offer.released()).__name__, flush=True)
 
@@ -342,10 +311,6 @@ CHILD = """
 
 async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
     """SIGTERM to a prefill server over NIXL: what it offers is still fetched, and then it exits by itself."""
-    import json
-
-    import torch
-
     script = tmp_path / "server.py"
     script.write_text(textwrap.dedent(CHILD))
     top = Path(__file__).parents[2]
@@ -357,8 +322,6 @@ async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
         async with asyncio.timeout(60):
             ticket = json.loads(await child.stdout.readline())
             memory = torch.zeros(2, 8, 4, 2, 8, dtype=torch.int32)
-            from kvxfer import CacheTensor
-
             cache = CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
             async with Worker([cache], Config(engine="decode", arena_bytes="1MiB")) as decode:
                 claim = decode.claim(ticket)

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from stage import Cache, Gate, Tap, eventually, quiet
+from stage import Cache, Gate, eventually, frames, quiet
 
 from kvxfer import KvxferError, TransferFailedError, Withdrawn
 from kvxfer.copy.mover import Mover
@@ -18,25 +18,24 @@ async def granted(prefill, tap, chunks):
 
     def heard():
         said = tap.of(Reserve)
-        count = prefill.describe()["metrics"]["frames_received"].get("Reserve", 0)
+        count = frames(prefill, "Reserve")
         return said and said[-1].chunks >= chunks and count == len(said)
 
     await eventually(heard)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_after_that_fires_late_begins_nothing(stage, route):
+async def test_after_that_fires_late_begins_nothing(stage, source, target, route):
     """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20)
     gate = Gate()
     offer = prefill.offer("r", streaming=True)
     offer.extend([1, 2], tokens=range(8))
     offer.ready(layers=[0])
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    await eventually(lambda: frames(decode, "Want"))
     if route == "staged":
-        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Arrived"))
+        await eventually(lambda: frames(decode, "Arrived"))
     assert isinstance(await offer.withdraw(), Withdrawn)
     with pytest.raises(TransferFailedError):
         await transfer
@@ -52,22 +51,14 @@ async def test_after_that_fires_late_begins_nothing(stage, route):
 
 
 @pytest.mark.parametrize("how", ["withdraw", "cancel"])
-async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how, monkeypatch):
+async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, tap, how):
     """The decode rank's window decides how many there are; most of them wait for memory to gather into."""
-    blocks, tap = 1024, Tap(monkeypatch)
-    source, target = Cache(blocks=blocks), Cache(blocks=blocks)
-    prefill, decode = await stage.pair(
-        source,
-        target,
-        route="staged",
-        arena_bytes="8MiB",
-        chunk_bytes="1KiB",
-        decode={"window": 1000},
-        prefill={"arena_bytes": "160KiB"},
-    )
-    ids = list(range(blocks))
-    offer = prefill.offer("r", ids, tokens=4 * blocks, after=Gate())
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), ids, tokens=range(4 * blocks))
+    blocks = 1024
+    sizes = {"route": "staged", "arena_bytes": "8MiB", "chunk_bytes": "1KiB"}
+    few, caches = {"arena_bytes": "160KiB"}, (Cache(blocks=blocks), Cache(blocks=blocks))
+    prefill, decode = await stage.pair(*caches, **sizes, decode={"window": 1000}, prefill=few)
+    ids, tokens = range(blocks), range(4 * blocks)
+    offer, transfer = stage.begin(prefill, decode, "r", ids, ids, tokens, offered={"after": Gate()})
     await granted(prefill, tap, 500)
     if how == "withdraw":
         assert isinstance(await asyncio.wait_for(offer.withdraw(), 3), Withdrawn)
@@ -82,7 +73,7 @@ async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how, monk
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
-async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monkeypatch):
+async def test_chunks_that_never_became_readable_are_not_sent(stage, tap, route, monkeypatch):
     """However long it takes to cancel them: giving up must not look as if the events had fired."""
     cancel = Mover.cancel
 
@@ -90,8 +81,8 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monk
         time.sleep(0.003)  # as if another thread held the GIL
         cancel(mover, copy)
 
-    source, target, tap = Cache(), Cache(), Tap(monkeypatch)
-    prefill, decode = await stage.pair(source, target, route=route, window=64)
+    source = Cache()
+    prefill, decode = await stage.pair(source, Cache(), route=route, window=64)
     offer = prefill.offer("r", streaming=True)
     offer.extend([1, 2], tokens=range(8))
     offer.ready(after=Gate())

@@ -7,18 +7,15 @@ import struct
 
 import numpy as np
 import pytest
-import torch
 from inside import ask, being_stopped, session, sessions, take_all, unanswered
 from msgspec.structs import replace
-from stage import Cache, Copied, eventually, handshakes, quiet
+from stage import Copied, eventually, frames, handshakes, quiet
 
 from kvxfer import (
     ArenaError,
     BlocksError,
     Code,
-    MismatchError,
     RefusedError,
-    Released,
     TicketError,
     TokensError,
     TransferFailedError,
@@ -43,14 +40,9 @@ from kvxfer.protocol.messages import (
 )
 
 
-async def works(prefill, decode, source, target, ids=(1, 2), into=(1, 2)):
+async def works(stage, prefill, decode):
     """A good fetch: what went wrong before has left nothing behind."""
-    copied = Copied(target).bring(source, list(ids), list(into), range(8))
-    request = f"good-{os.urandom(4).hex()}"
-    offer = prefill.offer(request, list(ids), tokens=8)
-    await decode.fetch(prefill.engine.ticket(request), list(into), tokens=range(8), timeout=5)
-    copied.check()
-    assert isinstance(await offer.released(), Released)
+    await stage.bring(prefill, decode, f"good-{os.urandom(4).hex()}", into=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ async def works(prefill, decode, source, target, ids=(1, 2), into=(1, 2)):
     ],
     ids=str,
 )
-async def test_what_is_wrong_here_is_said_here(stage, pair, source, target, blocks, tokens, error, words):
+async def test_what_is_wrong_here_is_said_here(stage, pair, target, blocks, tokens, error, words):
     prefill, decode = pair
     untouched = Copied(target)
     with pytest.raises(error, match=words) as caught:
@@ -82,7 +74,7 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, source, target, bloc
     assert isinstance(caught.value, UsageError)
     assert not sessions(decode)  # nothing was sent
     untouched.check()
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
 
 
 @pytest.mark.parametrize(
@@ -120,39 +112,6 @@ async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
     copied.check()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "field", "values"),
-    [
-        ({}, {"dtype": torch.float32}, "default/k.dtype", ("float32", "int32")),
-        ({"dim": 16}, {}, "default/k.dim", ("8", "16")),
-    ],
-    ids=str,
-)
-async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs, ours, field, values, caplog):
-    prefill, decode = await stage.pair(Cache(**theirs), Cache(**ours))
-    prefill.offer("r", [1], tokens=4)
-    with pytest.raises(MismatchError) as caught:
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    assert caught.value.fields[field] == values
-    mine, their = values
-    await eventually(lambda: f"{field}: {their!r} here, {mine!r} there" in caplog.text)  # the other side's log
-    await quiet(prefill, decode)
-
-
-async def test_no_common_route(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill={"arena_bytes": 0}, decode={"trust": "none"})
-    offer = prefill.offer("r", [1], tokens=4)
-    with pytest.raises(MismatchError, match="no common route"):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    await offer.withdraw()
-    await quiet(prefill, decode)
-
-
-async def test_no_arena_and_staged_is_a_contradiction(stage, source):
-    with pytest.raises(ValueError, match="arena_bytes is 0"):
-        await stage.worker("one", source, arena_bytes=0, route="staged")
-
-
 async def test_blocks_that_another_fetch_writes(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     running = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
@@ -165,34 +124,28 @@ async def test_blocks_that_another_fetch_writes(stage, source, target):
     running.cancel()
     only_the_first.cancel()
     await quiet(decode)
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e-9])
-async def test_no_time_at_all(pair, source, target, timeout):
+async def test_no_time_at_all(stage, pair, timeout):
     prefill, decode = pair
     prefill.offer("r", [1], tokens=4)
     with pytest.raises(TimeoutError):
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=timeout)
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
 
 
-@pytest.mark.parametrize("endpoint", ["unix:/nowhere/worker.sock", "tcp:127.0.0.1:1"])
-async def test_nobody_at_the_endpoint(pair, source, target, endpoint):
+async def test_nobody_at_the_endpoint(stage, pair):
     prefill, decode = pair
-    ticket = {**prefill.engine.ticket("r"), "endpoints": {"prefix": endpoint}}
-    with pytest.raises(UnreachableError):
-        await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
-    await works(prefill, decode, source, target)
-
-
-@pytest.mark.parametrize("endpoint", ["tcp:127.0.0.1:99999", "tcp:nohost", "tcp::", "unix:/\0"])
-async def test_an_endpoint_that_nobody_can_be_at(pair, source, target, endpoint):
-    prefill, decode = pair
-    ticket = {**prefill.engine.ticket("r"), "endpoints": {"prefix": endpoint}}
-    with pytest.raises(TicketError, match="is no endpoint of a rank"):
-        await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
-    await works(prefill, decode, source, target)
+    nobody = dict.fromkeys(["unix:/nowhere/worker.sock", "tcp:127.0.0.1:1"], (UnreachableError, None))
+    nowhere = ["tcp:127.0.0.1:99999", "tcp:nohost", "tcp::", "unix:/\0"]
+    impossible = dict.fromkeys(nowhere, (TicketError, "is no endpoint of a rank"))
+    for endpoint, (error, words) in (nobody | impossible).items():
+        ticket = {**prefill.engine.ticket("r"), "endpoints": {"prefix": endpoint}}
+        with pytest.raises(error, match=words):
+            await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
+        await works(stage, prefill, decode)
 
 
 # --- what strangers send to the listening socket
@@ -227,8 +180,7 @@ STRANGE = {
 async def test_strangers_disturb_nobody(stage, source, target, data, network):
     prefill, decode = await stage.pair(source, target, prefill={"connect_timeout": 0.5})
     network.hold("decode")
-    offer = prefill.offer("r", [1], tokens=4)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4))
+    offer, transfer = stage.begin(prefill, decode)
     reader, writer = await asyncio.open_unix_connection(prefill.card.endpoint[5:])
     writer.write(data)
     if data and not STRANGE["half a frame"].startswith(data):
@@ -238,7 +190,7 @@ async def test_strangers_disturb_nobody(stage, source, target, data, network):
     network.release("decode")
     await transfer
     await offer.released()
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
     await eventually(lambda: not handshakes(prefill))
     assert len(sessions(prefill)) == 1
 
@@ -267,7 +219,7 @@ async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, tap
     untouched.check()
     tap.change.clear()
     await quiet(prefill, decode)
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
     await offer.withdraw()
 
 
@@ -313,7 +265,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, t
             await fetching
         assert caught.value.reason is code
     tap.change.clear()
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
     await offer.withdraw()
 
 
@@ -332,15 +284,12 @@ async def test_blocks_of_a_group_that_was_not_asked_for_fail_the_fetch(stage, so
 
 async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, source, target, network):
     prefill, decode = await stage.pair(source, target, route="pull", revoke_timeout=5.0)
-    network.hold("prefill")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
-    await eventually(lambda: network.held("prefill"))
+    offer, transfer = await stage.in_flight(prefill, decode, "prefill")
     withdrawing = asyncio.create_task(offer.withdraw())
     await eventually(lambda: being_stopped(prefill))
     (number,), link = unanswered(decode), session(decode)
     link.send(Reserve(number, 1, 100))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    await eventually(lambda: frames(prefill, "Reserve"))
     assert link.is_open
     network.release("prefill")
     with pytest.raises(TransferFailedError):
@@ -348,7 +297,7 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
     await withdrawing
     await quiet(prefill, decode)
     assert link.is_open
-    await works(prefill, decode, source, target)
+    await works(stage, prefill, decode)
 
 
 async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, target):

@@ -12,6 +12,7 @@ from passing import enter
 from stage import Broken, Cache, Gate, eventually, frames, quarantined, quiet
 from wire import play, virtual
 
+from kvxfer import READY
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
@@ -34,10 +35,8 @@ def unchanged(target, before):
     return all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@virtual
-async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
-    """It holds the grant and waits for its own event: by the peer's word alone that would last until it speaks."""
+async def granted(play, route):
+    """A fetch whose peer holds the grant and waits for its own event when it falls silent; the event."""
     await play.pair(route=route, **TIMES, **caches(route))
     await play.bring("r0")
     computed = Gate()
@@ -45,6 +44,40 @@ async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
     transfer = play.start("r")
     await play.until(lambda: frames(play.decode, "Accept") == 2)
     play.wire.silence()
+    return transfer, computed
+
+
+async def written(play, route):
+    """A fetch whose peer writes when it falls silent."""
+    await play.pair(route=route, **TIMES, **caches(route))
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    play.network.hold("*")
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Accept") == 2)
+    play.wire.silence()
+    return transfer
+
+
+async def read(play, after=READY):
+    """An offer whose peer reads when it falls silent, or may as soon as its event fires; and the fetch."""
+    await play.pair(route="pull", **TIMES)
+    await play.bring("r0")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    before = frames(play.decode, "Want")
+    if after is READY:
+        play.network.hold("*")
+    transfer = play.start("r", after=after)
+    await play.until(lambda: frames(play.decode, "Want") > before)
+    play.wire.silence()
+    return offer, transfer
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@virtual
+async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
+    """By the peer's word alone that would last until it speaks."""
+    transfer, computed = await granted(play, route)
     with pytest.raises(PeerLostError):
         await transfer
     assert transfer.memory_safe
@@ -61,13 +94,7 @@ async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
 @pytest.mark.parametrize("route", ["direct", "staged"])
 @virtual
 async def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(play, route):
-    await play.pair(route=route, **TIMES, **caches(route))
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.network.hold("*")
-    transfer = play.start("r")
-    await play.until(lambda: frames(play.decode, "Accept") == 2)
-    play.wire.silence()
+    transfer = await written(play, route)
     expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
     with pytest.raises(expected) as caught:
         await transfer
@@ -84,14 +111,8 @@ async def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(play, 
 @virtual
 async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
     """Its blocks may not be written yet, so it reads nothing; by its word alone they would be in doubt."""
-    await play.pair(route="pull", **TIMES)
-    await play.bring("r0")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    before = frames(play.decode, "Want")
     free = Gate()
-    transfer = play.start("r", after=free)
-    await play.until(lambda: frames(play.decode, "Want") > before)
-    play.wire.silence()
+    offer, transfer = await read(play, free)
     await play.until(lambda: not play.prefill.describe()["sending"])
     ending, seconds = await play.timed(offer.withdraw())
     assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
@@ -105,14 +126,7 @@ async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
 
 @virtual
 async def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(play):
-    await play.pair(route="pull", **TIMES)
-    await play.bring("r0")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    before = frames(play.decode, "Want")
-    play.network.hold("*")
-    transfer = play.start("r")
-    await play.until(lambda: frames(play.decode, "Want") > before)
-    play.wire.silence()
+    offer, transfer = await read(play)
     await play.until(lambda: not play.prefill.describe()["sending"])
     with pytest.raises(MemoryInDoubtError) as caught:
         await offer.withdraw()
@@ -150,14 +164,7 @@ async def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given
 
 @virtual
 async def test_a_worker_closes_though_a_silent_reader_reads(play):
-    await play.pair(route="pull", **TIMES)
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    before = frames(play.decode, "Want")
-    play.network.hold("*")
-    transfer = play.start("r")
-    await play.until(lambda: frames(play.decode, "Want") > before)
-    play.wire.silence()
+    _, transfer = await read(play)
     _, seconds = await play.timed(play.prefill.aclose(drain=False))
     assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
     play.network.release("*")
@@ -171,13 +178,7 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
     leaked = inside.leaks(monkeypatch)
 
     async def scenario(play):
-        await play.pair(route=route, **TIMES, **caches(route))
-        await play.bring("r0")
-        computed = Gate()
-        play.prefill.offer("r", [1, 2], tokens=8, after=computed)
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Accept") == 2)
-        play.wire.silence()
+        transfer, computed = await granted(play, route)
         await play.decode.aclose(drain=False)
         with pytest.raises(ClosedError):
             await transfer
@@ -197,13 +198,7 @@ def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monk
     leaked = inside.leaks(monkeypatch)
 
     async def scenario(play):
-        await play.pair(route="direct", **TIMES, **caches("direct"))
-        await play.bring("r0")
-        play.prefill.offer("r", [1, 2], tokens=8)
-        play.network.hold("*")
-        transfer = play.start("r")
-        await play.until(lambda: frames(play.decode, "Accept") == 2)
-        play.wire.silence()
+        transfer = await written(play, "direct")
         with pytest.raises(MemoryInDoubtError) as caught:
             await transfer
         await asyncio.sleep(10)
@@ -238,8 +233,7 @@ async def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(play):
 async def test_the_first_grant_of_all_names_a_gate(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     for request in "ab":
-        prefill.offer(request, [1, 2], tokens=8)
-        await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8))
+        await stage.bring(prefill, decode, request)
     assert all(fetch.generation >> 32 > SHARED_GATE for fetch in tap.of(Fetch))
     assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(True, True)] * 2
     await quiet(prefill, decode)
@@ -247,8 +241,7 @@ async def test_the_first_grant_of_all_names_a_gate(stage, tap):
 
 async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
-    prefill.offer("a", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode)
     assert {want.generation >> 32 for want in tap.of(Want)} == {SHARED_GATE + 1}
     await quiet(prefill, decode)
     assert inside.free_gates(prefill) == [SHARED_GATE + 1]
@@ -258,21 +251,16 @@ async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, ta
 async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
     inside.know_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    prefill.offer("a", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode)
     assert [fetch.generation for fetch in tap.of(Fetch)] == [0]
     assert [accept.ahead for accept in tap.of(Accept)] == [True]
     await quiet(prefill, decode)
 
 
 async def test_the_grants_of_a_transfer_name_one_gate_and_those_of_two_name_two(stage, tap):
-    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
-    prefill, decode = await stage.pair(source, target, route="staged")
-    for request in "ab":
-        prefill.offer(request, list(range(20)), tokens=80)
-    tickets = [prefill.engine.ticket(request) for request in "ab"]
-    first = decode.start_fetch(tickets[0], list(range(20)), tokens=range(80))
-    second = decode.start_fetch(tickets[1], list(range(20, 40)), tokens=range(80))
+    prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64, layout="HND"), route="staged")
+    _, first = stage.begin(prefill, decode, "a", range(20), range(20), range(80))
+    _, second = stage.begin(prefill, decode, "b", range(20), range(20, 40), range(80))
     await first
     await second
     named = {}
@@ -288,8 +276,7 @@ async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage
     inside.open_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     for request in "ab":
-        prefill.offer(request, [1, 2], tokens=8)
-        await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8))
+        await stage.bring(prefill, decode, request)
     assert [fetch.generation > 0 for fetch in tap.of(Fetch)] == [route == "direct", False]
     assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(False, False), (False, True)]
     assert {grant.generation for grant in tap.of(Reserve)} == {0}
@@ -301,22 +288,19 @@ async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage
 async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without(stage, monkeypatch, route):
     """It saw the session end, and this side still takes it for one that passes them."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
-    prefill.offer("a", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode, "a")
     inside.open_no_gates(monkeypatch)
     for worker, other in ((prefill, decode), (decode, prefill)):
         assert inside.met(worker).identity.incarnation.hex() == other.card.incarnation
         inside.meet_keys_again(worker)
-    prefill.offer("b", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode, "b")
 
 
 async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
     gates = inside.gates_of(decode)
     for number in range(6):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8))
+        await stage.bring(prefill, decode, f"r{number}")
     await quiet(prefill, decode)
     assert inside.allotted(decode) <= 3  # one transfer after the other
     taken = [gates.allot() for _ in range(5)]
@@ -327,12 +311,11 @@ async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
 async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_more(stage):
     """The transport has ended the read and says that the peer is gone, which it is not: gates are used again."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
-    prefill.offer("a", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
-    offer = prefill.offer("b", [1, 2], tokens=8)
+    await stage.bring(prefill, decode, "a")
     stage.network.break_next("*", disconnected=True)
+    offer, transfer = stage.begin(prefill, decode, "b")
     with pytest.raises(TransferFailedError):
-        await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+        await transfer
     await offer.withdraw()
     await quiet(prefill, decode)
     assert inside.free_gates(prefill)
@@ -345,8 +328,7 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
     inside.live_in(process.pid, monkeypatch)
     try:
         prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
-        prefill.offer("r", [1, 2], tokens=8)
-        fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=Gate())
+        _, fetch = stage.begin(prefill, decode, after=Gate())
         await eventually(lambda: frames(decode, "Want"))
         inside.stop_listening(prefill)
         inside.cut(decode)
@@ -366,8 +348,7 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
 async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_somebody_inside(stage, end):
     """Each session opens its gates anew, and what is inside keeps those of before."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    prefill.offer("r", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode)
     peer = inside.met(prefill)
     keys, opened, entered = Keys(), [], []
     for number in range(1, 4):
@@ -393,9 +374,9 @@ async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     gates = inside.gates_of(decode)
     for number in range(6):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        _, transfer = stage.begin(prefill, decode, f"r{number}", after=Broken())
         with pytest.raises(TransferFailedError, match="cannot be queried"):
-            await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8), after=Broken())
+            await transfer
     await quiet(decode)
     assert gates.allot() == SHARED_GATE + 1
 

@@ -46,7 +46,7 @@ async def kept(offer, prefill):
 
 
 async def cancels_the_task(fetch):
-    task = asyncio.create_task(awaited(fetch))
+    task = asyncio.ensure_future(fetch)
     await asyncio.sleep(0)
     task.cancel()
     await task
@@ -65,10 +65,6 @@ async def leaves_the_block(fetch):
         raise asyncio.CancelledError from None
 
 
-async def awaited(fetch):
-    return await fetch
-
-
 WAYS = [cancels_the_task, cancels_the_transfer, leaves_the_block]
 
 
@@ -77,11 +73,11 @@ WAYS = [cancels_the_task, cancels_the_transfer, leaves_the_block]
 @pytest.mark.parametrize("route", ROUTES)
 async def test_giving_up_frees_the_blocks_at_once(stage, source, target, route, step, way):
     prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=step == "waiting")
     if step == "moving":
-        stage.network.hold("*")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: frames(decode, "Accept") if step == "waiting" else stage.network.held("*"))
+        offer, transfer = await stage.in_flight(prefill, decode)
+    else:
+        offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})
+        await eventually(lambda: frames(decode, "Accept"))
     asyncio.get_running_loop().call_later(0.1, stage.network.release, "*")
     with pytest.raises(asyncio.CancelledError):
         await way(transfer)
@@ -101,9 +97,8 @@ async def test_a_fetch_that_is_given_up_before_its_offer_ends_it(stage, source, 
 
 async def test_a_fetch_that_is_given_up_as_it_fails_frees_the_blocks_too(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct")
-    offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("decode")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
+    offer, transfer = stage.begin(prefill, decode, timeout=0.05)
     await eventually(lambda: being_stopped(decode))
     transfer.cancel()
     stage.network.release("decode")
@@ -187,14 +182,12 @@ async def test_who_wants_it_again_is_not_disturbed_by_a_claim_that_is_closed(sta
 
 async def test_a_retry_that_began_before_the_first_has_ended_is_not_disturbed(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct")
-    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("decode")
-    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    offer, first = await stage.in_flight(prefill, decode, "decode")
     await eventually(lambda: stage.network.held("decode") == 2)  # both of its chunks
     first.cancel()
     in_flight = stage.network.held("decode")
     copied = Copied(target).bring(source, [1, 2], [5, 6], TOKENS)
-    second = decode.start_fetch(ticket, [5, 6], tokens=TOKENS, timeout=20)
+    second = decode.start_fetch(offer.ticket, [5, 6], tokens=TOKENS, timeout=20)
     await eventually(lambda: stage.network.held("decode") > in_flight)
     stage.network.release("decode", in_flight)
     with pytest.raises(asyncio.CancelledError):
@@ -252,11 +245,8 @@ async def test_it_waits_until_nothing_is_read_any_more(stage, source, target, mo
     """Section 7.5 of the protocol: no `Release` while a read of ours is posted."""
     tap = Tap(monkeypatch)
     prefill, decode = await stage.pair(source, target, route="pull", **SOON)
-    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
-    stage.network.hold("prefill")
-    transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
-    claim = decode.claim(ticket)
-    await eventually(lambda: stage.network.held("prefill"))
+    offer, transfer = await stage.in_flight(prefill, decode, "prefill")
+    claim = decode.claim(offer.ticket)
     with pytest.raises(MemoryInDoubt) as caught:
         await cancels_the_task(transfer)
     claim.close()
@@ -316,11 +306,9 @@ async def test_cancel_and_release_may_come_in_any_order(stage, source, target, s
 async def test_a_retry_may_begin_in_the_turn_of_the_cancel(stage, source, target):
     """However far the first one has come: one that only connects ends as it is cancelled."""
     prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    ticket = prefill.engine.ticket("r")
-    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    offer, first = stage.begin(prefill, decode)
     first.cancel()
-    await decode.fetch(ticket, [5, 6], tokens=TOKENS, timeout=5)
+    await decode.fetch(offer.ticket, [5, 6], tokens=TOKENS, timeout=5)
     with pytest.raises(asyncio.CancelledError):
         await first
     await freed(offer)
@@ -329,15 +317,11 @@ async def test_a_retry_may_begin_in_the_turn_of_the_cancel(stage, source, target
 async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(stage, source, target):
     """Its doubt ends when the later one has been cancelled too, with `keep`."""
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    ticket = prefill.engine.ticket("r")
-    stage.network.hold("decode")
-    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("decode"))
+    offer, first = await stage.in_flight(prefill, decode, "decode")
     first.cancel()
     with pytest.raises(MemoryInDoubt) as doubt:
         await first
-    second = decode.start_fetch(ticket, [5, 6], tokens=TOKENS, keep=True)
+    second = decode.start_fetch(offer.ticket, [5, 6], tokens=TOKENS, keep=True)
     second.cancel()
     with contextlib.suppress(asyncio.CancelledError, MemoryInDoubt):
         await second
@@ -430,8 +414,7 @@ async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_noth
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route="staged")
     late = keep(monkeypatch)
-    prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    _, transfer = stage.begin(prefill, decode)
     await eventually(lambda: late)
     transfer.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -440,9 +423,6 @@ async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_noth
     for make in late:
         make()
     monkeypatch.undo()
-    prefill.offer("s", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-    await decode.fetch(prefill.engine.ticket("s"), [3, 4], tokens=range(8), timeout=5)
-    copied.check()
+    await stage.bring(prefill, decode, "s")
     await quiet(prefill, decode)
     assert "task_failed" not in caplog.text

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from inside import break_steps, cut, plan_steps_in_threads, timers
-from stage import Cache, Copied, Tap, eventually, extents, quiet, written
+from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
 from kvxfer import (
     BlocksError,
@@ -12,6 +12,7 @@ from kvxfer import (
     Group,
     Interleave,
     PeerLostError,
+    RefusedError,
     Released,
     Span,
     TransferFailedError,
@@ -28,6 +29,21 @@ IDS = [3, 2, 1, 0]
 INTO = [4, 5, 6, 7]
 
 
+def with_state():
+    """Tokens, and state without any."""
+    return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+
+
+async def streams(stage, route="auto", caches=None, tokens=range(16), **config):
+    """A pair, an offer without a block yet, and a fetch of it."""
+    source, target = caches or (Cache(), Cache())
+    prefill, decode = await stage.pair(source, target, route=route, **config)
+    offer = prefill.offer("r", streaming=True)
+    into = range(len(IDS), len(IDS) + -(-tokens.stop // source.block_tokens))
+    transfer = decode.start_fetch(offer.ticket, list(into), tokens=tokens, timeout=20)
+    return source, target, prefill, decode, offer, transfer
+
+
 def landed(copied):
     """Whether the destination is as expected by now."""
     try:
@@ -40,10 +56,8 @@ def landed(copied):
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
 async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(2, 14), timeout=5)
+    caches = Cache(), Cache(layout="HND")
+    source, target, prefill, decode, offer, transfer = await streams(stage, route, caches, range(2, 14))
     before = Copied(target)
     for tokens, blocks in STEPS:
         offer.extend(blocks, tokens=tokens)
@@ -67,11 +81,8 @@ async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer
 @pytest.mark.parametrize("route", ROUTES)
 async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, route, steps):
     """None waits for the next layer, which is not computed yet."""
-    source, target = Cache(layers=range(3)), Cache(layers=range(3), layout="HND")
-    sizes = {"chunk_bytes": "1KiB"}
-    prefill, decode = await stage.pair(source, target, route=route, **sizes)
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    caches = Cache(layers=range(3)), Cache(layers=range(3), layout="HND")
+    source, target, prefill, decode, offer, transfer = await streams(stage, route, caches, chunk_bytes="1KiB")
     reached, first = Copied(target), 0
     for tokens in steps:
         stop = first + tokens
@@ -90,13 +101,11 @@ async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, rou
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
-async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
+async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, source, target, route):
     """All of it has landed, and its payload may be long in coming."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", IDS, tokens=16, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
     copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, range(16), offered={"streaming": True})
     offer.ready()
     await eventually(lambda: landed(copied))
     await eventually(lambda: not (written(decode) or extents(decode, "receive")))
@@ -106,11 +115,22 @@ async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
     await quiet(prefill, decode)
 
 
+async def test_what_is_granted_in_place_is_granted_once(stage, source, target, monkeypatch):
+    """Chunks wait there for no place, so nothing has to be said of them again."""
+    prefill, decode = await stage.pair(source, target, route="direct", grant_lease=77.0)
+    seconds = timers(decode, monkeypatch)
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, range(16), offered={"streaming": True})
+    offer.ready()
+    await eventually(lambda: landed(copied))
+    assert not [one for one in seconds if 25 < one < 26], "a third of the lease"
+    offer.finish()
+    await transfer
+    await quiet(prefill, decode)
+
+
 async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost(stage):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route="direct")
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    source, target, prefill, decode, offer, transfer = await streams(stage, "direct")
     copied = Copied(target).bring(source, IDS, INTO, range(8))
     offer.extend(IDS[:2], tokens=range(8))
     offer.ready()
@@ -122,28 +142,9 @@ async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost
     await quiet(prefill, decode)
 
 
-async def test_what_is_granted_in_place_is_granted_once(stage, monkeypatch):
-    """Chunks wait there for no place, so nothing has to be said of them again."""
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route="direct", grant_lease=77.0)
-    seconds = timers(decode, monkeypatch)
-    offer = prefill.offer("r", IDS, tokens=16, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16))
-    copied = Copied(target).bring(source, IDS, INTO, range(16))
-    offer.ready()
-    await eventually(lambda: landed(copied))
-    assert not [one for one in seconds if 25 < one < 26], "a third of the lease"
-    offer.finish()
-    await transfer
-    await quiet(prefill, decode)
-
-
-async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others(stage, monkeypatch):
-    source, target, tap = Cache(), Cache(), Tap(monkeypatch)
-    prefill, decode = await stage.pair(source, target, route="staged")
+async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others(stage, tap):
     stage.network.hold("decode")
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    source, target, prefill, decode, offer, transfer = await streams(stage, "staged")
     copied = Copied(target).bring(source, IDS, INTO, range(16))
     offer.extend(IDS[:1], tokens=range(4))
     offer.ready(layers=[0])
@@ -164,10 +165,8 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
 @pytest.mark.parametrize("route", ROUTES)
 async def test_padding_may_come_with_any_step(stage, route):
     """The null block at the source has no tokens; those at the destination keep what they hold."""
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route, prefill={"groups": [Group("default", 9)]})
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(1, 16), timeout=5)
+    null = {"prefill": {"groups": [Group("default", 9)]}}
+    source, target, prefill, decode, offer, transfer = await streams(stage, route, tokens=range(1, 16), **null)
     copied = Copied(target)
     for at, block in enumerate([9, 3, 9, 2]):
         offer.extend([block], tokens=range(4 * at, 4 * at + 4))
@@ -182,10 +181,7 @@ async def test_padding_may_come_with_any_step(stage, route):
 
 
 async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    source, target, prefill, decode, offer, transfer = await streams(stage)
     offer.extend([3, 2], tokens=range(8))
     offer.ready()
     copied = Copied(target).bring(source, IDS, INTO, range(8))
@@ -231,12 +227,9 @@ async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypat
     plan_steps_in_threads(small_plan, monkeypatch)
     monkeypatch.setattr("kvxfer.decode.role.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
 
-    def caches():
-        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
-
-    sources, targets = caches(), caches()
+    sources, targets = with_state(), with_state()
     prefill = await stage.worker("prefill", sources)
-    ranks, _ = await stage.engine("decode", [caches(), targets])
+    ranks, _ = await stage.engine("decode", [with_state(), targets])
     ticket = prefill.engine.ticket("r")
     wrong = ranks[0].start_fetch(ticket, {"full": [1, 2], "state": [3, 1]}, tokens=range(8), timeout=5)
     await eventually(lambda: prefill.describe()["sending"] == 1)  # so that it is the first to be told
@@ -265,9 +258,7 @@ async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypat
 
 async def test_whatever_fails_in_a_transfer_is_not_told_to_the_owner_of_its_offer(stage, monkeypatch):
     """Who adds to an offer is heard of by every transfer that reads it, there and then."""
-    prefill, decode = await stage.pair(Cache(), Cache())
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    _, _, prefill, decode, offer, transfer = await streams(stage)
     offer.extend([3], tokens=range(4))
     await eventually(lambda: transfer.state is TransferState.WAITING and prefill.describe()["sending"])
     break_steps(monkeypatch)
@@ -286,10 +277,7 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
         return {group: Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)]) for group in found}
 
     monkeypatch.setattr("kvxfer.decode.receiver.joined_spans", misheard)
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    source, target, prefill, decode, offer, transfer = await streams(stage)
     other = decode.start_fetch(prefill.engine.ticket("other"), [2], tokens=range(4), timeout=5)
     offer.extend([3], tokens=range(4))
     offer.ready()
@@ -306,10 +294,7 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
 
 
 async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
-    source, target = (
-        Cache(blocks=512, block_tokens=1, layers=range(4)),
-        Cache(blocks=512, block_tokens=1, layers=range(4)),
-    )
+    source, target = (Cache(blocks=512, block_tokens=1, layers=range(4)) for _ in range(2))
     prefill, decode = await stage.pair(source, target, chunk_bytes="1MiB", arena_bytes="4MiB")
     offer = prefill.offer("r", streaming=True)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), list(range(512)), tokens=range(512), timeout=10)
@@ -318,7 +303,7 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
         for layer in range(4):
             offer.ready(layers=[layer])
         if token == 0:
-            await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Fetch", 0))
+            await eventually(lambda: frames(prefill, "Fetch"))
             await asyncio.sleep(0)
     offer.finish()
     result = await transfer
@@ -327,26 +312,24 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage, streaming):
+async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage):
     prefill = await stage.worker("prefill", [Cache(group="full"), Cache(group="state", layers=[7], layout="state")])
-    with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
-        prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
+    for streaming in (False, True):
+        with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
+            prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
     without = {"full": [5, 6], "state": []}
-    if streaming:
-        offer = prefill.offer("r", without, tokens=8, streaming=True)
-        offer.ready()
-        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
-            offer.finish()
-        offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
-        offer.ready()
-        with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
-            offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+        prefill.offer("r", without, tokens=8)
+    offer = prefill.offer("r", without, tokens=8, streaming=True)
+    offer.ready()
+    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
         offer.finish()
-        await offer.withdraw()
-    else:
-        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
-            prefill.offer("r", without, tokens=8)
+    offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
+    offer.ready()
+    with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
+        offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+    offer.finish()
+    await offer.withdraw()
 
 
 async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
@@ -375,10 +358,7 @@ async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("held", [[1, 2], []], ids=["blocks named", "no blocks"])
 async def test_state_moves_where_every_token_is_held(stage, route, held):
-    def caches():
-        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
-
-    sources, targets = caches(), caches()
+    sources, targets = with_state(), with_state()
     prefill, decode = await stage.pair(sources, targets, route=route)
     for stop in (6, 8, 5):  # of other requests of the pair, whose last token is in another window
         offer = prefill.offer(f"r{stop}", {"full": [5, 6], "state": [2]}, tokens=stop, payload=b"token")
@@ -397,11 +377,8 @@ async def test_state_moves_where_every_token_is_held(stage, route, held):
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_only_the_payload_moves_where_there_is_no_state(stage, route):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", streaming=True)
+    _, target, prefill, decode, offer, transfer = await streams(stage, route, tokens=range(8, 8))
     copied = Copied(target)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8, 8), timeout=5)
     for at in range(2):
         offer.extend([at], tokens=range(4 * at, 4 * at + 4))
         offer.ready()
@@ -415,9 +392,9 @@ async def test_only_the_payload_moves_where_there_is_no_state(stage, route):
 
 async def test_the_offer_must_hold_the_last_token_all_the_same(stage):
     prefill, decode = await stage.pair(Cache(), Cache())
-    prefill.offer("r", [1], tokens=4)
-    with pytest.raises(Exception, match="but 4 are on offer"):
-        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8, 8), timeout=5)
+    _, transfer = stage.begin(prefill, decode, tokens=range(8, 8), offered={"tokens": 4})
+    with pytest.raises(RefusedError, match="but 4 are on offer"):
+        await transfer
     await quiet(decode)
 
 

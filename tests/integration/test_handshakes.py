@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 
 import inside
 import pytest
 from certificates import Authority
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
 from msgspec.structs import replace
-from stage import Cache, Copied, Tap, eventually, handshakes, quiet
+from stage import Cache, Copied, eventually, handshakes, quiet, turns
 from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
@@ -26,8 +25,7 @@ from kvxfer.testing import DeterministicRuntime
 BLOCK = range(4)
 
 
-async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, monkeypatch):
-    tap = Tap(monkeypatch)
+async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, monkeypatch):
     sources = [Cache(blocks=100, heads=heads) for heads in (range(2), range(2, 4))]
     ranks, _ = await stage.engine("prefill", sources)
     target = Cache(blocks=100)
@@ -175,6 +173,7 @@ class Recorded:
     """In which threads what takes long with a large cache was done."""
 
     SLOW = (
+        (assembly, "encode_body"),
         (session, "decode_body"),
         (planning, "geometry_from_wire"),
         (planning, "differences"),
@@ -203,15 +202,10 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
     recorded = Recorded(monkeypatch)
     source, target = Cache(layers=range(100)), Cache(layers=range(100), layout="HND")
     prefill, decode = await stage.pair(source, target, arena_bytes="1MiB", chunk_bytes="128KiB")
-    copied = Copied(target)
     for number in range(2):
-        offer = prefill.offer(f"r{number}", [number], tokens=4)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
-        copied.bring(source, [number], [5 + number], BLOCK)
-        assert type(await offer.released()) is Released
+        await stage.bring(prefill, decode, f"r{number}")
         hang_up(decode)
         await eventually(lambda: not sessions(prefill))
-    copied.check()
     assert recorded.threads.keys() == {name for _, name in Recorded.SLOW}
     here = threading.get_ident()
     assert not [name for name, threads in recorded.threads.items() if here in threads]
@@ -230,57 +224,33 @@ async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch
     source, target = Cache(layers=range(layers)), Cache(layers=range(layers), layout="HND")
     prefill, decode = await stage.pair(source, target, chunk_bytes="8MiB", arena_bytes="64MiB")
     for number in range(2):
-        offer = prefill.offer(f"r{number}", [number], tokens=4)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
-        assert type(await offer.released()) is Released
+        await stage.bring(prefill, decode, f"r{number}")
     assert answered == [False, known_on_the_loop]
-
-
-async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
-    threads, encoded = set(), assembly.encode_body
-
-    def recorded(body):
-        threads.add(threading.get_ident())
-        return encoded(body)
-
-    monkeypatch.setattr(assembly, "encode_body", recorded)
-    await stage.worker("prefill", Cache())
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypatch, tmp_path, tls):
     """It is written, read and decoded a slice at a time, at both ends."""
-    encoded, turns = assembly.encode_body, []
+    encoded = assembly.encode_body
     monkeypatch.setattr(assembly, "encode_body", lambda body: encoded(replace(body, metadata=bytes(12 << 20))))
     over = {"listen": "tcp:127.0.0.1:0", "tls": Authority(tmp_path).issue()} if tls else {}
     prefill, decode = await stage.pair(Cache(), Cache(), **over)
 
-    async def watch():
-        while True:
-            began = time.thread_time()  # of the loop alone: others decode, and look
-            await asyncio.sleep(0)
-            turns.append(time.thread_time() - began)
-
     gc.disable()  # it may walk all that torch has, in any turn
-    watching = asyncio.create_task(watch())
     try:
-        await connect(decode, prefill.card.endpoint)
-        await eventually(lambda: len(sessions(prefill)) == 1)
+        with turns() as took:  # of the loop alone: others decode, and look
+            await connect(decode, prefill.card.endpoint)
+            await eventually(lambda: len(sessions(prefill)) == 1)
     finally:
-        watching.cancel()
         gc.enable()
-    assert max(turns) < 0.01
+    assert max(took) < 0.01
 
 
-async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):
-    recorded = Recorded(monkeypatch)
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target)
-    prefill.offer("r", [1], tokens=4)
-    await decode.fetch(prefill.engine.ticket("r"), [2], tokens=BLOCK, timeout=60)
-    assert {thread for threads in recorded.threads.values() for thread in threads} == {threading.get_ident()}
+async def test_a_small_cache_is_looked_at_here_but_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
+    recorded, here = Recorded(monkeypatch), threading.get_ident()
+    await stage.bring(*await stage.pair(Cache(), Cache()))
+    assert here not in recorded.threads.pop("encode_body")
+    assert {thread for threads in recorded.threads.values() for thread in threads} == {here}
 
 
 async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monkeypatch):

@@ -10,22 +10,19 @@ import inside
 import pytest
 from impostor import made_up, posing_as
 from inside import cut, forget_unreachable, refusals, session, sessions
-from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, quiet
+from stage import SOON, Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
     Code,
-    Config,
     IdentityError,
     KvxferError,
     MemoryInDoubt,
     RefusedError,
     Released,
     UnreachableError,
-    Worker,
 )
 from kvxfer import worker as assembly
 from kvxfer.protocol.session import IdentityKey
-from kvxfer.testing import LoopbackTransport
 
 TOKENS = range(8)
 ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
@@ -33,14 +30,9 @@ ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
 
 async def claims_to_be(worker, stage, **config):
     """Another worker, which says of itself all that this one says."""
-    twin = Worker(
-        Cache().tensors,
-        Config(**{**DEFAULTS, "engine": worker.config.engine, **config}),
-        transport=LoopbackTransport(f"twin of {worker.config.engine}", stage.network),
-    )
+    engine = worker.config.engine
     with posing_as(worker):
-        await twin.__aenter__()
-    stage.stack.push_async_callback(twin.aclose, drain=False)
+        twin = await stage.worker(f"twin of {engine}", Cache(), engine=engine, **config)
     return made_up(twin, worker)
 
 
@@ -53,13 +45,11 @@ async def connect(worker, endpoint):
 class Moving:
     """A fetch whose bytes are under way until they are let go."""
 
-    def __init__(self, stage, prefill, decode, source, target):
-        self.stage, self.decode = stage, decode
+    def __init__(self, stage, prefill, decode):
+        self.stage = stage
         stage.network.hold("*")
-        self.offer = prefill.offer("moving", [1, 2], tokens=8)
-        self.copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
-        self.ticket = prefill.engine.ticket("moving")
-        self.transfer = decode.start_fetch(self.ticket, [3, 4], tokens=TOKENS)
+        self.copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
+        self.offer, self.transfer = stage.begin(prefill, decode, "moving")
 
     async def begun(self):
         await eventually(lambda: self.stage.network.held("*"))
@@ -75,9 +65,8 @@ class Moving:
 
 async def under_way(stage, **config):
     """Two workers and a fetch between them that has begun."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, **config)
-    moving = Moving(stage, prefill, decode, source, target)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **config)
+    moving = Moving(stage, prefill, decode)
     await moving.begun()
     return prefill, decode, moving
 
@@ -135,23 +124,27 @@ async def test_who_answers_in_place_of_a_silent_prefill_rank_ends_no_doubt(stage
     await quiet(decode)
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["in turn", "at once"])
 @pytest.mark.parametrize("scheme", ["unix", "tcp"])
-async def test_a_worker_that_has_two_names(stage, scheme, tmp_path):
-    """The second one leads to the session that there is, or nobody could fetch by it while that is open."""
+async def test_a_worker_that_has_two_names(stage, scheme, together, tmp_path):
+    """The second one leads to the session that there is or will be, or nobody could fetch by it while that is open."""
     source, target = Cache(), Cache(layout="HND")
     listen = {"unix": f"unix:{tmp_path}/here", "tcp": "tcp:127.0.0.1:0"}[scheme]
     prefill, decode = await stage.pair(source, target, prefill={"listen": listen})
     (tmp_path / "there").symlink_to(tmp_path / "here")
     names = prefill.card.endpoint, prefill.card.endpoint.replace("here", "there").replace("127.0.0.1", "localhost")
-    links = set()
+    copied, transfers = Copied(target).bring(source, range(4), range(4, 8), range(16)), []
     for number in range(4):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
-        ticket = prefill.engine.ticket(f"r{number}") | {"endpoints": {"prefix": names[number % 2]}}
-        await decode.fetch(ticket, [3, 4], tokens=TOKENS)
-        copied.check()
-        links |= sessions(decode)
-    assert [link.endpoint for link in links] == [names[0]]
+        offer = prefill.offer(f"r{number}", [number], tokens=4)
+        ticket = offer.ticket | {"endpoints": {"prefix": names[number % 2]}}
+        transfers.append(decode.start_fetch(ticket, [4 + number], tokens=range(4)))
+        if not together:
+            await transfers[-1]
+    await asyncio.gather(*transfers)
+    copied.check()
+    (link,) = sessions(decode)
+    assert link.endpoint in names[: 1 + together]  # whoever is the first
+    assert decode.describe()["metrics"]["sessions_opened"] == {"receive": 1}
 
 
 async def test_a_worker_that_has_moved(stage, tmp_path):
@@ -196,24 +189,12 @@ async def test_who_does_not_answer_where_something_is_in_doubt_is_not_believed_e
     await quiet(prefill, decode)
 
 
-async def test_nobody_is_the_worker_that_it_speaks_with(stage):
-    prefill, _ = await stage.pair(Cache(), Cache())
-    twin = await claims_to_be(prefill, stage)
-    with pytest.raises(IdentityError):
-        await connect(twin, prefill.card.endpoint)
-
-
 async def test_two_workers_that_fetch_from_each_other_meet_again(stage):
     """A stream each way, and each of them cut."""
-    caches = Cache(), Cache(layout="HND")
-    one, other = await stage.pair(*caches)
-    pairs = [(one, caches[0], other, caches[1]), (other, caches[1], one, caches[0])]
+    one, other = await stage.pair(Cache(), Cache(layout="HND"))
     for turn in range(3):
-        for giver, source, taker, target in pairs:
-            giver.offer(f"r{turn}", [1, 2], tokens=8)
-            copied = Copied(target).bring(source, [1, 2], [5, 6], TOKENS)
-            await taker.fetch(giver.engine.ticket(f"r{turn}"), [5, 6], tokens=TOKENS)
-            copied.check()
+        for giver, taker in ((one, other), (other, one)):
+            await stage.bring(giver, taker, f"r{turn}")
         cut(one, other)
         await eventually(lambda: not sessions(one, other))
 
@@ -251,7 +232,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use(stage, tmp_path):
     """Somebody between two that have nothing open lets the handshake fail, and goes on with it once they have."""
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        moving = Moving(stage, prefill, decode)
         await moving.begun()
         link = session(prefill)
         await go_on()
@@ -268,7 +249,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
     here, aside = tmp_path / "here", tmp_path / "aside"
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull", prefill={"listen": f"unix:{here}"}, **SOON)
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        moving = Moving(stage, prefill, decode)
         await moving.begun()
         here.rename(aside)
         cut(decode)
@@ -314,24 +295,8 @@ async def passed_on(reader, writer):
     writer.close()
 
 
-async def test_two_names_at_once(stage, tmp_path):
-    """While the first handshake is under way, the second name leads to the session that comes of it."""
-    prefill, decode = await stage.pair(Cache(), Cache(), prefill={"listen": f"unix:{tmp_path}/here"})
-    (tmp_path / "there").symlink_to(tmp_path / "here")
-    fetches = []
-    for number in range(4):
-        prefill.offer(f"r{number}", [number], tokens=4)
-        ticket = prefill.engine.ticket(f"r{number}") | {
-            "endpoints": {"prefix": f"unix:{tmp_path}/{['here', 'there'][number % 2]}"}
-        }
-        fetches.append(decode.fetch(ticket, [number], tokens=range(4)))
-    await asyncio.gather(*fetches)
-    assert len(sessions(decode)) == 1
-    assert decode.describe()["metrics"]["sessions_opened"] == {"receive": 1}
-
-
 async def test_nobody_comes_first(stage):
-    """Neither side believes who says to be the other one, and both go on with the real one afterwards."""
+    """No side believes who says to be the other one, or itself, and both go on with the real one afterwards."""
     prefill, decode = await stage.pair(Cache(), Cache())
     with pytest.raises(IdentityError):
         await connect(await claims_to_be(decode, stage), prefill.card.endpoint)
@@ -340,10 +305,11 @@ async def test_nobody_comes_first(stage):
     async with asyncio.timeout(10):
         with pytest.raises(IdentityError, match="nothing proves"):
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
+    with pytest.raises(IdentityError):
+        await connect(twin, prefill.card.endpoint)
     assert not sessions(twin)
     assert not sessions(prefill)
-    prefill.offer("r", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await stage.bring(prefill, decode)
 
 
 ALIKE = 38428, 46513

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from inside import cut_session, early_places, entry, give_up_claims, kept_of_peers, sessions, withdraw_all
+from inside import cut_session, entry, kept_of_peers, sessions, withdraw_all
 from stage import KEY, Cache, Copied, Tap, eventually, quiet
 from wire import virtual
 
@@ -201,54 +201,6 @@ async def test_no_renewal_shortens_a_lease(one, seed):
         assert entry(offer).lease >= lease
         lease = entry(offer).lease
         assert not offer.wait_end().done()
-
-
-# --- what comes before the offer, and twice
-
-
-@pytest.mark.parametrize("seed", range(4))
-@virtual
-async def test_any_order_twice(one, seed):
-    """Claims, fetches, cancels and releases of the same requests in any order, each often more than once."""
-    draw = random.Random(seed)
-    await one.pair(prefill={"unclaimed_timeout": 30}, decode={"peer_timeout": 10})
-    names, offers, transfers = [f"r{n}" for n in range(6)], {}, []
-    free = [[n] for n in range(16)]
-    for _ in range(120):
-        name = draw.choice(names)
-        ticket = one.ticket(name)
-        act = draw.choice(["claim", "fetch", "cancel", "decline", "offer", "wait"])
-        if act == "claim":
-            claim = one.decode.claim(ticket)
-            if draw.random() < 0.5:
-                claim.close()
-        elif act == "fetch" and free:
-            ids = free.pop()
-            transfer = one.decode.start_fetch(ticket, ids, tokens=range(4), timeout=draw.choice([0.5, 20]))
-            transfer.outcome.add_done_callback(lambda _, ids=ids: free.append(ids))
-            transfers.append(transfer)
-        elif act == "cancel" and transfers:
-            victim = draw.choice(transfers)
-            victim.cancel()
-            victim.cancel()
-        elif act == "decline":
-            await one.decode.decline(ticket)
-            await one.decode.decline(ticket)
-        elif act == "offer" and name not in offers:
-            offers[name] = one.prefill.offer(name, [names.index(name)], tokens=4)
-        else:
-            await asyncio.sleep(draw.uniform(0, 1))
-    await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
-    await asyncio.gather(*(offer.withdraw() for offer in offers.values()))
-    give_up_claims(one.decode)
-    await one.until(lambda: not one.prefill.describe()["parked"], seconds=60)
-    for worker in (one.prefill, one.decode):
-        seen = worker.describe()
-        assert seen["sending"] == seen["receiving"] == seen["in_doubt"] == seen["offers"] == 0
-        assert not seen["custody"].holders
-        for share in (seen["arena"]["send"], seen["arena"]["receive"]):
-            assert share.free_bytes == share.capacity_bytes
-    assert one.prefill.describe()["places"] == early_places(one.prefill) == 0
 
 
 # --- peers that are gone

@@ -1,4 +1,4 @@
-"""What a transfer costs the loop: a task a side, and nothing left for the garbage collector."""
+"""What a transfer costs the loop, and that each loop says who is at the other end. On asyncio's and on uvloop's."""
 
 import asyncio
 import gc
@@ -13,17 +13,25 @@ def alive():
     return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in TRANSFER_PARTS)
 
 
-async def bring(prefill, decode, request):
-    offer = prefill.offer(request, [1, 2], tokens=8)
-    result = await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8), timeout=5)
-    await offer.released()
-    return result.stats.chunks
+@pytest.mark.parametrize(
+    ("listen", "secret", "route", "trusted"),
+    [
+        ("unix", None, "direct", True),  # the same user by the socket's credentials
+        ("tcp:127.0.0.1:0", None, "staged", False),  # loopback is treated as remote
+        ("tcp:127.0.0.1:0", "a secret of many letters", "direct", True),
+    ],
+)
+async def test_a_peer_is_trusted_by_what_the_socket_says_of_it(stage, listen, secret, route, trusted):
+    config = {"listen": listen, "trust": "auto", "secret": secret, "route": "direct"}
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND", block_tokens=8), **config)
+    result, _ = await stage.bring(prefill, decode, "r", [3, 1, 2], [4, 0], range(1, 11))
+    assert (result.stats.route, decode.describe()["peers"][0]["trusted"]) == (route, trusted)
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_fetch_is_one_task_at_each_end_at_most_however_many_chunks_it_has(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(), route=route)
-    await bring(prefill, decode, "first")
+    await stage.bring(prefill, decode, "first")
     made = []
 
     def factory(loop, work, **options):
@@ -33,10 +41,10 @@ async def test_a_fetch_is_one_task_at_each_end_at_most_however_many_chunks_it_ha
     loop = asyncio.get_running_loop()
     loop.set_task_factory(factory)
     try:
-        chunks = await bring(prefill, decode, "second")
+        result, _ = await stage.bring(prefill, decode, "second")
     finally:
         loop.set_task_factory(None)
-    assert chunks > 1
+    assert result.stats.chunks > 1
     assert len(made) <= 2
     await quiet(prefill, decode)
 
@@ -44,13 +52,13 @@ async def test_a_fetch_is_one_task_at_each_end_at_most_however_many_chunks_it_ha
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_transfer_that_is_over_is_freed_without_a_collection(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(), route=route)
-    await bring(prefill, decode, "first")
+    await stage.bring(prefill, decode, "first")
     gc.collect()
     before = alive()  # what tests before this one have left in doubt is kept to the end of the process
     gc.disable()
     try:
         for number in range(5):
-            await bring(prefill, decode, f"r{number}")
+            await stage.bring(prefill, decode, f"r{number}")
         await quiet(prefill, decode)
         await eventually(lambda: alive() <= before)  # a thread may still be about to let go of what it did last
     finally:

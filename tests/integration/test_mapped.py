@@ -1,21 +1,20 @@
 """Route `mapped`: the prefill rank's copies reach the decode rank's blocks; where they cannot, others are taken."""
 
 import asyncio
+import dataclasses
 import os
 import threading
-from dataclasses import replace
 
-import msgspec
 import pytest
 from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told
-from stage import Cache, Copied, eventually, quiet
+from msgspec.structs import replace
+from stage import Cache, eventually, quiet
 from standing import Standing
 
-from kvxfer import FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError
+from kvxfer import FabricError, MemoryInDoubtError, MismatchError, TransferFailedError
 from kvxfer.copy.port import Direction
 from kvxfer.mapped import Window
 from kvxfer.protocol.framing import encode_body
-from kvxfer.protocol.messages import MappedMemory
 
 IDS, INTO = [3, 1, 7], [2, 5, 9]
 TOKENS = range(2, 11)
@@ -45,21 +44,23 @@ def opened(monkeypatch):
     return log
 
 
-async def bring(prefill, decode, source, target, request="r", **options):
-    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
-    offer = prefill.offer(request, IDS, tokens=12)
-    result = await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=5, **options)
-    copied.check()
-    ending = await offer.released()
-    assert isinstance(ending, Released)
-    return result, ending.stats[0]
+async def bring(stage, prefill, decode, request="r"):
+    """A fetch; what both sides say of it."""
+    result, ending = await stage.bring(prefill, decode, request, IDS, INTO, TOKENS)
+    return result.stats, ending.stats[0]
+
+
+async def goes_another_way(stage, prefill, decode, request="r"):
+    stats, _ = await bring(stage, prefill, decode, request)
+    assert stats.route in {"staged", "direct"}
+    await quiet(prefill, decode)
 
 
 async def test_auto_maps_what_can_be_mapped(stage, source, target):
     prefill, decode = await stage.pair(source, target)
-    ours, theirs = await bring(prefill, decode, source, target)
-    assert (ours.stats.route, theirs.route, ours.stats.why) == ("mapped", "mapped", "preferred by the decode rank")
-    assert (ours.stats.descriptors, ours.stats.gathering, ours.stats.scattering) == (0, 0, 0)
+    ours, theirs = await bring(stage, prefill, decode)
+    assert (ours.route, theirs.route, ours.why) == ("mapped", "mapped", "preferred by the decode rank")
+    assert (ours.descriptors, ours.gathering, ours.scattering) == (0, 0, 0)
     assert stage.network.log == []  # the transport moved nothing
     await quiet(prefill, decode)
 
@@ -67,7 +68,7 @@ async def test_auto_maps_what_can_be_mapped(stage, source, target):
 @pytest.mark.parametrize("listen", ["unix", "tcp:127.0.0.1:0"])
 async def test_a_peer_is_the_process_that_the_kernel_says(stage, source, target, listen):
     prefill, decode = await stage.pair(source, target, listen=listen)
-    await bring(prefill, decode, source, target)
+    await bring(stage, prefill, decode)
     known = os.getpid() if listen == "unix" else 0
     assert [met(worker).process for worker in (prefill, decode)] == [known, known]
 
@@ -75,8 +76,7 @@ async def test_a_peer_is_the_process_that_the_kernel_says(stage, source, target,
 async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, caplog):
     private = Cache(layout="HND")
     prefill, decode = await stage.pair(source, private, decode={"route": "mapped"})
-    ours, _ = await bring(prefill, decode, source, private)
-    assert ours.stats.route in {"staged", "direct"}
+    await goes_another_way(stage, prefill, decode)
     assert "kvxfer.shared_empty" in caplog.text
     assert told(decode).mapped == []
 
@@ -91,8 +91,7 @@ async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_s
     open_windows_by(refuse, monkeypatch)
     prefill, decode = await stage.pair(source, target, route=preference)
     for request in "rs":
-        ours, _ = await bring(prefill, decode, source, target, request)
-        assert ours.stats.route in {"staged", "direct"}
+        await goes_another_way(stage, prefill, decode, request)
     assert caplog.text.count("peer_not_mapped") == 1
     assert caplog.text.count("no peer access between these two") == 1
     assert caplog.text.count("route_fell_back") == 2
@@ -101,9 +100,7 @@ async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_s
 
 async def test_another_host_is_not_mapped(stage, source, target, monkeypatch):
     take_all_for_strangers(monkeypatch)
-    prefill, decode = await stage.pair(source, target)
-    ours, _ = await bring(prefill, decode, source, target)
-    assert ours.stats.route in {"staged", "direct"}
+    await goes_another_way(stage, *await stage.pair(source, target))
 
 
 async def test_only_trusted_peers_are_told_how_to_map(stage, target):
@@ -117,7 +114,7 @@ async def test_only_trusted_peers_are_told_how_to_map(stage, target):
 async def test_memory_is_mapped_once_and_unmapped_when_the_peer_is_gone(stage, source, target, opened):
     prefill, decode = await stage.pair(source, target)
     for request in "rs":
-        await bring(prefill, decode, source, target, request)
+        await bring(stage, prefill, decode, request)
     bases = sorted(memory.data_ptr() for memory in target.memory.values())
     assert sorted(opened) == [("open", base) for base in bases]
     await decode.aclose()
@@ -142,12 +139,12 @@ async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, sour
 
 async def test_a_peer_that_moves_its_cache_within_an_incarnation_is_refused(stage, source, target):
     prefill, decode = await stage.pair(source, target)
-    await bring(prefill, decode, source, target)
+    await bring(stage, prefill, decode)
     peer = met(prefill)
-    moved = [msgspec.structs.replace(tensor, base=tensor.base + (1 << 30)) for tensor in peer.body.tensors]
-    body = msgspec.structs.replace(peer.body, tensors=moved)
+    moved = [replace(tensor, base=tensor.base + (1 << 30)) for tensor in peer.body.tensors]
+    body = replace(peer.body, tensors=moved)
     with pytest.raises(MismatchError, match="describes another cache than before"):
-        await look_at(prefill, replace(peer, told=encode_body(body)))
+        await look_at(prefill, dataclasses.replace(peer, told=encode_body(body)))
 
 
 async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(stage, source, target, monkeypatch):
@@ -166,44 +163,37 @@ async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(st
     hang_up(decode)
     with pytest.raises(asyncio.CancelledError):
         await first
-    again = asyncio.create_task(bring(prefill, decode, source, target))
+    again = asyncio.create_task(bring(stage, prefill, decode))
     await eventually(lambda: sessions(decode))
     go.set()
     ours, _ = await again
-    assert ours.stats.route == "mapped"
+    assert ours.route == "mapped"
 
 
-@pytest.mark.parametrize("address", [(1 << 63) - 100, 1 << 62])
-async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(stage, source, target, address, caplog):
-    prefill, decode = await stage.pair(source, target)
-    odd = MappedMemory("shm", "", address, 4096, os.getpid().to_bytes(24, "little"))
-    tell(decode, lambda body: msgspec.structs.replace(body, mapped=[*body.mapped, odd]))
-    ours, _ = await bring(prefill, decode, source, target)
-    assert ours.stats.route in {"staged", "direct"}
-    assert "are no memory of a process" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["cuda_vmm", "of a later version"])
-async def test_a_kind_of_memory_that_a_peer_does_not_know_is_not_mapped_and_another_route_is_taken(
-    stage, source, target, kind, caplog
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"address": (1 << 63) - 100, "length": 4096}, "are no memory of a process"),
+        ({"address": 1 << 62, "length": 4096}, "are no memory of a process"),
+        ({"kind": "cuda_vmm"}, "its cache is cuda_vmm memory"),
+        ({"kind": "of a later version"}, "its cache is of a later version memory"),
+    ],
+    ids=str,
+)
+async def test_memory_that_no_peer_can_map_is_not_and_another_route_is_taken(
+    stage, source, target, change, words, caplog
 ):
     prefill, decode = await stage.pair(source, target)
-
-    def odd(body):
-        return msgspec.structs.replace(body, mapped=[msgspec.structs.replace(one, kind=kind) for one in body.mapped])
-
-    tell(decode, odd)
-    ours, _ = await bring(prefill, decode, source, target)
-    assert ours.stats.route in {"staged", "direct"}
-    assert f"its cache is {kind} memory" in caplog.text
-    await quiet(prefill, decode)
+    tell(decode, lambda body: replace(body, mapped=[*body.mapped, *(replace(one, **change) for one in body.mapped)]))
+    await goes_another_way(stage, prefill, decode)
+    assert words in caplog.text
 
 
 async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target):
     source = Cache(layout="NHD", heads=range(4))
     prefill, decode = await stage.pair(source, target, prefill={"chunk_bytes": 512})
-    ours, _ = await bring(prefill, decode, source, target)
-    assert (ours.stats.route, ours.stats.chunks) == ("mapped", 6)
+    ours, _ = await bring(stage, prefill, decode)
+    assert (ours.route, ours.chunks) == ("mapped", 6)
 
 
 async def test_a_copy_that_fails_fails_the_fetch(stage, source, target):

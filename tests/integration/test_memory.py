@@ -1,9 +1,9 @@
 """Memory that the transport refuses: what can go another way does, what was asked for by name fails."""
 
 import pytest
-from stage import DEFAULTS, Cache, Copied, quiet
+from stage import Cache, quiet
 
-from kvxfer import Config, FabricError, MismatchError, Worker
+from kvxfer import FabricError, MismatchError
 from kvxfer.testing import LoopbackTransport
 
 
@@ -21,57 +21,46 @@ class Choosy(LoopbackTransport):
         return super().register(memories)
 
 
-def worker(stage, name, cache, accepted=2, **config):
-    settings = Config(**{**DEFAULTS, "engine": name, **config})
-    return Worker(cache.tensors, settings, transport=Choosy(name, stage.network, accepted))
+async def worker(stage, name, accepted=2, **config):
+    return await stage.worker(name, Cache(), transport=Choosy(name, stage.network, accepted), **config)
 
 
 @pytest.mark.parametrize("refused", ["prefill", "decode"])
 async def test_blocks_that_cannot_be_registered_are_staged(stage, refused):
-    source, target = Cache(), Cache(layout="HND")
-    workers = {}
-    for name, cache in (("prefill", source), ("decode", target)):
-        one = workers[name] = await worker(stage, name, cache, 2 if name == refused else 3).__aenter__()
-        stage.stack.push_async_callback(one.aclose, drain=False)
-        seen = one.describe()
+    workers = []
+    for name in ("prefill", "decode"):
+        workers.append(await worker(stage, name, 2 if name == refused else 3))
+        seen = workers[-1].describe()
         assert seen["in_place"] is (name != refused)
         assert seen["metrics"]["memory_refused"] == ({"blocks": 1} if name == refused else {})
-    prefill, decode = workers["prefill"], workers["decode"]
-    prefill.offer("r", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
-    copied.check()
+    prefill, decode = workers
+    result, _ = await stage.bring(prefill, decode)
     assert result.stats.route == "staged", "of so few pieces they would go directly"
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("route", ["direct", "pull"])
-async def test_a_route_that_was_asked_for_needs_them(stage, route):
+@pytest.mark.parametrize(
+    ("accepted", "config"), [(2, {"route": "direct"}), (2, {"route": "pull"}), (0, {"arena_bytes": 0})]
+)
+async def test_a_route_that_was_asked_for_needs_them_and_so_does_a_worker_without_an_arena(stage, accepted, config):
     with pytest.raises(FabricError, match="these pages"):
-        await worker(stage, "w", Cache(), route=route).__aenter__()
-
-
-async def test_without_an_arena_there_is_no_other_way(stage):
-    with pytest.raises(FabricError, match="these pages"):
-        await worker(stage, "w", Cache(), 0, arena_bytes=0).__aenter__()
+        await worker(stage, "w", accepted, **config)
 
 
 async def test_blocks_that_no_route_needs_are_not_registered(stage):
     for route, trust in (("staged", "full"), ("auto", "none")):
-        async with worker(stage, "w", Cache(), route=route, trust=trust) as one:
-            assert one.describe()["metrics"]["memory_refused"] == {}
-            assert not one.describe()["in_place"]
+        seen = (await worker(stage, route, route=route, trust=trust)).describe()
+        assert seen["metrics"]["memory_refused"] == {}
+        assert not seen["in_place"]
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 async def test_an_arena_that_cannot_be_registered_is_named(stage, accepted):
     with pytest.raises(FabricError, match="an arena of kind 'cpu' was refused: these pages"):
-        await worker(stage, "w", Cache(), accepted).__aenter__()
+        await worker(stage, "w", accepted)
 
 
 async def test_a_peer_that_cannot_stage_is_refused_when_the_two_meet(stage):
-    source, target = Cache(), Cache()
-    async with worker(stage, "prefill", source) as prefill, worker(stage, "decode", target, 1, arena_bytes=0) as decode:
-        prefill.offer("r", [1], tokens=4)
-        with pytest.raises(MismatchError, match="no common route"):
-            await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
+    prefill, decode = await worker(stage, "prefill"), await worker(stage, "decode", 1, arena_bytes=0)
+    with pytest.raises(MismatchError, match="no common route"):
+        await stage.bring(prefill, decode)

@@ -73,28 +73,19 @@ async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair)
         assert isinstance(await offer.withdraw(), Withdrawn)
 
 
-async def test_what_is_parked_is_bounded(stage, source, target):
+async def test_what_is_parked_is_bounded_and_releases_are_heard_all_the_same(stage, source, target):
     prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 2})
     waiting = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
     await parked(prefill, count=2)
     with refused(Code.TOO_MANY):
         await decode.fetch(prefill.engine.ticket("r2"), [2], tokens=range(4), timeout=5)
-    offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(2)]
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert {type(await offer.released()) for offer in offers} == {Released}
-
-
-async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
-    waiting = decode.start_fetch(prefill.engine.ticket("late"), [0], tokens=range(4))
-    await parked(prefill)
-    with refused(Code.TOO_MANY):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    offer = prefill.offer("r", [1], tokens=4)
-    await decode.decline(prefill.engine.ticket("r"))
+    declined = prefill.offer("r2", [2], tokens=4)
+    await decode.decline(declined.ticket)
     async with asyncio.timeout(30):
-        assert isinstance(await offer.released(), Released)
-    waiting.cancel()
+        assert isinstance(await declined.released(), Released)
+    offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(2)]
+    await asyncio.gather(*waiting)
+    assert {type(await offer.released()) for offer in offers} == {Released}
 
 
 # --- leases
@@ -204,7 +195,7 @@ async def test_a_worker_that_closes_connects_nobody_for_claims(one):
     one.decode.claim(one.ticket("r"))
     await one.until(lambda: frames(one.prefill, "Claim"))
     over = asyncio.Event()
-    inside.spawn(one.decode, over.wait(), looks=True)
+    inside.look_out(one.decode, over.wait())
     closing = asyncio.ensure_future(one.decode.aclose(drain=False))
     await asyncio.sleep(10)
     assert not inside.sessions(one.prefill)
@@ -212,33 +203,6 @@ async def test_a_worker_that_closes_connects_nobody_for_claims(one):
     await closing
     await asyncio.sleep(10)
     assert not inside.sessions(one.prefill)
-
-
-@virtual
-async def test_a_worker_that_closes_takes_no_request_over(one):
-    """Though it was about to connect for a claim, of a request that is another engine's by now."""
-    await one.pair()
-    second = await one.worker("second", Cache(layout="HND"))
-    offer = one.prefill.offer("r", streaming=True)
-    other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
-    await one.until(lambda: inside.entry(offer).transfers)
-    may, over = asyncio.Event(), asyncio.Event()
-    inside.before_connecting(one.decode, lambda _: may.wait())
-    one.decode.claim(one.ticket("r"))
-    await asyncio.sleep(0.1)
-    inside.spawn(one.decode, over.wait())  # as if a fetch was being ended
-    closing = asyncio.ensure_future(one.decode.aclose(drain=False))
-    await asyncio.sleep(0.1)
-    may.set()
-    await asyncio.sleep(1)
-    assert not inside.entry(offer).superseded
-    assert not other.done
-    over.set()
-    await closing
-    offer.extend([1, 2], tokens=TOKENS)
-    offer.ready()
-    offer.finish()
-    await other
 
 
 @pytest.mark.parametrize("how", ["declined", "fetched in vain"])
@@ -246,7 +210,7 @@ async def test_a_worker_that_closes_takes_no_request_over(one):
 async def test_a_claim_ends_with_what_ends_its_request(one, how):
     await one.pair()
     offer = one.prefill.offer("r", [1, 2], tokens=8)
-    one.decode.claim(one.ticket("r"))
+    claim = one.decode.claim(one.ticket("r"))
     await one.until(lambda: frames(one.prefill, "Claim"))
     if how == "declined":
         await one.decode.decline(one.ticket("r"))
@@ -258,6 +222,10 @@ async def test_a_claim_ends_with_what_ends_its_request(one, how):
     await asyncio.sleep(100)
     assert frames(one.prefill, "Claim") == before
     assert one.decode.describe()["claims"] == 0
+    again = one.decode.claim(one.ticket("r"))
+    claim.close()  # which is over
+    assert one.decode.describe()["claims"] == 1
+    again.close()
 
 
 @virtual
@@ -332,19 +300,18 @@ async def test_claims_are_renewed_soon_after_a_rank_was_away(one, away):
 async def test_withdraw(stage, source, target, route, state):
     prefill, decode = await stage.pair(source, target, route=route)
     ticket = prefill.engine.ticket("r")
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=state == "waiting")
     untouched = Copied(target)
     transfer = None
+    if state == "in flight":
+        offer, transfer = await stage.in_flight(prefill, decode)
+    else:
+        offer = prefill.offer("r", [1, 2], tokens=8, streaming=state == "waiting")
     if state == "claimed":
         decode.claim(ticket)
         await parked(prefill, "Claim")
     elif state == "waiting":
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
         await eventually(lambda: inside.knows_layers(transfer) and frames(decode, "Accept"))
-    elif state == "in flight":
-        stage.network.hold("*")
-        transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
-        await eventually(lambda: stage.network.held("*"))
     elif state == "released":
         await decode.fetch(ticket, [1, 2], tokens=TOKENS)
         await offer.released()
@@ -419,7 +386,7 @@ async def test_another_decode_engine_takes_over(stage, source, target):
     await quiet(prefill, first, second)
 
 
-async def test_an_id_is_used_once(stage, source, target, monkeypatch):
+async def test_an_id_is_used_once_and_fits_a_ticket(stage, source, target, monkeypatch):
     monkeypatch.setattr("kvxfer.config._MANY", 1)
     prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
     offer = prefill.offer("r", [1], tokens=4)
@@ -437,13 +404,11 @@ async def test_an_id_is_used_once(stage, source, target, monkeypatch):
     await decode.fetch(prefill.engine.ticket("r", attempt=1), [2], tokens=range(4), timeout=5)
     copied.check()
     await again.released()
-
-
-async def test_an_offer_needs_an_id_that_fits_a_ticket(pair):
+    before = prefill.describe()["offers"]
     for request_id, attempt in (("", 0), ("x" * 257, 0), ("r", -1)):
         with pytest.raises(RequestError, match="no ticket can be made"):
-            pair[0].offer(request_id, [1], tokens=4, attempt=attempt)
-    assert pair[0].describe()["offers"] == 0
+            prefill.offer(request_id, [1], tokens=4, attempt=attempt)
+    assert prefill.describe()["offers"] == before
 
 
 async def test_tickets_that_were_forged_cut_or_edited(pair):

@@ -10,11 +10,6 @@ from kvxfer import BlockingWorker, ClosedError, Config
 from kvxfer.fabric.loopback import LoopbackTransport
 
 
-async def fetched(prefill, decode, request="r"):
-    prefill.offer(request, [1, 2], tokens=8)
-    return await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8), timeout=10)
-
-
 def session(worker):
     (peer,) = worker.describe()["peers"]
     return peer
@@ -24,8 +19,8 @@ def session(worker):
 async def test_a_session_says_what_was_moved_on_which_route(stage, route):
     mapped = route == "mapped"
     prefill, decode = await stage.pair(Cache(shared=mapped), Cache(shared=mapped), route=route)
-    await fetched(prefill, decode)
-    result = await fetched(prefill, decode, "s")
+    await stage.bring(prefill, decode)
+    result, _ = await stage.bring(prefill, decode, "s")
     await quiet(prefill, decode)
     assert result.stats.bytes > 0
     for worker in (prefill, decode):
@@ -55,12 +50,10 @@ async def test_a_transfer_that_waits_is_shown_on_both_sides_until_it_ends(stage)
 
 async def test_what_bounds_are_used_up_is_said(stage):
     prefill, decode = await stage.pair(Cache(), Cache(), route="direct")
-    await fetched(prefill, decode)
-    stage.network.hold("*")
-    prefill.offer("s", [1, 2], tokens=8)
-    bringing = decode.start_fetch(prefill.engine.ticket("s"), [3, 4], tokens=range(8))
+    await stage.bring(prefill, decode)
+    _, bringing = await stage.in_flight(prefill, decode, request="s")
     waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4))
-    await eventually(lambda: stage.network.held("*") and prefill.describe()["parked"])
+    await eventually(lambda: prefill.describe()["parked"])
     said = {name: prefill.describe()[name] for name in ("streams", "handshakes", "parked", "places", "sent_in_doubt")}
     assert said == {"streams": 1, "handshakes": 0, "parked": 1, "places": 2, "sent_in_doubt": 0}
     assert decode.describe()["streams"] == 0, "it has opened the only one"

@@ -6,7 +6,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from stage import SOON, Cache, Copied, awake, eventually, is_quiet, quarantined, quiet
+from stage import SOON, Cache, Copied, awake, eventually, frames, is_quiet, quarantined, quiet
 
 from kvxfer import (
     BlocksError,
@@ -34,8 +34,8 @@ def route(request):
     return request.param
 
 
-async def works(prefill, decode, source, target, offer):
-    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+async def works(stage, prefill, decode, offer):
+    copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
     await decode.fetch(prefill.engine.ticket(offer.request), [3, 4], tokens=TOKENS, timeout=5)
     copied.check()
     assert isinstance(await offer.released(), Released)
@@ -44,19 +44,15 @@ async def works(prefill, decode, source, target, offer):
 
 async def begin(stage, prefill, decode, step) -> Any:
     """A fetch brought to a step of its life."""
-    offer = None
-    if step != "parked":
-        offer = prefill.offer("r", [1, 2], tokens=8, streaming=step == "accepted")
     if step == "in flight":
-        stage.network.hold("*")
+        return await stage.in_flight(prefill, decode)
+    if step == "accepted":
+        offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})
+        await eventually(lambda: frames(decode, "Accept"))
+        return offer, transfer
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    reached = {
-        "parked": lambda: prefill.describe()["sending"],
-        "accepted": lambda: decode.describe()["metrics"]["frames_received"].get("Accept"),
-        "in flight": lambda: stage.network.held("*"),
-    }
-    await eventually(reached[step])
-    return offer, transfer
+    await eventually(lambda: prefill.describe()["sending"])
+    return None, transfer
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -88,7 +84,7 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
     elif step == "accepted":
         offer.ready()
         offer.finish()
-    await works(prefill, decode, source, target, offer)
+    await works(stage, prefill, decode, offer)
 
 
 async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monkeypatch):
@@ -124,11 +120,11 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     with pytest.raises(BlocksError):
         decode.offer("mine", [3], tokens=4)
     inside.cut(prefill)  # once more, while the answer is outstanding
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Accept"] == 1)
+    await eventually(lambda: frames(decode, "Accept") == 1)
     stage.network.release("*")
     async with asyncio.timeout(30):
         await caught.value.settled()
-    await works(prefill, decode, source, target, offer)
+    await works(stage, prefill, decode, offer)
 
 
 @pytest.mark.parametrize("returns", ["before the doubt", "in the doubt"])
@@ -175,7 +171,7 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
     inside.cut(prefill)
     await eventually(lambda: len(inside.sessions(prefill) - old) == len(inside.sessions(decode) - old) == 1)
     if route != "pull":  # there the question is put when our own reads have ended
-        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
+        await eventually(lambda: frames(prefill, "Cancel"))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not withdrawing.done()
@@ -189,12 +185,10 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
 
 async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="staged")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await works(prefill, decode, source, target, offer)
+    await stage.bring(prefill, decode)
     inside.cut(prefill)
     await eventually(lambda: not prefill.describe()["fabric"]["lanes"] and not inside.sessions(decode))
-    offer = prefill.offer("s", [1, 2], tokens=8)
-    await works(prefill, decode, source, target, offer)
+    await stage.bring(prefill, decode, "s")
 
 
 @pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
@@ -231,14 +225,13 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
     await closing
     await quiet(prefill)
     # the claim is kept: somebody else may fetch it
-    other = Cache()
-    second = await stage.worker("second", other)
+    second = await stage.worker("second", Cache())
     if offer is None:
         offer = prefill.offer("r", [1, 2], tokens=8)
     elif step == "accepted":
         offer.ready()
         offer.finish()
-    await works(prefill, second, source, other, offer)
+    await works(stage, prefill, second, offer)
 
 
 async def test_the_decode_worker_vanishes_for_good(stage, source, target):
@@ -291,16 +284,11 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
     others = Copied(target)
     offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(4)]
     broken = decode.start_fetch(prefill.engine.ticket("r0"), [8], tokens=range(4))
+    how = {"at the post": "at_post", "bytes linger": "lingers", "disconnected": "disconnected"}.get(after)
     if after == "before posting":
         stage.network.refuse_next(far)
-    elif after == "after some bytes":
-        stage.network.break_next(far, after_bytes=24)
-    elif after == "at the post":
-        stage.network.break_next(far, after_bytes=24, at_post=True)
-    elif after == "bytes linger":
-        stage.network.break_next(far, after_bytes=24, lingers=True)
     else:
-        stage.network.break_next(far, after_bytes=24, disconnected=True)
+        stage.network.break_next(far, after_bytes=24, **({how: True} if how else {}))
     with pytest.raises(fails) as caught:
         async with asyncio.timeout(30):
             await broken
@@ -329,11 +317,9 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
         await eventually(lambda: not quarantined(prefill, "send"))
 
 
-@pytest.mark.parametrize("then", ["rebuilds", "closes"])
+@pytest.mark.parametrize(("route", "then"), [("direct", "rebuilds"), ("direct", "closes"), ("staged", "goes on")])
 async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, source, target, route, then):
     prefill, decode = await stage.pair(source, target, route=route, **{**SOON, "no_progress_timeout": 0.2})
-    if route == "pull":
-        pytest.skip("there the decode rank posts")
     inside.keep_agent(prefill)  # not yet
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
@@ -344,53 +330,49 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
     stage.network.mend("decode")
     stage.network.release("decode")  # or nothing more would end
     assert not offer.wait_end().done()  # it is live: somebody may fetch it again
-    if route == "direct":
-        await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
-        with pytest.raises(MemoryInDoubt) as caught:
-            await offer.released()
-        with pytest.raises(BlocksError, match="may still read it"):
-            prefill.offer("s", [1], tokens=4)
-        settling = asyncio.create_task(caught.value.settled())
-        if then == "closes":
-            await prefill.aclose(drain=False)
-            with pytest.raises(ClosedError, match="never reuse its blocks"):
-                await settling
-        else:
-            inside.consider_rebuilding(prefill)
-            async with asyncio.timeout(3):
-                await settling
-            await eventually(lambda: prefill.describe()["metrics"]["agents_rebuilt"] == 1)
-            prefill.offer("s", [1], tokens=4)
-    else:  # the post read the staging extent, not the blocks
-        await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
+    await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
+    if route == "staged":  # the post read the staging extent, not the blocks
         assert isinstance(await offer.released(), Released)
+        return
+    with pytest.raises(MemoryInDoubt) as caught:
+        await offer.released()
+    with pytest.raises(BlocksError, match="may still read it"):
+        prefill.offer("s", [1], tokens=4)
+    settling = asyncio.create_task(caught.value.settled())
+    if then == "closes":
+        await prefill.aclose(drain=False)
+        with pytest.raises(ClosedError, match="never reuse its blocks"):
+            await settling
+    else:
+        inside.consider_rebuilding(prefill)
+        async with asyncio.timeout(3):
+            await settling
+        await eventually(lambda: prefill.describe()["metrics"]["agents_rebuilt"] == 1)
+        prefill.offer("s", [1], tokens=4)
 
 
 async def test_a_late_result_is_dropped_and_counted(stage, source, target):
     from kvxfer.protocol.messages import Arrived, KvAgentResult, Status
 
     prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await works(prefill, decode, source, target, offer)
+    await stage.bring(prefill, decode)
     inside.session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
     inside.session(prefill).send(Arrived(2, 1), Arrived(99, 1))
     await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 4)
-    offer = prefill.offer("s", [1, 2], tokens=8)
-    await works(prefill, decode, source, target, offer)
+    await stage.bring(prefill, decode, "s")
 
 
 # --- over TCP the target moves the data: it has to help, also with what it waits for no more
 
 
+@pytest.mark.parametrize("route", ["staged", "direct"])
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
 async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_writes(
     stage, source, target, route, how
 ):
     """Under the grant of `Fetch` it may be writing, though nobody waits for its answer any more."""
-    if route == "pull":
-        pytest.skip("there the decode rank moves the bytes")
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=30, grant_lease=30)
-    await prefill_brings(prefill, decode, "first")
+    await stage.bring(prefill, decode, "first")
     await quiet(prefill)
     stage.network.need_target("decode")
     prefill.offer("r", [1], tokens=4)
@@ -409,20 +391,18 @@ async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_
     assert not awake(decode), "and no longer than that"
 
 
+@pytest.mark.parametrize("route", ["staged", "direct"])
 @pytest.mark.parametrize("anew", [False, True])
 async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, target, no_locks, route, anew):
     """What the prefill rank gave up meanwhile ends when the decode rank goes on, or with the agents of both."""
-    if route == "pull":
-        pytest.skip("there the decode rank moves the bytes")
     times = {"no_progress_timeout": 0.2, "revoke_timeout": 20.0}
     prefill, decode = await stage.pair(source, target, route=route, **times)
-    await prefill_brings(prefill, decode, "first")
+    await stage.bring(prefill, decode, "first")
     stage.network.need_target("decode")
     paused = True
     target_side = inside.transport(decode)
     progress, target_side.progress = target_side.progress, lambda: None if paused else progress()
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    offer, transfer = stage.begin(prefill, decode)
     await eventually(lambda: prefill.describe()["sent_in_doubt"])
     if anew:  # as when it is crowded
         inside.rebuild(prefill, answered=True)
@@ -438,12 +418,6 @@ async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, targ
         await eventually(lambda worker=worker: worker.describe()["agent"]["rebuilt"] == anew)
     assert not prefill.describe()["sent_in_doubt"]
     paused = False
-    await prefill_brings(prefill, decode, "after")
+    await stage.bring(prefill, decode, "after", ids=(5,), into=(7,), tokens=range(4))
     await offer.withdraw()
     await quiet(prefill, decode)
-
-
-async def prefill_brings(prefill, decode, request):
-    offer = prefill.offer(request, [5], tokens=4)
-    await decode.fetch(prefill.engine.ticket(request), [7], tokens=range(4), timeout=5)
-    assert isinstance(await offer.released(), Released)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from stage import KEY, Cache, Copied, eventually, quiet
+from stage import KEY, Cache, Copied, eventually, frames, quiet
 
 from kvxfer import Interleave, MismatchError, Released, TicketError, UnreachableError
 from kvxfer.tickets import Issuer
@@ -51,19 +51,21 @@ async def test_heads_are_divided_and_every_offer_is_released(stage, theirs, ours
     assert card.world == theirs
 
 
-async def test_a_rank_from_which_nothing_is_needed_may_be_away(stage):
-    sources = [Cache(layers=[0]), Cache(layers=[1])]
-    target = Cache(layers=[1])
-    prefill, _ = await stage.engine("prefill", sources)
-    decode = await stage.worker("decode", target)
+async def test_a_rank_may_be_away_from_which_nothing_is_needed_and_else_fails_the_fetch_by_its_name(stage):
+    prefill, _ = await stage.engine("prefill", [Cache(layers=[0]), Cache(layers=[1])])
+    needs_it = await stage.worker("needs-it", Cache(layers=[0, 1]))
+    needs_none = await stage.worker("needs-none", Cache(layers=[1]))
     offer = prefill[1].offer("r", [1], tokens=4)
-    ticket = prefill[1].engine.ticket("r")
+    away = prefill[0].card.endpoint
     await prefill[0].aclose()
-    copied = Copied(target).bring(sources[1], [1], [2], range(4))
-    await decode.fetch(ticket, [2], tokens=range(4), timeout=5)
-    copied.check()
-    assert isinstance(await offer.released(), Released)
-    await quiet(prefill[1], decode)
+    untouched = Copied(stage.caches[needs_it])
+    with pytest.raises(UnreachableError) as caught:
+        await needs_it.fetch(offer.ticket, [2], tokens=range(4), timeout=5)
+    assert caught.value.peer == away
+    untouched.check()
+    await stage.bring(prefill[1], needs_none, "s")
+    await offer.withdraw()
+    await quiet(prefill[1], needs_it, needs_none)
 
 
 async def test_a_rank_whose_tokens_are_those_of_another_decode_rank_may_be_away(stage):
@@ -86,23 +88,6 @@ async def test_a_rank_whose_tokens_are_those_of_another_decode_rank_may_be_away(
         await decode[0].fetch(ticket, [2, 0], tokens=range(5, 14), timeout=5)
     await offer.withdraw()
     await quiet(prefill[1], *decode)
-
-
-async def test_a_rank_that_is_needed_and_away_fails_the_fetch_by_its_name(stage):
-    sources, target = [Cache(layers=[0]), Cache(layers=[1])], Cache(layers=[0, 1])
-    prefill, _ = await stage.engine("prefill", sources)
-    decode = await stage.worker("decode", target)
-    offer = prefill[1].offer("r", [1], tokens=4)
-    ticket = prefill[1].engine.ticket("r")
-    away = prefill[0].card.endpoint
-    await prefill[0].aclose()
-    untouched = Copied(target)
-    with pytest.raises(UnreachableError) as caught:
-        await decode.fetch(ticket, [2], tokens=range(4), timeout=5)
-    assert caught.value.peer == away
-    untouched.check()
-    await offer.withdraw()
-    await quiet(prefill[1], decode)
 
 
 async def test_nothing_goes_before_join(stage):
@@ -139,24 +124,17 @@ async def test_join_refuses_what_is_not_its_engine(stage):
     assert prefill[0].engine.ticket("r") == Issuer(card, KEY).ticket("r")
 
 
-async def test_a_decode_rank_that_declines_alone_does_not_free_the_others_blocks(stage):
+@pytest.mark.parametrize("fetches", [False, True], ids=["declines alone", "fetches"])
+async def test_each_rank_releases_for_itself(stage, fetches):
+    """Else the blocks of the others would be free."""
     prefill, decode, sources, targets, _ = await engines(stage, split(1), split(2))
     offer = prefill[0].offer("r", [0, 1], tokens=8)
-    ticket = prefill[0].engine.ticket("r")
-    await decode[0].decline(ticket)
-    copied = Copied(targets[1]).bring(sources[0], [0, 1], [3], range(8))
-    await decode[1].fetch(ticket, [3], tokens=range(8), timeout=5)
-    copied.check()
-    assert isinstance(await offer.released(), Released)
-
-
-async def test_each_rank_releases_for_itself(stage):
-    prefill, decode, _, _, _ = await engines(stage, split(1), split(2))
-    offer = prefill[0].offer("r", [0, 1], tokens=8)
-    ticket = prefill[0].engine.ticket("r")
-    await decode[0].fetch(ticket, [3], tokens=range(8), timeout=5)
-    await decode[0].decline(ticket)  # the same rank twice is one rank
-    await eventually(lambda: prefill[0].describe()["metrics"]["frames_received"].get("Release") == 2)
+    if fetches:
+        await decode[0].fetch(offer.ticket, [3], tokens=range(8), timeout=5)
+    await decode[0].decline(offer.ticket)  # the same rank twice is one rank
+    await eventually(lambda: frames(prefill[0], "Release") == 1 + fetches)
     assert not offer.wait_end().done()
-    await decode[1].fetch(ticket, [3], tokens=range(8), timeout=5)
+    copied = Copied(targets[1]).bring(sources[0], [0, 1], [3], range(8))
+    await decode[1].fetch(offer.ticket, [3], tokens=range(8), timeout=5)
+    copied.check()
     assert isinstance(await offer.released(), Released)

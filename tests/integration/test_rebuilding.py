@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import inside
 import pytest
-from stage import Cache, Copied, eventually, quarantined, quiet, written
+from stage import Cache, Copied, eventually, frames, quarantined, quiet, written
 
-from kvxfer import KvxferError, MemoryInDoubt, Released
-from kvxfer import worker as assembly
+from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
@@ -25,7 +24,7 @@ TIMES = {"peer_timeout": 0.4, "revoke_timeout": 2.0}
 def hosts(monkeypatch):
     """Every worker says that it is on a host of its own."""
     numbers = itertools.count()
-    monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(numbers)} pid:[1]")
+    inside.live_where(lambda: f"boot-{next(numbers)} pid:[1]", monkeypatch)
 
 
 @pytest.fixture
@@ -35,21 +34,9 @@ def other():
 
 async def in_flight(stage, victim, decode):
     """A fetch that is being written."""
-    stage.network.hold("decode")
-    victim.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(victim.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("decode"))
+    _, transfer = await stage.in_flight(victim, decode, "decode")
     stage.network.mend("decode")  # what comes from others is not held
     return transfer
-
-
-async def brings(prefill, decode, source, target, request, ids=(7, 8)):
-    """Another transfer, byte for byte."""
-    offer = prefill.offer(request, [5, 6], tokens=8)
-    copied = Copied(target).bring(source, [5, 6], list(ids), TOKENS)
-    await decode.fetch(prefill.engine.ticket(request), list(ids), tokens=TOKENS, timeout=5)
-    copied.check()
-    assert isinstance(await offer.released(), Released)
 
 
 async def company(stage, source, other, target, **config):
@@ -64,7 +51,7 @@ async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_writte
     stage, source, other, target, hosts, route
 ):
     victim, prefill, decode = await company(stage, source, other, target, route=route)
-    await brings(prefill, decode, other, target, "before")
+    await stage.bring(prefill, decode, "before")
     transfer = await in_flight(stage, victim, decode)
     inside.vanish(victim)
     with pytest.raises(KvxferError) as caught:
@@ -73,12 +60,12 @@ async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_writte
     assert transfer.memory_safe
     if route == "staged":
         assert decode.describe()["metrics"]["quarantined_bytes"], "the blocks are safe at once, the arena is not"
-    await brings(prefill, decode, other, target, "meanwhile")
+    await stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8))
     await quiet(decode)
     agent, metrics = decode.describe()["agent"], decode.describe()["metrics"]
     assert agent == {"rebuilt": 1, "wanted": 0, "paused": False}
     assert (metrics["agents_rebuilt"], metrics["quarantined_bytes"]) == (1, 0)
-    await brings(prefill, decode, other, target, "after", ids=(3, 4))
+    await stage.bring(prefill, decode, "after", (5, 6), (3, 4))
     kept, moved = target.clone(), len(stage.network.log)
     stage.network.release("*")
     assert len(stage.network.log) == moved, "bytes for the agent that was destroyed landed"
@@ -87,10 +74,7 @@ async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_writte
 
 async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="pull", **TIMES)
-    stage.network.hold("prefill")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held("prefill"))
+    offer, transfer = await stage.in_flight(prefill, decode, "prefill")
     inside.never_come_back(decode)
     inside.vanish(decode)
     inside.cut(prefill)
@@ -106,7 +90,7 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     stage, source, other, target, monkeypatch, said, no_locks
 ):
     if said == "nothing":
-        monkeypatch.setattr(assembly, "here", lambda: "")
+        inside.live_where(lambda: "", monkeypatch)
     victim, prefill, decode = await company(stage, source, other, target, route="staged")
     transfer = await in_flight(stage, victim, decode)
     inside.vanish(victim)
@@ -118,7 +102,7 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     assert quarantined(decode, "receive")
     inside.rebuild(decode)  # for another reason
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
-    await brings(prefill, decode, other, target, "after")
+    await stage.bring(prefill, decode, "after", (5, 6), (7, 8))
     assert quarantined(decode, "receive"), "and if it is done, it is no evidence"
 
 
@@ -141,10 +125,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     monkeypatch.setattr(doubt, "runs_on", lambda site, peer: True)
     for module in (receiver, sender):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
-    stage.network.hold(far)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: stage.network.held(far))
+    offer, transfer = await stage.in_flight(prefill, decode, far)
     inside.rebuild(poster)
     await eventually(lambda: poster.describe()["agent"]["rebuilt"])
     with pytest.raises(KvxferError) as raised:
@@ -200,19 +181,19 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
         inside.build_without(Capability.RENEWED, patch)
         prefill = await stage.worker("prefill", source, **TIMES)
     decode = await stage.worker("decode", target, **TIMES)
-    await brings(prefill, decode, source, target, "before")
+    await stage.bring(prefill, decode, "before")
     link = inside.session(decode)
     inside.rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     assert not link.is_open
-    await brings(prefill, decode, source, target, "after")
+    await stage.bring(prefill, decode, "after", (5, 6), (7, 8))
 
 
 async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, source, target, monkeypatch):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     with monkeypatch.context() as patch:
         kept = inside.hear_later(Role.SERVER, patch)
-        fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
+        fetching = asyncio.create_task(stage.bring(prefill, decode, "r"))
         await eventually(lambda: kept)
         inside.rebuild(decode)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
@@ -223,10 +204,10 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
 
 async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct")
-    await brings(prefill, decode, source, target, "before")
+    await stage.bring(prefill, decode, "before")
     inside.pause_grants(decode)
-    fetching = asyncio.create_task(brings(prefill, decode, source, target, "meanwhile"))
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
+    await eventually(lambda: frames(decode, "Want"))
     assert not written(decode)
     inside.resume_grants(decode)
     await fetching
@@ -234,7 +215,7 @@ async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stag
 
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
-    await brings(prefill, decode, source, target, "before")
+    await stage.bring(prefill, decode, "before")
     transfer = await in_flight(stage, prefill, decode)
     inside.rebuild(decode)
     with pytest.raises(KvxferError, match="being rebuilt"):
@@ -246,18 +227,23 @@ async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_ag
     await quiet(prefill, decode)
 
 
+async def breaks(stage, prefill, decode, request="r"):
+    """A fetch whose bytes are lost on their way: what has left may still land."""
+    _, transfer = stage.begin(prefill, decode, request, timeout=5)
+    stage.network.break_next("decode", disconnected=True)
+    with pytest.raises(KvxferError, match="was told to break"):
+        await transfer
+
+
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_writes_in_doubt_to_an_agent_that_is_no_more_keep_no_place(stage, source, target, hosts, route):
     """The peer lives, and nothing else would ever tell its prefill rank that they do not land."""
     prefill, decode = await stage.pair(source, target, route=route, max_transfers=2, **TIMES)
     for number in range(3):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        stage.network.break_next("decode", disconnected=True)
-        with pytest.raises(KvxferError, match="was told to break"):
-            await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=TOKENS, timeout=5)
+        await breaks(stage, prefill, decode, f"r{number}")
         await eventually(lambda: not prefill.describe()["sent_in_doubt"])
         assert decode.describe()["agent"]["rebuilt"] == number + 1
-    await brings(prefill, decode, source, target, "after")
+    await stage.bring(prefill, decode, "after", (5, 6), (7, 8))
     await quiet(prefill, decode)
     assert prefill.describe()["places"] == 0
 
@@ -273,7 +259,7 @@ async def test_nor_do_those_that_end_only_after_their_prefill_rank_was_told(
     transfer.cancel()
     with monkeypatch.context() as patch:
         patch.setattr(stage.network, "poll", lambda part: False)
-        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+        await eventually(lambda: frames(prefill, "Renewed"))
         assert prefill.describe()["sending"] == 1
     await eventually(lambda: not prefill.describe()["sending"])
     with pytest.raises((asyncio.CancelledError, MemoryInDoubt)):
@@ -289,13 +275,10 @@ async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
     """It may be written without an agent on its side, by ours as long as that lives, and by a copy between GPUs."""
     monkeypatch.setattr(sender, "runs_on", lambda *_: gpus)
     prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.break_next("decode", disconnected=True)
-    with pytest.raises(KvxferError, match="was told to break"):
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    await breaks(stage, prefill, decode)
     inside.rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
-    await brings(prefill, decode, source, target, "after")
+    await stage.bring(prefill, decode, "after", (5, 6), (7, 8))
     await eventually(lambda: prefill.describe()["sent_in_doubt"] == prefill.describe()["places"] == gpus)
     await eventually(lambda: bool(decode.describe()["arena"]["receive"].quarantined_bytes) == gpus)
 
@@ -306,11 +289,8 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
 ):
     """Both are, since the prefill rank knows that nothing else would tell, and each gate can be closed again."""
     prefill, decode = await stage.pair(source, target, route=route, **TIMES)
-    await brings(prefill, decode, source, target, "before")
-    prefill.offer("r", [1, 2], tokens=8)
-    stage.network.break_next("decode", disconnected=True)
-    with pytest.raises(KvxferError, match="was told to break"):
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    await stage.bring(prefill, decode, "before")
+    await breaks(stage, prefill, decode)
     await eventually(lambda: not prefill.describe()["sent_in_doubt"])
     await quiet(decode)
     assert not decode.describe()["arena"]["receive"].quarantined_bytes
@@ -318,7 +298,7 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
     async with asyncio.timeout(5):  # the prefill rank's mover gives the lock back a moment later, and says nothing
         while {await inside.gates_of(decode).revoke(number) for number in inside.free_gates(decode)} != {Revoked.IDLE}:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    await brings(prefill, decode, source, target, "after", ids=(3, 4))
+    await stage.bring(prefill, decode, "after", (5, 6), (3, 4))
 
 
 async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_made_anew(
@@ -327,13 +307,13 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
     """On one host the agent of the peer is not needed for it; so that one's end tells nothing alone."""
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     inside.keep_agent(prefill)
-    prefill.offer("r", [1], tokens=4)
+    _, transfer = stage.begin(prefill, decode, ids=(1,), into=(3,), tokens=range(4), timeout=5)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     stage.network.refuse_next("decode")  # the write that would tell that all before it has ended
     with pytest.raises(KvxferError, match="was told to break"):
-        await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
+        await transfer
     inside.rebuild(decode)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    await eventually(lambda: frames(prefill, "Renewed"))
     assert prefill.describe()["sent_in_doubt"] == 1
     assert decode.describe()["arena"]["receive"].quarantined_bytes
     inside.consider_rebuilding(prefill)
@@ -348,21 +328,19 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     """One stream is dead for the decode rank alone; the other one, of fetches the other way, is well."""
     slow = {**TIMES, "peer_timeout": 20.0}
     prefill, decode = await stage.pair(source, target, route="staged", prefill=slow, decode=TIMES)
-    await brings(prefill, decode, source, target, "there")
-    await brings(decode, prefill, target, source, "and back")
+    await stage.bring(prefill, decode, "there")
+    await stage.bring(decode, prefill, "and back")
     late = inside.keep_gathers(monkeypatch)  # a large plan, in a thread
-    prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    _, transfer = stage.begin(prefill, decode)
     await eventually(lambda: late)
     monkeypatch.undo()
-
     inside.never_come_back(decode)
     (link,) = (link for link in inside.sessions(decode) if link.role is Role.CLIENT)
     stream = inside.lose_unheard(link)
     with pytest.raises(KvxferError):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not quarantined(decode, "receive"))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    await eventually(lambda: frames(prefill, "Renewed"))
     moved = len(stage.network.log)
     for gather in late:
         gather()

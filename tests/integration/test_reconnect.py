@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 from inside import cut, cut_session, cut_unheard, session, sessions, when_connected
-from stage import DEFAULTS, SOON, Cache, Copied, Gate, awake, eventually, quiet
+from stage import SOON, Cache, Gate, awake, eventually, frames, quiet
 from stored import Converted, Stored
 
-from kvxfer import Config, PeerLostError, Released, Worker
+from kvxfer import PeerLostError, Released
 from kvxfer.testing import LoopbackTransport
 
 
@@ -32,38 +32,27 @@ class Slow(LoopbackTransport):
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
     """The connection of the session before must not be ended under the next one."""
-    caches = {"prefill": Cache(), "decode": Cache(layout="HND")}
-    workers, transports = {}, {}
-    for name, cache in caches.items():
-        transports[name] = Slow(name, stage.network)
-        worker = Worker(cache.tensors, Config(**DEFAULTS, engine=name, route=route), transport=transports[name])
-        workers[name] = await worker.__aenter__()
-        stage.stack.push_async_callback(worker.aclose, drain=False)
-    prefill, decode = workers["prefill"], workers["decode"]
-    slow = transports["decode" if route == "pull" else "prefill"]
-    for other in transports.values():
-        if other is not slow:
-            other.begun.set()
-    prefill.offer("r0", [1, 2], tokens=8)
-    prefill.offer("r1", [1, 2], tokens=8)
-    first = decode.start_fetch(prefill.engine.ticket("r0"), [3, 4], tokens=range(8), timeout=5)
+    transports = [Slow(name, stage.network) for name in ("prefill", "decode")]
+    prefill, decode = [
+        await stage.worker(transport.name, Cache(), transport=transport, route=route) for transport in transports
+    ]
+    slow, other = transports[:: -1 if route == "pull" else 1]
+    other.begun.set()
+    _, first = stage.begin(prefill, decode, "r0", timeout=5)
     await eventually(slow.begun.is_set)
     before = session(prefill)
     cut(decode)
     with pytest.raises(PeerLostError):
         await first
     await eventually(lambda: before not in sessions(prefill))
-    second = decode.start_fetch(prefill.engine.ticket("r1"), [5, 6], tokens=range(8), timeout=5)
+    bringing = asyncio.create_task(stage.bring(prefill, decode, "r1", into=(5, 6)))
     mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Want")}[route]
-    await eventually(lambda: mover.describe()["metrics"]["frames_received"].get(frame, 0) > 1)
+    await eventually(lambda: frames(mover, frame) > 1)
     await asyncio.sleep(0)  # now it asks for the connection
-    copied = Copied(caches["decode"]).bring(caches["prefill"], [1, 2], [5, 6], range(8))
     slow.go_on.set()
-    await second
-    copied.check()
+    await bringing
     for number in range(2, 4):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5, 6], tokens=range(8), timeout=5)
+        await stage.bring(prefill, decode, f"r{number}")
 
 
 async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(stage):
@@ -82,15 +71,13 @@ async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(
 async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
     """Route `pull`: the reader had not begun, and says so when it is back."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    never = Gate()
-    fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5, after=never)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0))
+    offer, fetch = stage.begin(prefill, decode, timeout=5, after=Gate())
+    await eventually(lambda: frames(decode, "Want"))
     cut(decode)
     with pytest.raises(PeerLostError):
         await fetch
     assert fetch.memory_safe
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
+    await eventually(lambda: frames(prefill, "Cancel"))
     await eventually(lambda: not prefill.describe()["sending"])
     assert not awake(decode), "nothing of it is left here, and the answer is not heard"
     await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8), timeout=5)
@@ -103,12 +90,11 @@ async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route, **SOON)
-    prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("*")
-    fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Accept", 0))
+    _, fetch = stage.begin(prefill, decode, timeout=5)
+    await eventually(lambda: frames(decode, "Accept"))
     if route == "staged":  # on others `Fetch` has granted all
-        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0))
+        await eventually(lambda: frames(prefill, "Reserve"))
     cuts = []
 
     def cut_twice(link):

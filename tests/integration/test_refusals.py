@@ -90,7 +90,7 @@ async def test_refused_when_a_worker_opens(stage, case):
         assert word in str(caught.value)
 
 
-MEETING = {
+DIFFERENT = {
     "dtype": (kv(), kv(dtype=torch.int32), {"default/k.dtype": ("int32", "float32")}),
     "dtype of another size": (kv(), kv(dtype=HALF), {"default/v.dtype": ("bfloat16", "float32")}),
     "dim": (kv(), kv(dim=16), {"default/k.dim": ("16", "8")}),
@@ -104,7 +104,9 @@ MEETING = {
         [*kv(), *latent(group="draft", dtype=HALF)],
         {"draft.dtype": ("bfloat16", "float32")},
     ),
-    # what this rank needs and nobody has
+}
+"""Facts on which both must agree: either refuses the other."""
+MISSING = {
     "latents against K and V": (latent(), kv(), {"default/k": ("held", "only default")}),
     "a group": (kv(), [*kv(), *state()], {"state": ("held", "only default/k, default/v")}),
     "a group of another name": (kv(group="a"), kv(group="b"), {"b/v": ("held", "only a/k, a/v")}),
@@ -114,6 +116,11 @@ MEETING = {
     "heads": (kv(range(2)), kv(range(4)), {"default/v.heads": ("0..3", "0..1")}),
     "tokens": (latent(tokens=Interleave(0, 2, 4)), latent(), {"default.tokens": ("all", "part 0 of 2 in turns of 4")}),
 }
+"""What the decode rank needs, and nobody has."""
+
+
+async def workers(stage, theirs, ours):
+    return [await stage.worker(name, None, tensors=given) for name, given in (("prefill", theirs), ("decode", ours))]
 
 
 async def refused(prefill, decode) -> MismatchError:
@@ -131,16 +138,17 @@ def ids(worker):
     return {group: [1] for group in geometry(worker).groups}
 
 
-@pytest.mark.parametrize("case", MEETING)
-async def test_refused_when_two_workers_meet(stage, case):
-    theirs, ours, fields = MEETING[case]
-    prefill = await stage.worker("prefill", None, tensors=theirs)
-    decode = await stage.worker("decode", None, tensors=ours)
+@pytest.mark.parametrize("case", [*DIFFERENT, *MISSING])
+async def test_refused_when_two_workers_meet(stage, case, caplog):
+    theirs, ours, fields = (DIFFERENT | MISSING)[case]
+    prefill, decode = await workers(stage, theirs, ours)
     error = await refused(prefill, decode)
     for name, (here, there) in fields.items():
         assert error.fields[name] == (here, there)
         for word in (name, here, there):
             assert word in str(error)
+        in_their_log = f"{name}: {there!r} here, {here!r} there"
+        await eventually(lambda said=in_their_log: case in MISSING or said in caplog.text)
 
 
 SETTINGS = {
@@ -183,17 +191,13 @@ async def test_a_chunk_that_no_side_has_room_for_is_refused_with_all_of_its_grou
 
 async def test_the_size_of_staged_chunks_is_nothing_to_a_pair_that_does_not_stage(stage):
     settings = {"arena_bytes": 0, "route": "direct", "chunk_bytes": 512}
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **settings)
-    prefill.offer("r", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
+    await stage.bring(*await stage.pair(Cache(), Cache(layout="HND"), **settings))
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 async def test_refused_for_settings_when_two_workers_meet(stage, case):
     theirs, ours, fields = SETTINGS[case]
-    prefill = await stage.worker("prefill", Cache(), **theirs)
-    decode = await stage.worker("decode", Cache(), **ours)
-    error = await refused(prefill, decode)
+    error = await refused(*await stage.pair(Cache(), Cache(), prefill=theirs, decode=ours))
     assert error.fields == fields
     for pair in fields.values():
         for word in pair:
@@ -212,8 +216,7 @@ FINE = {
 @pytest.mark.parametrize("case", FINE)
 async def test_what_can_be_copied_is_not_refused(stage, case):
     theirs, ours = FINE[case]
-    prefill = await stage.worker("prefill", None, tensors=theirs)
-    decode = await stage.worker("decode", None, tensors=ours)
+    prefill, decode = await workers(stage, theirs, ours)
     offer = prefill.offer("r", {group: [1] if group == "state" else [1, 2] for group in ids(prefill)}, tokens=4)
     await decode.fetch(prefill.engine.ticket("r"), ids(decode), tokens=range(4), timeout=5)
     await offer.released()
@@ -230,11 +233,10 @@ async def test_null_blocks_may_differ(stage):
 # peers that name no facts: the plan itself is what refuses
 
 
-@pytest.mark.parametrize("case", [name for name, (_, _, fields) in MEETING.items() if "held" not in str(fields)][:8])
+@pytest.mark.parametrize("case", list(DIFFERENT)[:8])
 async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
-    theirs, ours, fields = MEETING[case]
-    prefill = await stage.worker("prefill", None, tensors=theirs)
-    decode = await stage.worker("decode", None, tensors=ours)
+    theirs, ours, fields = DIFFERENT[case]
+    prefill, decode = await workers(stage, theirs, ours)
     for worker in (prefill, decode):
         compare_no_facts(worker)
     error = await refused(prefill, decode)
@@ -259,8 +261,7 @@ def said_there(caplog) -> str:
 
 
 async def test_a_peer_whose_description_contradicts_itself_is_refused(stage):
-    prefill = await stage.worker("prefill", Cache())
-    decode = await stage.worker("decode", Cache())
+    prefill, decode = await stage.pair(Cache(), Cache())
     tell(prefill, lambda told: AgentBody(told.fabric, told.metadata, [*told.tensors, told.tensors[0]], told.staging))
     error = await refused(prefill, decode)
     assert "the same coordinates are given twice" in str(error)

@@ -30,13 +30,9 @@ def received(worker):
 @pytest.mark.parametrize("tokens", [range(8), range(2, 8), range(6), range(3, 6), range(1, 2)], ids=str)
 @pytest.mark.parametrize("chunk_bytes", ["1KiB", "2KiB"])
 async def test_gaps_of_chunks_bring_nothing(stage, tokens, chunk_bytes):
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes=chunk_bytes)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="staged", chunk_bytes=chunk_bytes)
     fill(prefill)
-    prefill.offer("r", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], tokens)
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=tokens, timeout=20)
-    copied.check()
+    await stage.bring(prefill, decode, tokens=tokens, offered={"tokens": 8})
     assert MARK not in received(decode)
     await quiet(prefill, decode)
 

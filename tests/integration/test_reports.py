@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from inside import before_connecting, begin_copies_by, cut, mover, take_all
-from stage import Cache, Gate, eventually
+from stage import Cache, Gate, eventually, frames
 
 from kvxfer import Code, FailureReport, KvxferError, MemoryInDoubt, Step, TransferFailedError
 
@@ -80,14 +80,25 @@ class Scene:
     def start(self, ticket=None, **options):
         return self.decode.start_fetch(ticket or self.ticket, INTO, tokens=TOKENS, **options)
 
-    async def heard(self, kind, count=1):
-        await eventually(lambda: self.decode.describe()["metrics"]["frames_received"].get(kind, 0) >= count)
+    async def heard(self, kind):
+        await eventually(lambda: frames(self.decode, kind))
 
-    async def held(self, worker="*"):
-        await eventually(lambda: self.stage.network.held(worker))
+    async def moving(self, to="decode", **options):
+        """The same once its first bytes are on their way."""
+        self.stage.network.hold(to)
+        self.offers()
+        transfer = self.start(**options)
+        await self.held()
+        return transfer
 
-    def cut(self):
-        cut(self.decode)
+    async def held(self):
+        await eventually(lambda: self.stage.network.held("*"))
+
+    async def ended(self, transfer):
+        """It has, and what the network held goes on."""
+        await asyncio.wait([transfer.outcome])
+        self.stage.network.release("decode")
+        return transfer
 
 
 # --- nothing was asked
@@ -140,7 +151,7 @@ async def more_than_is_on_offer(scene):
 async def the_stream_is_cut_before_the_offer(scene):
     transfer = scene.start()
     await eventually(lambda: scene.prefill.describe()["sending"])
-    scene.cut()
+    cut(scene.decode)
     return transfer
 
 
@@ -191,10 +202,7 @@ async def a_post_that_is_refused(scene):
 
 @says(Said(Step.MOVING, Code.FABRIC, Step.MOVING, chunks=(1, 4)))
 async def a_later_post_that_is_refused(scene):
-    scene.stage.network.hold("decode")
-    scene.offers()
-    transfer = scene.start()
-    await scene.held()
+    transfer = await scene.moving()
     scene.stage.network.release("decode", posts=1)
     await eventually(lambda: [one for one in scene.decode.describe()["transfers"] if one["chunks_done"]])
     await scene.held()
@@ -205,9 +213,7 @@ async def a_later_post_that_is_refused(scene):
 
 @says(Said(Step.MOVING, Code.TIMEOUT, Step.MOVING, why=Code.TIMEOUT), revoke_timeout=1)
 async def bytes_that_do_not_arrive_in_time(scene):
-    scene.stage.network.hold("decode")
-    scene.offers()
-    transfer = scene.start(timeout=0.1)
+    transfer = await scene.moving(timeout=0.1)
     await eventually(lambda: scene.decode.describe()["metrics"]["frames_sent"].get("Cancel"))
     scene.stage.network.release("decode")
     return transfer
@@ -215,39 +221,25 @@ async def bytes_that_do_not_arrive_in_time(scene):
 
 @says(Said(Step.MOVING, Code.PEER_LOST, Step.MOVING))
 async def the_stream_is_cut_while_bytes_move(scene):
-    scene.stage.network.hold("decode")
-    scene.offers()
-    transfer = scene.start()
-    await scene.held()
-    scene.cut()
-    await asyncio.wait([transfer.outcome])
-    scene.stage.network.release("decode")
-    return transfer
+    transfer = await scene.moving()
+    cut(scene.decode)
+    return await scene.ended(transfer)
 
 
 @says(Said(Step.MOVING, Code.CLOSED, Step.MOVING, why=Code.CLOSED))
 async def the_decode_worker_closes(scene):
-    scene.stage.network.hold("decode")
-    scene.offers()
-    transfer = scene.start()
-    await scene.held()
+    transfer = await scene.moving()
     closing = asyncio.create_task(scene.decode.aclose(drain=False))
-    await asyncio.wait([transfer.outcome])
-    scene.stage.network.release("decode")
+    await scene.ended(transfer)
     await closing
     return transfer
 
 
 @says(Said(Step.MOVING, Code.IN_DOUBT, Step.MOVING, Code.CANCELLED, "direct", safe=(False, True)), route="direct")
 async def a_write_that_may_still_land(scene):
-    scene.stage.network.hold("decode")
-    scene.offers()
-    transfer = scene.start()
-    await scene.held()
+    transfer = await scene.moving()
     transfer.cancel()
-    await asyncio.wait([transfer.outcome])
-    scene.stage.network.release("decode")
-    return transfer
+    return await scene.ended(transfer)
 
 
 @says(
@@ -256,10 +248,7 @@ async def a_write_that_may_still_land(scene):
     decode={"revoke_timeout": 0.5},
 )
 async def a_read_that_does_not_end(scene):
-    scene.stage.network.hold("*")
-    scene.offers()
-    transfer = scene.start()
-    await scene.held()
+    transfer = await scene.moving("*")
     withdrawing = asyncio.create_task(scene.offer.withdraw())
     transfer.cancel()
     with pytest.raises(MemoryInDoubt) as caught:
@@ -353,8 +342,7 @@ async def test_each_of_many_has_a_report_of_its_own(stage):
 async def test_a_success_has_no_report(stage, caplog):
     caplog.set_level(logging.INFO, logger="kvxfer")
     prefill, decode = await stage.pair(Cache(), Cache())
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    offer, transfer = stage.begin(prefill, decode)
     await transfer
     await offer.released()
     assert transfer.report is None

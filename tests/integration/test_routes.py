@@ -8,7 +8,7 @@ import torch
 from inside import factor, learn, met, overdue, run_on, staging
 from stage import Cache, Copied, Gate, eventually, quiet
 
-from kvxfer import READY, Released, Span
+from kvxfer import READY, Span
 from kvxfer.protocol.messages import Route
 from kvxfer.runtime import ThreadRuntime
 
@@ -20,19 +20,15 @@ def route(request):
     return request.param
 
 
-async def move(prefill, decode, source, target, ids, into, tokens, *, offered=None, request="r", payload=b""):
-    """Offer, fetch, compare every byte, release, and see that nothing is left."""
-    offered = tokens.stop if offered is None else offered
-    copied = Copied(target).bring(source, ids, into, tokens)
+async def move(stage, prefill, decode, ids=(1, 2), into=(3, 4), tokens=range(8), **offered):
+    """Offer, fetch, compare every byte, release, and see that nothing is left. What both sides say of it."""
+    source = stage.caches[prefill]
     before = source.clone()
-    offer = prefill.offer(request, ids, tokens=offered, payload=payload)
-    result = await decode.fetch(prefill.engine.ticket(request), into, tokens=tokens, timeout=10)
-    copied.check()
-    ending = await offer.released()
-    assert isinstance(ending, Released)
+    result, ending = await stage.bring(prefill, decode, "r", ids, into, tokens, offered=offered)
     assert all(torch.equal(source.memory[layer], kept) for layer, kept in before.items())
     await quiet(prefill, decode)
-    return result, ending
+    (sent,) = ending.stats
+    return result, sent
 
 
 async def test_several_groups_and_state_without_tokens(stage, route):
@@ -67,25 +63,21 @@ class Elsewhen(ThreadRuntime):
 
 @pytest.mark.parametrize("ahead", ["prefill", "decode"])
 async def test_clocks_that_have_nothing_in_common(stage, route, ahead, monkeypatch):
-    caches = {name: Cache() for name in ("prefill", "decode")}
-    workers = {}
-    for name, cache in caches.items():
+    workers = []
+    for name in ("prefill", "decode"):
         run_on(Elsewhen if name == ahead else ThreadRuntime, monkeypatch)
-        workers[name] = await stage.worker(name, cache, route=route)
-    prefill, decode = workers.values()
-    result, ending = await move(prefill, decode, caches["prefill"], caches["decode"], [1, 2], [2, 3], range(8))
-    (sent,), got = ending.stats, result.stats
+        workers.append(await stage.worker(name, Cache(), route=route))
+    prefill, decode = workers
+    result, sent = await move(stage, prefill, decode)
+    got = result.stats
     for stats in (sent, got):
         assert 0 < stats.duration < 10
         assert 0 <= stats.queued <= stats.duration
         assert 0 <= stats.wire <= stats.duration
         assert stats.started <= stats.finished
     assert abs(got.started - sent.started) > 5e5
-    stage.network.hold("*")  # what is granted and not used yet is asked back
-    prefill.offer("held", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("held"), [2, 3], tokens=range(8))
-    await eventually(lambda: stage.network.held("*"))
-    transfer.cancel()
+    _, transfer = await stage.in_flight(prefill, decode, request="held")
+    transfer.cancel()  # what is granted and not used yet is asked back
     stage.network.release("*")
     with pytest.raises(asyncio.CancelledError):
         await transfer
@@ -94,21 +86,12 @@ async def test_clocks_that_have_nothing_in_common(stage, route, ahead, monkeypat
 
 
 @pytest.mark.parametrize("size", [0, 1, 65536])
-async def test_the_payload_arrives(stage, route, size):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
+async def test_both_ends_say_what_happened(stage, route, size):
+    prefill, decode = await stage.pair(Cache(blocks=32), Cache(blocks=32, layout="HND"), route=route)
     payload = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
-    result, _ = await move(prefill, decode, source, target, [1], [2], range(3), payload=payload)
-    assert result.payload == payload
-    assert result.request == "r"
-
-
-async def test_both_ends_say_what_happened(stage, route):
-    source, target = Cache(blocks=32), Cache(blocks=32, layout="HND")
-    prefill, decode = await stage.pair(source, target, route=route)
-    result, ending = await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(128))
-    (sent,), got = ending.stats, result.stats
-    nbytes = 2 * 2 * 128 * 4 * 8 * 4
+    result, sent = await move(stage, prefill, decode, range(32), range(32), range(128), payload=payload)
+    assert (result.payload, result.request) == (payload, "r")
+    got, nbytes = result.stats, 2 * 2 * 128 * 4 * 8 * 4
     assert sent.route == got.route == route
     assert route in sent.why
     assert sent.bytes == got.bytes == nbytes
@@ -155,26 +138,23 @@ async def test_both_ends_say_what_happened(stage, route):
     ids=str,
 )
 async def test_the_route_is_one_that_both_can(stage, prefill, decode, taken):
-    source, target = Cache(), Cache()
-    one, two = await stage.pair(source, target, prefill=prefill, decode=decode)
-    result, _ = await move(one, two, source, target, [1, 2], [3, 4], range(1, 8), offered=8)
+    one, two = await stage.pair(Cache(), Cache(), prefill=prefill, decode=decode)
+    result, _ = await move(stage, one, two, tokens=range(1, 8))
     assert result.stats.route == taken
 
 
 @pytest.mark.parametrize(("layout", "taken"), [("NHD", "direct"), ("HND", "staged")])
 async def test_auto_takes_few_large_pieces_one_by_one_and_stages_many_small_ones(stage, layout, taken):
     """At the first transfer of a pair, by the profile alone."""
-    many, source, target = list(range(128)), Cache(blocks=128), Cache(blocks=128, layout=layout)
     sizes = {"arena_bytes": "16MiB", "chunk_bytes": "1MiB"}
-    prefill, decode = await stage.pair(source, target, **sizes)
-    result, _ = await move(prefill, decode, source, target, many, many, range(512))
+    prefill, decode = await stage.pair(Cache(blocks=128), Cache(blocks=128, layout=layout), **sizes)
+    result, _ = await move(stage, prefill, decode, range(128), range(128), range(512))
     assert result.stats.route == taken
 
 
 async def test_an_untrusted_peer_is_told_no_address(stage):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, trust="none")
-    await move(prefill, decode, source, target, [1], [1], range(4))
+    prefill, decode = await stage.pair(Cache(), Cache(), trust="none")
+    await move(stage, prefill, decode)
     for worker in (prefill, decode):
         assert all(tensor.base == 0 for tensor in met(worker).body.tensors)
     arenas = [staging(worker, "receive") for worker in (prefill, decode)]
@@ -182,37 +162,15 @@ async def test_an_untrusted_peer_is_told_no_address(stage):
         assert any(arena.address <= entry.address < arena.address + arena.length for arena in arenas)
 
 
-async def test_a_fetch_waits_for_after_before_it_writes(stage, route):
-    from stage import Gate
-
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
-    copied, untouched = Copied(target).bring(source, [1, 2], [3, 4], range(8)), Copied(target)
-    prefill.offer("r", [1, 2], tokens=8)
-    gate = Gate()
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
-    other = prefill.offer("other", [0], tokens=4)
-    await decode.fetch(prefill.engine.ticket("other"), [0], tokens=range(4), after=READY)
-    await other.released()
-    untouched.bring(source, [0], [0], range(4)).check()
-    assert not transfer.done
-    gate.fired = True
-    await transfer
-    copied.bring(source, [0], [0], range(4)).check()
-
-
-async def test_an_offer_is_read_only_after_its_event(stage, route):
-    from stage import Gate
-
-    source, target = Cache(), Cache()
+@pytest.mark.parametrize("of", ["fetch", "offer"])
+async def test_nothing_is_read_or_written_before_its_event(stage, source, target, route, of):
     prefill, decode = await stage.pair(source, target, route=route)
     gate = Gate()
-    prefill.offer("r", [1, 2], tokens=8, after=gate)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
-    prefill.offer("other", [0], tokens=4)
-    await decode.fetch(prefill.engine.ticket("other"), [0], tokens=range(4))
+    _, transfer = stage.begin(prefill, decode, **({"after": gate} if of == "fetch" else {"offered": {"after": gate}}))
+    await stage.bring(prefill, decode, "other", [0], [0], range(4), after=READY)  # and nothing else has changed
     assert not transfer.done
-    source.memory[0] += 7  # prefill's last kernel
+    if of == "offer":
+        source.memory[0] += 7  # prefill's last kernel
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
     gate.fired = True
     await transfer
@@ -265,14 +223,11 @@ async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
 
 
 async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):
-    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
-    prefill, decode = await stage.pair(source, target)
-    many = list(range(64))
+    prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64, layout="HND"))
     for number in range(6):
-        offer = prefill.offer(f"r{number}", many, tokens=256)
         before = {route: factor(prefill, route) for route in Route}
-        result = await decode.fetch(prefill.engine.ticket(f"r{number}"), many, tokens=range(256), timeout=10)
-        (sent,) = (await offer.released()).stats
+        result, ending = await stage.bring(prefill, decode, f"r{number}", range(64), range(64), range(256))
+        (sent,) = ending.stats
         assert sent.predicted == result.stats.predicted > 0
         assert "ms predicted for direct" in result.stats.why
         route = Route[result.stats.route.upper()]
@@ -325,7 +280,5 @@ async def test_an_event_that_has_fired_is_not_waited_for(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
     ready = Gate()
     ready.fired = True
-    offer = prefill.offer("r", [1, 2], tokens=8, after=ready)
-    result = await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=10)
-    await offer.released()
+    result, _ = await stage.bring(prefill, decode, offered={"after": ready})
     assert factor(prefill, Route[result.stats.route.upper()]) != 1.0

@@ -7,7 +7,7 @@ import asyncio
 
 import inside
 import pytest
-from stage import Cache, Copied, extents, is_quiet
+from stage import Cache, Copied, extents, is_quiet, raised
 from standing import Standing
 from wire import virtual
 
@@ -49,9 +49,12 @@ async def rebuilt(play, worker):
     assert not worker.describe()["agent"]["paused"]
 
 
-async def raised(awaitable):
-    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
-    return outcome
+async def ends(play, copies, transfer):
+    """What stood still goes on, and brings its bytes."""
+    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+    copies.go()
+    await transfer
+    copied.check()
 
 
 async def quiet(play, *workers):
@@ -69,15 +72,12 @@ async def quiet(play, *workers):
 @virtual
 async def test_it_outlives_the_agent_and_brings_its_bytes(play, side, direction, who):
     copies, offer, transfer = await standing(play, side, direction)
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
     held = held_of(play, side)
     assert held
     await rebuilt(play, getattr(play, who))
     assert not transfer.done
     assert held_of(play, side) == held
-    copies.go()
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     assert isinstance(await offer.released(), Released)
     await quiet(play)
     await play.bring("after", ids=(5, 6), into=(9, 10))
@@ -100,11 +100,8 @@ async def test_no_agent_is_made_where_that_would_wait_for_it(play, monkeypatch, 
     await play.until(lambda: not worker.describe()["agent"]["paused"])
     assert not over
     assert worker.describe()["agent"]["rebuilt"] == 0
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
-    copies.go()
     ended = play.now
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     await play.until(lambda: over)
     assert over[0] - ended <= BOUNDS["rebuild"] + SLACK
     await quiet(play)
@@ -114,7 +111,7 @@ async def test_no_agent_is_made_where_that_would_wait_for_it(play, monkeypatch, 
 async def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(play):
     copies, _, transfer = await standing(play, "prefill", Direction.GATHER)
     await rebuilt(play, play.decode)
-    assert "try again" in str(await raised(transfer))
+    assert "try again" in str(await raised(transfer, KvxferError))
     assert transfer.memory_safe
     copies.holding = False
     copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
@@ -145,10 +142,7 @@ async def test_nobody_else_gets_its_memory_meanwhile(play, side, direction):
         if number == 12:
             await rebuilt(play, getattr(play, side))
     assert not any(a < b + m and b < a + n for a, n in ours for b, m in others - ours)
-    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
-    copies.go()
-    await transfer
-    copied.check()
+    await ends(play, copies, transfer)
     await quiet(play)
 
 
@@ -158,12 +152,11 @@ async def test_nobody_else_gets_its_memory_meanwhile(play, side, direction):
 async def test_an_offer_whose_blocks_it_reads_is_in_doubt_in_time(play, route, rebuild):
     copies, offer, transfer = await standing(play, "prefill", Direction.GATHER, route=route)
     began = play.now
-    ending = asyncio.ensure_future(raised(offer.withdraw()))
+    ending = asyncio.ensure_future(raised(offer.withdraw(), MemoryInDoubt))
     if rebuild:
         await rebuilt(play, play.prefill)
         assert copies.held
     outcome = await ending
-    assert isinstance(outcome, MemoryInDoubt), outcome
     assert BOUNDS["revoke"] - SLACK <= play.now - began <= BOUNDS["revoke"] + SLACK
     await rebuilt(play, play.prefill)
     settled = asyncio.ensure_future(outcome.settled())
@@ -171,8 +164,7 @@ async def test_an_offer_whose_blocks_it_reads_is_in_doubt_in_time(play, route, r
     assert not settled.done()
     with pytest.raises(BlocksError, match="may still read it"):
         play.prefill.offer("s", [1], tokens=4)
-    failure = await raised(transfer)
-    assert isinstance(failure, KvxferError), failure
+    failure = await raised(transfer, KvxferError)
     assert "withdrawn" in str(failure)
     assert transfer.memory_safe is (route == "staged")
     assert play.now - began <= 2 * BOUNDS["revoke"] + BOUNDS["rebuild"]
@@ -192,11 +184,10 @@ async def test_so_is_one_whose_fetch_was_cancelled_and_whose_lease_ran_out(play)
     copies, offer, transfer = await standing(play, "prefill", Direction.GATHER)
     transfer.cancel()
     began = play.now
-    assert isinstance(await raised(transfer), asyncio.CancelledError)
+    await raised(transfer, asyncio.CancelledError)
     assert transfer.memory_safe
     await play.decode.decline(play.ticket("other"))  # the stream lives
-    outcome = await raised(offer.released())
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(offer.released(), MemoryInDoubt)
     assert play.now - began <= BOUNDS["released_by_lease"] + SLACK
     copies.go()
     await outcome.settled()
@@ -210,12 +201,11 @@ async def test_so_is_one_whose_blocks_are_added_up(play):
     offer, transfer = play.prefill.offer("r", [1, 2], tokens=8), play.start("r")
     await play.until(lambda: copies.held)
     began = play.now
-    outcome = await raised(offer.withdraw())
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(offer.withdraw(), MemoryInDoubt)
     assert play.now - began <= BOUNDS["revoke"] + SLACK
     copies.go()
     await outcome.settled()
-    assert isinstance(await raised(transfer), KvxferError)
+    await raised(transfer, KvxferError)
     await quiet(play)
 
 
@@ -230,8 +220,7 @@ async def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_
         play.wire.cut()
     began = play.now
     transfer.cancel()
-    outcome = await raised(transfer)
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(transfer, MemoryInDoubt)
     assert "copy" in str(outcome)
     assert play.now - began <= BOUNDS["revoke"] + SLACK
     await rebuilt(play, play.decode)
@@ -266,12 +255,11 @@ async def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(play, side
     assert len(inside.leaked()) == before + 1
     assert not inside.holds_arena(worker)
     assert caplog.text.count("memory_leaked") == 1
-    outcome = await raised(offer.released() if side == "prefill" else transfer)
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(offer.released() if side == "prefill" else transfer, MemoryInDoubt)
     with pytest.raises(ClosedError, match="never reuse"):
         await outcome.settled()
     copies.go()  # into memory that is there for good
-    await raised(transfer)
+    await asyncio.gather(transfer, return_exceptions=True)
 
 
 @virtual
@@ -281,8 +269,7 @@ async def test_a_worker_that_closes_keeps_what_its_copy_writes_mapped_and_stays_
     mapped = inside.mapped_windows(play.prefill)
     assert len(mapped) == 1
     await play.prefill.aclose(drain=False)
-    outcome = await raised(transfer)
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(transfer, MemoryInDoubt)
     await asyncio.sleep(10 * TIMES["revoke_timeout"])
     assert not transfer.memory_safe
     assert inside.mapped_windows(play.prefill) == mapped
@@ -302,8 +289,7 @@ async def test_a_worker_that_closes_stays_inside_of_the_gate_of_a_post_that_it_l
     transfer = play.start("r")
     await play.until(lambda: play.network.held("decode"))
     await play.prefill.aclose(drain=False)
-    outcome = await raised(transfer)
-    assert isinstance(outcome, MemoryInDoubt), outcome
+    outcome = await raised(transfer, MemoryInDoubt)
     await asyncio.sleep(10 * TIMES["revoke_timeout"])
     assert not transfer.memory_safe
     late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 
 import inside
@@ -104,22 +103,16 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
 
 async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(stage):
     """Whoever has met a rank knows how it is reached."""
-    source, target = Cache(), Cache()
-    prefill = await stage.worker("prefill", source, route="staged")
-    honest = await stage.worker("honest", target, route="staged")
+    prefill = await stage.worker("prefill", Cache(), route="staged")
+    honest = await stage.worker("honest", Cache(), route="staged")
     liar = await stage.worker("liar", Cache(), route="staged")
     metadata = inside.told(honest).metadata
     inside.tell(liar, lambda body: structs.replace(body, metadata=metadata))
-    for number, (worker, fails) in enumerate([(honest, False), (liar, True)]):
-        prefill.offer(f"r{number}", [1, 2], tokens=8)
-        fetch = worker.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8), timeout=5)
-        with pytest.raises(TransferFailedError, match="outside of what honest") if fails else nullcontext():
-            await fetch
-    stage.network.hold("honest")
-    prefill.offer("r", [1, 2], tokens=8)
-    copied = Copied(target).bring(source, [1, 2], [5, 6], range(8))
-    transfer = honest.start_fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8))
-    await eventually(lambda: stage.network.held("honest"))
+    await stage.bring(prefill, honest, "before")
+    with pytest.raises(TransferFailedError, match="outside of what honest"):
+        await stage.bring(prefill, liar, "of a liar")
+    copied = Copied(stage.caches[honest]).bring(stage.caches[prefill], [1, 2], [5, 6], range(8))
+    _, transfer = await stage.in_flight(prefill, honest, "honest", into=(5, 6))
     await liar.aclose(drain=False)
     await eventually(lambda: prefill.describe()["fabric"]["lanes"] == 1)
     stage.network.release("honest")

@@ -24,19 +24,11 @@ def said(caplog):
     return lambda name: [r.kvxfer for r in caplog.records if getattr(r, "kvxfer", {}).get("event") == name]
 
 
-async def pair(stage, prefill, decode, source=None, target=None, **config):
+async def pair(stage, prefill, decode, **config):
     """Two workers over TCP with these settings `tls`, and what brings a request from one to the other."""
-    source, target = source or Cache(), target or Cache()
-    first = await stage.worker("prefill", source, listen=HERE, tls=prefill, **config)
-    second = await stage.worker("decode", target, tls=decode, **config)
-
-    async def bring(request):
-        copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-        first.offer(request, [1, 2], tokens=8)
-        await second.fetch(first.engine.ticket(request), [3, 4], tokens=range(8), timeout=10)
-        copied.check()
-
-    return first, second, bring
+    first = await stage.worker("prefill", Cache(), listen=HERE, tls=prefill, **config)
+    second = await stage.worker("decode", Cache(), tls=decode, **config)
+    return first, second, lambda request: stage.bring(first, second, request)
 
 
 @contextlib.asynccontextmanager
@@ -63,18 +55,10 @@ async def refused(awaitable, error: type[Exception] = UnreachableError):
 
 async def test_many_requests_over_one_stream(stage, authority, monkeypatch):
     paused = pause_behind_every_frame(monkeypatch)
-    source, target = Cache(), Cache()
-    first, second, _ = await pair(stage, authority.issue(), authority.issue(), source, target, route="staged")
-    copied = Copied(target).bring(source, [*range(16)], [*range(16)], range(64))
-    ids = [[number] for number in range(16)]
-    for request, blocks in enumerate(ids):
-        first.offer(f"r{request}", blocks, tokens=4)
-    await asyncio.gather(
-        *(
-            second.fetch(first.engine.ticket(f"r{request}"), blocks, tokens=range(4), timeout=10)
-            for request, blocks in enumerate(ids)
-        )
-    )
+    first, second, _ = await pair(stage, authority.issue(), authority.issue(), route="staged")
+    copied = Copied(stage.caches[second]).bring(stage.caches[first], range(16), range(16), range(64))
+    begun = [stage.begin(first, second, f"r{n}", [n], [n], range(4), timeout=10) for n in range(16)]
+    await asyncio.gather(*(transfer for _, transfer in begun))
     copied.check()
     await quiet(first, second)
     assert len(second.describe()["peers"]) == 1

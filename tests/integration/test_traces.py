@@ -14,12 +14,10 @@ from inside import being_stopped, trace_by
 from msgspec.structs import replace
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
-from stage import Cache, Copied, Tap, eventually, quiet
+from stage import Cache, eventually, quiet
 from traced import Spans
 
-from kvxfer import KvxferError, Released
-from kvxfer.blocking import OwnLoopWorker
-from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer import KvxferError
 from kvxfer.integrations.opentelemetry import parsed
 from kvxfer.protocol.messages import Fetch
 
@@ -50,16 +48,14 @@ def target():
     return Cache(shared=True)
 
 
-async def traced(stage, source, target, **config):
-    config.setdefault("traces", "otel")
-    return await stage.pair(source, target, **config)
+@pytest.fixture
+async def pair(stage, source, target, spans):
+    return await stage.pair(source, target, route="staged", traces="otel")
 
 
-async def moved(prefill, decode):
+async def moved(stage, prefill, decode):
     """A request, offered, fetched and released."""
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    assert isinstance(await offer.released(), Released)
+    await stage.bring(prefill, decode)
     await quiet(prefill, decode)
 
 
@@ -69,10 +65,8 @@ def fails_with(span, code):
 
 @pytest.mark.parametrize("route", STAGES)
 async def test_one_trace_over_both_sides(stage, spans, source, target, route):
-    prefill, decode = await traced(stage, source, target, route=route)
-    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
-    await moved(prefill, decode)
-    copied.check()
+    prefill, decode = await stage.pair(source, target, route=route, traces="otel")
+    await moved(stage, prefill, decode)
     fetch, send, offer = spans.one("fetch"), spans.one("send"), spans.one("offer")
     assert fetch.parent is None
     assert send.parent.span_id == offer.parent.span_id == fetch.context.span_id
@@ -100,8 +94,9 @@ async def test_one_trace_over_both_sides(stage, spans, source, target, route):
     assert [inside.traced(worker) for worker in (prefill, decode)] == [0, 0]
 
 
-async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target, route="staged")
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage, spans, source, target, loop):
+    prefill, decode = await stage.pair(source, target, traces="otel", prefill={"loop": loop}, decode={"loop": loop})
     tracer = trace.get_tracer("test")
     with tracer.start_as_current_span("prefill") as there:
         offer = prefill.offer("r", [1, 2], tokens=8)
@@ -112,16 +107,6 @@ async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage,
     assert spans.one("send").parent.span_id == spans.one("fetch").context.span_id
     assert spans.one("offer").parent.span_id == there.get_span_context().span_id
     assert [link.context for link in spans.one("offer").links] == [spans.one("send").context]
-
-
-async def test_the_span_of_a_caller_is_found_from_another_loop(stage, spans, source, target):
-    prefill = await stage.worker("prefill", source, traces="otel")
-    config = prefill.config.model_copy(update={"engine": "decode"})
-    async with OwnLoopWorker(target.tensors, config, transport=LoopbackTransport("decode", stage.network)) as decode:
-        with trace.get_tracer("test").start_as_current_span("caller") as caller:
-            prefill.offer("r", [1, 2], tokens=8)
-            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    assert spans.one("fetch").parent.span_id == caller.get_span_context().span_id
 
 
 async def test_an_engine_of_two_ranks_sends_in_the_same_trace(stage, spans):
@@ -139,13 +124,12 @@ async def test_an_engine_of_two_ranks_sends_in_the_same_trace(stage, spans):
     assert fetch.attributes["kvxfer.bytes"] == sum(send.attributes["kvxfer.bytes"] for send in sends)
 
 
-async def test_a_transfer_that_fails_says_so_on_both_sides(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target, route="staged")
-    prefill.offer("r", [1, 2], tokens=8)
+async def test_a_transfer_that_fails_says_so_on_both_sides(stage, spans, pair):
     stage.network.refuse_next("decode")
+    _, transfer = stage.begin(*pair)
     with pytest.raises(KvxferError) as caught:
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await quiet(prefill, decode)
+        await transfer
+    await quiet(*pair)
     code = caught.value.report.code.name
     for side in (spans.one("fetch"), spans.one("send")):
         assert fails_with(side, code.lower())
@@ -153,8 +137,8 @@ async def test_a_transfer_that_fails_says_so_on_both_sides(stage, spans, source,
         assert side.status.description.startswith(f"{code}: ")
 
 
-async def test_a_fetch_that_is_refused_says_so(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target)
+async def test_a_fetch_that_is_refused_says_so(spans, pair):
+    prefill, decode = pair
     offer = prefill.offer("r", [1, 2], tokens=8)
     await offer.withdraw()
     with pytest.raises(KvxferError):
@@ -163,25 +147,20 @@ async def test_a_fetch_that_is_refused_says_so(stage, spans, source, target):
     assert spans.one("offer").attributes["kvxfer.ending"] == "withdrawn"
 
 
-async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target, route="staged")
-    stage.network.hold("*")
-    prefill.offer("r", [1, 2], tokens=8)
-    fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
-    await eventually(lambda: stage.network.held("*"))
-    fetch.cancel()
-    await eventually(lambda: being_stopped(prefill))  # else what is held would have landed before it hears of that
+async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, pair):
+    _, transfer = await stage.in_flight(*pair)
+    transfer.cancel()
+    await eventually(lambda: being_stopped(pair[0]))  # else what is held would have landed before it hears of that
     stage.network.release("*")
-    with suppress(asyncio.CancelledError):
-        await fetch
-    await quiet(prefill, decode)
-    assert fetch.cancelled()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await quiet(*pair)
     for side in (spans.one("fetch"), spans.one("send")):
         assert fails_with(side, "cancelled")
 
 
-async def test_a_worker_that_closes_ends_its_spans(stage, spans, source, target):
-    prefill, decode = await traced(stage, source, target)
+async def test_a_worker_that_closes_ends_its_spans(spans, pair):
+    prefill, decode = pair
     fetch = asyncio.ensure_future(decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS).outcome)
     await decode.aclose(drain=False)
     with suppress(KvxferError):
@@ -204,52 +183,42 @@ RUBBISH = [
 
 
 @pytest.mark.parametrize("said", RUBBISH)
-async def test_what_is_no_trace_is_ignored(stage, spans, source, target, monkeypatch, said):
-    tap = Tap(monkeypatch)
+async def test_what_is_no_trace_is_ignored(stage, spans, pair, tap, said):
     tap.change[Fetch] = lambda fetch: replace(fetch, trace=said)
-    prefill, decode = await traced(stage, source, target)
-    await moved(prefill, decode)
+    await moved(stage, *pair)
     send = spans.one("send")
     assert send.parent is None
     assert send.status.status_code is StatusCode.OK
     assert parsed(said) is None
 
 
-async def test_a_peer_is_believed_no_more_than_a_parent(stage, spans, source, target, monkeypatch):
-    tap = Tap(monkeypatch)
-    tap.change[Fetch] = lambda fetch: replace(fetch, trace=CALLER[:-2] + "ff")
-    prefill, decode = await traced(stage, source, target)
-    await moved(prefill, decode)
+@pytest.mark.parametrize("flags", ["ff", "00"])
+async def test_a_peer_is_believed_no_more_than_a_parent_and_what_it_samples(stage, spans, pair, tap, flags):
+    tap.change[Fetch] = lambda fetch: replace(fetch, trace=CALLER[:-2] + flags)
+    await moved(stage, *pair)
+    if flags == "00":
+        assert not {"send", "gather"} & set(spans.names)
+        return
     send = spans.one("send")
     assert (send.parent.trace_id, send.parent.span_id) == (int("ab" * 16, 16), int("cd" * 8, 16))
     assert send.parent.trace_flags == 1, "no flag but `sampled` is passed on"
 
 
-async def test_what_a_peer_does_not_sample_is_not_recorded(stage, spans, source, target, monkeypatch):
-    tap = Tap(monkeypatch)
-    tap.change[Fetch] = lambda fetch: replace(fetch, trace=CALLER[:-2] + "00")
-    prefill, decode = await traced(stage, source, target)
-    await moved(prefill, decode)
-    assert "send" not in spans.names
-    assert "gather" not in spans.names
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_one_side_alone_may_trace(stage, spans, source, target, side):
     prefill, decode = await stage.pair(source, target, **{side: {"traces": "otel"}})
-    await moved(prefill, decode)
+    await moved(stage, prefill, decode)
     assert ("send" in spans.names, "fetch" in spans.names) == (side == "prefill", side == "decode")
 
 
-async def test_code_of_the_application_that_raises_harms_no_transfer(stage, spans, source, target, caplog):
+async def test_code_of_the_application_that_raises_harms_no_transfer(stage, spans, pair, caplog):
     class Raising:
         def start_span(self, *_, **__):
             raise RuntimeError("a sampler")
 
-    prefill, decode = await traced(stage, source, target)
-    for worker in (prefill, decode):
+    for worker in pair:
         trace_by(worker, Raising())
-    await moved(prefill, decode)
+    await moved(stage, *pair)
     assert spans.names == []
     assert {record.kvxfer["event"] for record in caplog.records if record.levelname == "ERROR"} == {"trace_failed"}
 

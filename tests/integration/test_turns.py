@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from inside import keep_plans, pause_grants, resume_grants, take_all
-from stage import Broken, Cache, Copied, Gate, eventually, extents, quiet
+from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
 from kvxfer.plans.planning import Bound
@@ -23,8 +23,7 @@ def tasks_of_senders():
 async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_too(stage, route, monkeypatch):
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route)
-    prefill.offer("before", [5], tokens=4)
-    await decode.fetch(prefill.engine.ticket("before"), [9], tokens=range(4))
+    await stage.bring(prefill, decode, "before")
     plans = keep_plans(decode, monkeypatch)
     offer = prefill.offer("r", streaming=True)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
@@ -32,11 +31,11 @@ async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_to
     offer.extend(IDS[:1], tokens=range(4))
     offer.ready()
     await eventually(lambda: plans)
-    heard = decode.describe()["metrics"]["frames_received"].get("Want", 0)
+    heard = frames(decode, "Want")
     offer.extend(IDS[1:], tokens=range(4, 16))
     offer.ready()
     offer.finish()
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0) > heard)
+    await eventually(lambda: frames(decode, "Want") > heard)
 
     async def plan():
         while True:
@@ -54,12 +53,10 @@ async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_to
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, route):
-    source, target = Cache(), Cache()
+async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, source, target, route):
     prefill, decode = await stage.pair(source, target, route=route)
-    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+    offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})
     offer.ready()
     await transfer.layers(0, 2)
     copied.check()
@@ -71,13 +68,10 @@ async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behin
 
 
 async def test_what_is_to_be_announced_when_the_agent_was_made_anew_is_given_up_with_its_transfer(stage):
-    source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route="pull")
-    prefill.offer("before", [1], tokens=4)
-    await decode.fetch(prefill.engine.ticket("before"), [3], tokens=range(4))
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
+    await stage.bring(prefill, decode, "before")
     pause_grants(prefill)
-    prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=30)
+    _, transfer = stage.begin(prefill, decode)
     await eventually(tasks_of_senders)
     transfer.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,12 +84,11 @@ async def test_what_is_to_be_announced_when_the_agent_was_made_anew_is_given_up_
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("route", [*ROUTES, "mapped"])
 async def test_an_event_that_cannot_be_asked_fails_the_fetch_and_is_no_defect(stage, route, side, caplog):
-    source, target = (Cache(shared=True) for _ in range(2))
-    prefill, decode = await stage.pair(source, target, route=route)
-    prefill.offer("r", [1, 2], tokens=8, **({"after": Broken()} if side == "prefill" else {}))
-    after = {"after": Broken()} if side == "decode" else {}
+    prefill, decode = await stage.pair(Cache(shared=True), Cache(shared=True), route=route)
+    broken = {"after": Broken()}
+    _, transfer = stage.begin(prefill, decode, **({"offered": broken} if side == "prefill" else broken))
     with pytest.raises(KvxferError, match="cannot be queried"):
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10, **after)
+        await transfer
     assert "task_failed" not in caplog.text
     await quiet(decode)
 
@@ -107,13 +100,10 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
     copied = Copied(target).bring(source, range(16), range(16), range(64))
     gate = Gate()
 
-    def fetch(request, ids, **options):
-        prefill.offer(request, ids, tokens=4 * len(ids))
-        return decode.start_fetch(prefill.engine.ticket(request), ids, tokens=range(4 * len(ids)), **options)
-
-    first = fetch("first", list(range(8)), after=gate, timeout=20)
+    _, first = stage.begin(prefill, decode, "first", range(8), range(8), range(32), after=gate)
     await eventually(lambda: len(stage.network.log) == 2 and not extents(prefill, "send"))
-    await fetch("second", list(range(8, 16)), timeout=10)
+    _, second = stage.begin(prefill, decode, "second", range(8, 16), range(8, 16), range(32))
+    await second
     assert not first.done
     gate.fired = True
     await first
@@ -125,6 +115,7 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
     monkeypatch.setattr("kvxfer.decode.receiver._turns", lambda _: 2)  # else all is granted at once
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target, route="staged", window=2)
+    prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64), route="staged", window=2)
     make_bound, concluded = Bound.__init__, []
 
     def with_rows(self, *given):
@@ -144,10 +135,7 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
 
     monkeypatch.setattr(Bound, "__init__", with_rows)
     monkeypatch.setattr(Site, "plan", plan)
-    copied = Copied(target).bring(source, range(64), range(64), range(256))
-    prefill.offer("r", list(range(64)), tokens=256)
-    await decode.fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256), timeout=20)
-    copied.check()
+    await stage.bring(prefill, decode, "r", range(64), range(64), range(256))
     assert any(concluded)
     await quiet(prefill, decode)
 
@@ -158,19 +146,15 @@ async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(
     few = {"arena_bytes": "8KiB", "grant_lease": 20.0}  # which bounds its own wait for send memory too
     prefill, decode = await stage.pair(source, target, route="staged", window=2, prefill=few, grant_lease=1.0)
 
-    def fetch(request, ids):
-        prefill.offer(request, ids, tokens=4 * len(ids))
-        return decode.start_fetch(prefill.engine.ticket(request), ids, tokens=range(4 * len(ids)), timeout=20)
-
-    await fetch("before", list(range(8)))  # from then on the agents know each other
+    await stage.bring(prefill, decode, "before")  # from then on the agents know each other
     copied = Copied(target).bring(source, range(8), range(8), range(32))
     copied.bring(source, range(8, 16), range(8, 16), range(32))
     everything = take_all(prefill, "send")
     stage.network.hold("decode")
-    first = fetch("first", list(range(8)))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 2)
-    second = fetch("second", list(range(8, 16)))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 3)
+    _, first = stage.begin(prefill, decode, "first", range(8), range(8), range(32))
+    await eventually(lambda: frames(prefill, "Reserve") >= 2)
+    _, second = stage.begin(prefill, decode, "second", range(8, 16), range(8, 16), range(32))
+    await eventually(lambda: frames(prefill, "Reserve") >= 3)
     everything.release()
     await eventually(lambda: stage.network.held("decode"))
     await asyncio.sleep(0.6)  # the link is slow: more than half of a lease

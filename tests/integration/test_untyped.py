@@ -20,34 +20,32 @@ from kvxfer.tickets import EngineCard, Issuer
 NO_SECONDS: list[Any] = ["3", float("inf"), float("nan"), [1], torch.zeros(3)]
 
 
-@pytest.mark.parametrize("timeout", NO_SECONDS)
-async def test_a_wrong_timeout_strands_nothing(pair, timeout):
+async def test_a_wrong_timeout_strands_nothing(pair):
     prefill, decode = pair
     offer = prefill.offer("r", [1], tokens=4)
     ticket = prefill.engine.ticket("r")
-    with pytest.raises(RequestError, match="timeout must be a number of seconds"):
-        decode.start_fetch(ticket, [2], tokens=range(4), timeout=timeout)
+    for timeout in NO_SECONDS:
+        with pytest.raises(RequestError, match="timeout must be a number of seconds"):
+            decode.start_fetch(ticket, [2], tokens=range(4), timeout=timeout)
     assert decode.describe()["custody"].held_blocks == 0
     await decode.fetch(ticket, [2], tokens=range(4), timeout=10)
     await offer.released()
 
 
-@pytest.mark.parametrize("timeout", NO_SECONDS)
-async def test_a_wrong_timeout_of_a_drain_is_heard_before_it_begins(pair, timeout):
+async def test_a_wrong_timeout_or_signal_of_a_drain_is_heard_before_it_begins(pair):
     """And not when the signal comes, which is too late."""
-    with pytest.raises(RequestError, match="timeout must be a number of seconds"):
-        await pair[0].drain(timeout)
-    with pytest.raises(RequestError, match="timeout must be a number of seconds"):
-        await drain_on_signal(pair[0], timeout=timeout)
-    assert not pair[0].describe()["draining"]
-
-
-@pytest.mark.parametrize("signals", [("SIGTERM",), (None,), (15.0,), (0,), (10_000,)])
-async def test_what_is_no_signal_is_heard_before_one_comes(pair, signals):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(UsageError, match="cannot be handled here"):
-        await drain_on_signal(pair[0], signal.SIGTERM, *signals)
+    for timeout in NO_SECONDS:
+        with pytest.raises(RequestError, match="timeout must be a number of seconds"):
+            await pair[0].drain(timeout)
+        with pytest.raises(RequestError, match="timeout must be a number of seconds"):
+            await drain_on_signal(pair[0], timeout=timeout)
+    no_signals: list[Any] = ["SIGTERM", None, 15.0, 0, 10_000]
+    for one in no_signals:
+        with pytest.raises(UsageError, match="cannot be handled here"):
+            await drain_on_signal(pair[0], signal.SIGTERM, one)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not pair[0].describe()["draining"]
 
 
 async def test_a_signal_may_be_a_number(pair):
@@ -75,13 +73,20 @@ async def test_layers_are_numbers_and_who_stops_waiting_for_them_leaves_nothing(
     await asyncio.wait([transfer.outcome])
 
 
-@pytest.mark.parametrize("layers", [range(10**30), [0, 2], ["0"], [0.0], 0, [[0]]])
-async def test_layers_of_an_offer_are_those_that_are_held(pair, layers):
+async def test_layers_of_an_offer_are_those_that_are_held(pair):
     """And what is none is not looked for in all that was given, which may be without end."""
     offer = pair[0].offer("r", [1], tokens=4, streaming=True)
-    with pytest.raises(TokensError, match=r"layer \d+ is not held here|takes a list of layers"):
-        offer.ready(layers=layers)
-    offer.ready()  # nothing was marked by halves
+    wrong: list[Any] = [range(10**30), [0, 2], ["0"], [0.0], 0, [[0]]]
+    for layers in wrong:
+        with pytest.raises(TokensError, match=r"layer \d+ is not held here|takes a list of layers"):
+            offer.ready(layers=layers)
+    numbers: list[Any] = ["4", 4.5]
+    for tokens in numbers:
+        with pytest.raises(TokensError, match="ready"):
+            offer.ready(tokens=tokens)
+    with pytest.raises(TokensError, match="is ready up to token 0"):
+        offer.finish()  # nothing was marked by halves
+    offer.ready()
     offer.finish()
     await offer.withdraw()
 
@@ -105,52 +110,43 @@ def test_waits_of_an_engine_that_polls():
                 transfer.wait_layer(layer, timeout=1)
 
 
-@pytest.mark.parametrize("payload", ["text", None, [1], torch.zeros(4)])
-async def test_a_payload_is_bytes(pair, payload):
+async def test_a_payload_is_bytes(pair):
     prefill, decode = pair
-    with pytest.raises(RequestError, match="a payload is bytes"):
-        prefill.offer("r", [1], tokens=4, payload=payload)
+    wrong: list[Any] = ["text", None, [1], torch.zeros(4)]
+    for payload in wrong:
+        with pytest.raises(RequestError, match="a payload is bytes"):
+            prefill.offer("r", [1], tokens=4, payload=payload)
     offer = prefill.offer("r", [1], tokens=4, payload=bytearray(b"fine"))  # the id was not used up
     result = await decode.fetch(prefill.engine.ticket("r"), [2], tokens=range(4), timeout=10)
     assert result.payload == b"fine"
     await offer.released()
 
 
-@pytest.mark.parametrize("tokens", [4, None, (0, 4), [0, 4], "4"])
-async def test_tokens_of_a_fetch_are_a_range(pair, tokens):
+async def test_tokens_of_a_fetch_are_a_range_and_those_of_an_offer_a_number(pair):
     prefill, decode = pair
-    with pytest.raises(TokensError, match="tokens must be a range"):
-        decode.start_fetch(prefill.engine.ticket("r"), [2], tokens=tokens)
+    fetched: list[Any] = [4, None, (0, 4), [0, 4], "4"]
+    for tokens in fetched:
+        with pytest.raises(TokensError, match="tokens must be a range"):
+            decode.start_fetch(prefill.engine.ticket("r"), [2], tokens=tokens)
+    offered: list[Any] = [4.0, "4", range(4)]
+    for tokens in offered:
+        with pytest.raises(TokensError, match="how many tokens"):
+            prefill.offer("r", [1], tokens=tokens)
+    blocks: list[Any] = [[[1], [2, 3]], torch.zeros(2, device="meta")]
+    for ids in blocks:
+        with pytest.raises(BlocksError, match="whole numbers"):
+            prefill.offer("r", ids, tokens=4)
 
 
-@pytest.mark.parametrize("tokens", [4.0, "4", range(4)])
-async def test_tokens_of_an_offer_are_a_number(pair, tokens):
-    with pytest.raises(TokensError, match="how many tokens"):
-        pair[0].offer("r", [1], tokens=tokens)
-
-
-@pytest.mark.parametrize("ctas", [0, -1, 4097, 1.0, True, "24", None])
-async def test_thread_blocks_are_a_number(pair, ctas):
-    with pytest.raises(ConfigError, match="give a number from 1 to 4096"):
-        pair[0].occupy(ctas)
+async def test_thread_blocks_are_a_number(pair):
+    wrong: list[Any] = [0, -1, 4097, 1.0, True, "24", None]
+    for ctas in wrong:
+        with pytest.raises(ConfigError, match="give a number from 1 to 4096"):
+            pair[0].occupy(ctas)
     pair[0].occupy(4096)
     await pair[0].aclose()
     with pytest.raises(ClosedError):
         pair[0].occupy(24)
-
-
-async def test_marks_of_a_streaming_offer(pair):
-    offer = pair[0].offer("r", [1], tokens=4, streaming=True)
-    for wrong in ({"tokens": "4"}, {"tokens": 4.5}, {"layers": 0}):
-        with pytest.raises(TokensError, match="ready"):
-            offer.ready(**wrong)
-    await offer.withdraw()
-
-
-@pytest.mark.parametrize("blocks", [[[1], [2, 3]], torch.zeros(2, device="meta")])
-async def test_blocks_that_are_no_list_of_ids(pair, blocks):
-    with pytest.raises(BlocksError, match="whole numbers"):
-        pair[0].offer("r", blocks, tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +160,12 @@ def test_a_tensor_described_with_wrong_types(wrong):
         CacheTensor(torch.zeros(2, 4, 4, 8), settings.pop("axes"), **settings).spec()
 
 
-@pytest.mark.parametrize("key", ["x" * 32, 1.0, None, [0] * 32])
-async def test_a_key_is_bytes(pair, key):
+async def test_a_key_is_bytes(pair):
     card = EngineCard.of([pair[0].card])
-    with pytest.raises(TicketError, match="bytes"):
-        Issuer(card, key)
+    wrong: list[Any] = ["x" * 32, 1.0, None, [0] * 32]
+    for key in wrong:
+        with pytest.raises(TicketError, match="bytes"):
+            Issuer(card, key)
 
 
 @pytest.mark.parametrize("cards", [None, 1, [None], "cards", {"world": 1}])

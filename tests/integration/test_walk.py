@@ -4,8 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-from stage import Cache
-
 import kvxfer
 from kvxfer import READY
 
@@ -22,9 +20,8 @@ def told(rank):
     return [(file, function) for of, file, function in rows if of == rank]
 
 
-async def test_a_fetch_passes_what_the_page_says_in_that_order(stage):
+async def test_a_fetch_passes_what_the_page_says_in_that_order(stage, source, target):
     """Each rank's; how the two of them take turns depends on how fast bytes come."""
-    source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route="staged", arena_bytes="256KiB", chunk_bytes="32KiB")
     passed = []
 

@@ -140,7 +140,6 @@ class Keys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, Key | None] = {}
-        self._late: list[Key] = []  # of peers that were forgotten with something of this rank inside
 
     def __len__(self) -> int:
         return sum(key is not None for key in self._keys.values())
@@ -181,17 +180,12 @@ class Keys:
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside."""
         key = self._keys.pop(peer.identity.incarnation, None)
-        if key is None:
-            return
-        key.close()
-        self._late = [late for late in self._late if late.is_open]
-        if key.is_open:  # one a session, each with what was begun in it
-            self._late.append(key)
+        if key is not None:
+            key.close()
 
     def close(self) -> None:
         """Close all of them, each when the mover has none of it."""
-        for key in [*self._keys.values(), *self._late]:
+        for key in self._keys.values():
             if key is not None:
                 key.close()
         self._keys.clear()
-        self._late.clear()

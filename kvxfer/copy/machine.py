@@ -240,6 +240,7 @@ def _step_at(flow: Any, step: Any) -> Any:
 @inlined
 def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
+    state[r.STIRRED] = 1  # also if this waited behind news that the pipe has just taken
     flow[r.ACTIVE] -= 1
     if flow[r.STARTED] == 0:
         flow[r.STARTED] = job[r.STARTED]
@@ -901,9 +902,8 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
         moved = True
     if _step_posts(state, jobs, ports, now):
         moved = True
-    moved = moved or state[r.STIRRED] != 0
     _tell(state, jobs, ports)
-    if moved:
+    if moved or state[r.STIRRED] != 0:
         state[r.SINCE] = now
         return 0
     return _delay(state, now)

@@ -1,7 +1,6 @@
 """What of a ring is given back, and when: never what the peer may still write."""
 
 import asyncio
-import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -64,17 +63,17 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
 def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
     """Others who wait for memory wait for all that is granted."""
     said, now = _Said(), 5.0
-    said.restart(10, now, math.inf)
+    said.restart(10, now)
     assert said.turns == 2
     said.note(13, now + 0.01, 4)  # not a whole turn yet
     assert said.turns == 2
     said.note(14, now + 1 / 64, 4)
-    assert said.turns == 3  # of 16 ms, in 50
+    assert said.turns == 4  # of 16 ms, in 50
     said.note(18, now + 9 / 64, 4)
     assert said.turns == 1
     said.note(26, now + 10 / 64, 4)
-    assert said.turns == 6  # of 8 ms
+    assert said.turns == 7  # of 8 ms
     said.note(30, now + 10 / 64, 4)
     assert said.turns == 50
-    said.restart(30, now + 1, 1 / 128)  # as is predicted
-    assert said.turns == 6
+    said.restart(30, now + 1)
+    assert said.turns == 2

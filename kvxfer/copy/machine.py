@@ -263,13 +263,12 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
 
 
 @inlined
-def _is_news(flow: Any, now: Any) -> Any:
+def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
 
     To take news of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it.
     """
-    passed = flow[r.PASSED] - flow[r.TOLD]
-    half = 2 * passed >= min(flow[r.KNOWN], flow[r.ALLOWED]) - flow[r.TOLD]
+    half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD]
     return half or flow[r.ACTIVE] == 0 or now - flow[r.TOLD_AT] >= _QUIET_NS
 
 
@@ -369,12 +368,9 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         if flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready:
             state[r.EAGER] += 1
         more = flow[r.TOLD] < flow[r.PASSED] < flow[r.TOTAL]
-        if more and flow[r.MARKED] == 0 and flow[r.CANCELLED] == 0:  # else its end tells it
-            if _is_news(flow, now):
-                flow[r.MARKED], flow[r.TOLD_AT] = 1, now
-                _owe(state, slot)
-            else:
-                state[r.EAGER] += 1
+        if more and flow[r.MARKED] == 0 and _is_news(flow, ready, now):
+            flow[r.MARKED], flow[r.TOLD_AT] = 1, now
+            _owe(state, slot)
         over = flow[r.CANCELLED] != 0 or flow[r.PASSED] >= flow[r.TOTAL]
         if over and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
             whole = flow[r.PASSED] >= flow[r.TOTAL]

@@ -128,8 +128,8 @@ _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
 _UNTIMED: Final = wire.Timings()
 _TURNS: Final = 2
-"""How many turns of a ring are granted at first at least, where the movers see to them. As many are as are over in
-`REPEAT_S`: the loops have so long to grant more, and others who wait for memory wait so long.
+"""How many turns of a ring are granted at first, where the movers see to them; then as many as are begun in `REPEAT_S`.
+The loops have so long to grant more, and others who wait for memory wait so long.
 """
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
@@ -276,20 +276,15 @@ class _Said(Struct, eq=False):
     since: float = 0.0  # when the turn began that is under way
     first: int = 0  # with which chunk
 
-    def restart(self, first: int, now: float, expected: float) -> None:
-        """There is another ring, a turn of which is expected to take so many seconds."""
-        self.turns, self.first, self.since = max(_TURNS, _turns(expected)), first, now
+    def restart(self, first: int, now: float) -> None:
+        """There is another ring."""
+        self.turns, self.first, self.since = _TURNS, first, now
 
     def note(self, copied: int, now: float, places: int) -> None:
         """So many chunks have left their places: see how long a turn of all takes."""
         if (chunks := copied - self.first) >= places:
-            self.turns = max(1, _turns((now - self.since) * places / chunks))
+            self.turns = math.ceil(REPEAT_S / max(_TURN_S, (now - self.since) * places / chunks))
             self.first, self.since = copied, now
-
-
-def _turns(seconds: float) -> int:
-    """How many turns of so many seconds are over in `REPEAT_S`."""
-    return int(REPEAT_S / max(_TURN_S, seconds))
 
 
 class _Run(Struct, eq=False):
@@ -611,7 +606,7 @@ class Receiver:
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
             self._go_by([], 0, self._turns)
-            self._grant_said.restart(machine.granted, self.site.now(), self._turn_s)
+            self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
@@ -620,12 +615,6 @@ class Receiver:
         """How many chunks of a ring may be granted before the first of them has left it."""
         places = len(self.grants.ring)
         return self._grant_said.turns * places if self._take_turns and places >= most else places
-
-    @property
-    def _turn_s(self) -> float:
-        """Seconds that a turn of the ring takes, as the peer predicts; infinity where it predicts nothing."""
-        predicted, chunks = self.tally.predicted, self.machine.chunks
-        return math.inf if predicted is None else predicted * len(self.grants.ring) / chunks
 
     @property
     def _take_turns(self) -> bool:
@@ -1003,7 +992,7 @@ class Receiver:
                 self._cut(self._agreed(message))
                 if self._turns is not None:
                     self._go_by([], 0, self._turns)
-                    self._grant_said.restart(0, site.now(), self._turn_s)
+                    self._grant_said.restart(0, site.now())
                     self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()
             except KvxferError as error:

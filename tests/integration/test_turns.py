@@ -112,7 +112,6 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
 
 
 async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_next_one(stage, monkeypatch):
-    monkeypatch.setattr("kvxfer.decode.receiver._turns", lambda _: 2)  # else all is granted at once
     prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64), route="staged", window=2)
     make_bound, concluded = Bound.__init__, []
 

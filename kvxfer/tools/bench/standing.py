@@ -36,11 +36,13 @@ async def keeping(worker: kvxfer.Worker, slots: int, ids: Sequence[int], tokens:
             number += AHEAD
 
     tasks = [asyncio.create_task(renew(slot, number)) for slot in range(slots) for number in range(AHEAD)]
-    yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await worker.aclose(drain=False)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await worker.aclose(drain=False)
 
 
 class Tickets:

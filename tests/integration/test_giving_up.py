@@ -98,7 +98,7 @@ async def test_a_fetch_that_is_given_up_before_its_offer_ends_it(stage, source, 
 async def test_a_fetch_that_is_given_up_as_it_fails_frees_the_blocks_too(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct")
     stage.network.hold("decode")
-    offer, transfer = stage.begin(prefill, decode, timeout=0.05)
+    offer, transfer = stage.begin(prefill, decode, timeout=0.5)
     await eventually(lambda: being_stopped(decode))
     transfer.cancel()
     stage.network.release("decode")

@@ -133,7 +133,7 @@ async def a_forged_ticket(scene):
 
 @says(Said(Step.ASKING, Code.TIMEOUT, Step.ASKING, **UNMOVED))
 async def an_offer_that_does_not_come_in_time(scene):
-    return scene.start(timeout=0.05)
+    return scene.start(timeout=1)
 
 
 @says(Said(Step.ASKING, Code.NEVER_OFFERED, Step.ASKING, **UNMOVED), unclaimed_timeout=0.1)
@@ -180,7 +180,7 @@ async def a_withdrawal_before_anything_is_ready(scene):
 async def no_memory_in_time(scene):
     take_all(scene.decode, "receive")
     scene.offers()
-    return scene.start(timeout=0.1)
+    return scene.start(timeout=1)  # enough to connect and to be answered
 
 
 @says(Said(Step.RESERVING, Code.CANCELLED, Step.RESERVING))
@@ -213,7 +213,7 @@ async def a_later_post_that_is_refused(scene):
 
 @says(Said(Step.MOVING, Code.TIMEOUT, Step.MOVING, why=Code.TIMEOUT), revoke_timeout=1)
 async def bytes_that_do_not_arrive_in_time(scene):
-    transfer = await scene.moving(timeout=0.1)
+    transfer = await scene.moving(timeout=1)
     await eventually(lambda: scene.decode.describe()["metrics"]["frames_sent"].get("Cancel"))
     scene.stage.network.release("decode")
     return transfer

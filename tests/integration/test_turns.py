@@ -7,6 +7,7 @@ from inside import keep_plans, pause_grants, resume_grants, take_all
 from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
+from kvxfer.decode.receiver import _Said
 from kvxfer.plans.planning import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.site import Site
@@ -122,16 +123,14 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
     async def plan(self, make, *, rows):
         found, sender = make(), getattr(getattr(make, "func", None), "__self__", None)
         if isinstance(sender, Sender) and sender._granted and (run := sender._run) is not None and run.flow is not None:
-            more, until = run.allowed < sender._granted[0].stop, asyncio.get_running_loop().time() + 0.2
-            while not (run.finished if more else len(sender._granted) > 1):
-                if asyncio.get_running_loop().time() >= until:  # nothing else is granted, or all has been
-                    break
-                await asyncio.sleep(0)
+            more, granted = run.allowed < sender._granted[0].stop, sender._granted
+            await eventually(lambda: run.finished if more else len(granted) > 1 or granted[-1].stop == 64)
             concluded.append(more and run.finished)
         return found
 
     monkeypatch.setattr(Bound, "__init__", with_rows)
     monkeypatch.setattr(Site, "plan", plan)
+    monkeypatch.setattr(_Said, "note", lambda said, *_: setattr(said, "turns", 4))  # one grant of few after the other
     await stage.bring(prefill, decode, "r", range(64), range(64), range(256))
     assert any(concluded)
     await quiet(prefill, decode)

@@ -118,11 +118,9 @@ def begun(mover, copy, reports):
 async def test_what_is_cancelled_is_over_when_it_is_told(copies, monkeypatch):
     """Whoever had begun a part has ended it by then, and nobody begins one."""
     parts_of_at_most(monkeypatch, 4096)
-    rows = 512
-    src, dst = SRC[: 4096 * rows], DST[: 4096 * rows]
-    plan = contiguous_rows(
-        src.ctypes.data, dst.ctypes.data, rows=rows, regions=1, row_bytes=4096, pool=rows, flat="both"
-    )
+    rows = 8 * MIB // 16  # slow enough that it is caught by one core for all threads
+    src, dst = SRC, DST
+    plan = contiguous_rows(src.ctypes.data, dst.ctypes.data, rows=rows, regions=1, row_bytes=16, pool=rows, flat="both")
     tables, cut = pack(plan), 0
     for number in range(1000):
         dst[:] = CANARY
@@ -131,7 +129,7 @@ async def test_what_is_cancelled_is_over_when_it_is_told(copies, monkeypatch):
         await until(partial(begun, copies.mover, copy, reports), 0)
         copies.mover.cancel(copy)
         outcome = (await reports.wait(1))[number]
-        found = (dst == src).reshape(rows, 4096).all(axis=1)
+        found = (dst == src).reshape(rows, 16).all(axis=1)
         dst[:] = CANARY
         assert outcome.stopped or found.all()
         if outcome.stopped and found.any():

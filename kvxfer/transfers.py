@@ -192,7 +192,8 @@ class Claim:
 class Progress:
     """What becomes of a fetch: noted by the worker, looked at by whoever holds it for its caller (see `Transfer`).
 
-    All of it happens on one loop. `blocks` names the destination blocks, for people.
+    All of it happens on one loop. `blocks` names the destination blocks, for people; `watch` is called when somebody
+    waits for layers.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Progress:
         loop: asyncio.AbstractEventLoop,
         cancel: Callable[[], None],
         blocks: Callable[[], str],
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.id: Final = ident
         self.request: Final = request
@@ -213,6 +215,7 @@ class Progress:
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
         self._cancel = cancel
+        self._watch = watch
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._layer_waiters: dict[asyncio.Future[None], range] = {}
@@ -229,6 +232,11 @@ class Progress:
     def error(self) -> BaseException | None:
         """Why it failed; None if it did not, or not yet."""
         return self._outcome.exception() if self.done else None
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody waits for layers."""
+        return bool(self._layer_waiters)
 
     @property
     def awaited(self) -> bool:
@@ -253,6 +261,7 @@ class Progress:
         waiter: asyncio.Future[None] = self.loop.create_future()
         self._layer_waiters[waiter] = wanted
         waiter.add_done_callback(self._layer_waiters.pop)  # also when whoever waits is cancelled, however often that is
+        self._watch()
         await waiter
 
     async def ended(self) -> None:
@@ -312,7 +321,7 @@ class Progress:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._cancel = _over
+        self._cancel = self._watch = _over
 
     def _have_landed(self, layers: range) -> bool:
         return all(self._layers.get(layer, 1) == 0 for layer in layers)
@@ -492,7 +501,7 @@ class Transfer:
 
 
 def _over() -> None:
-    """What cancelling does to a transfer that has ended, and closing to a claim that is closed."""
+    """What cancelling or watching does to a transfer that has ended, and closing to a claim that is closed."""
 
 
 def layer_range(start: Any, stop: Any) -> range:

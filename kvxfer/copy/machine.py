@@ -72,8 +72,6 @@ _AHEAD_BYTES: Final = 512 << 20
 _SHORTEST_NS: Final = 20_000
 _LOOK_BACK_NS: Final = 10_000_000
 """Between two looks at what was given up: over TCP it goes on in these alone."""
-_QUIET_NS: Final = 1_000_000
-"""Between two times that the loop is told of the same flow, while more goes on by itself."""
 _GROWTH: Final = 1_000
 """Where the library may need this side to go on, a sleep is at most this fraction of the wait, but may be `OFTEN`."""
 _LONGEST_STEP_NS: Final = 1_000_000_000
@@ -267,9 +265,11 @@ def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
 
     To take news of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it.
+    What takes turns of which movers tell each other stands between any two, and goes on without the loop.
     """
     half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD]
-    return half or flow[r.ACTIVE] == 0 or now - flow[r.TOLD_AT] >= _QUIET_NS
+    stands = flow[r.ACTIVE] == 0 and flow[r.TOKEN] == 0
+    return half or stands or now - flow[r.TOLD_AT] >= flow[r.QUIET]
 
 
 @inlined
@@ -413,7 +413,7 @@ def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
 def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
     """The loop says anew how far a flow may go, and until when."""
     flow = jobs[slot]
-    for word in range(r.KNOWN, r.TOTAL + 1):
+    for word in range(r.KNOWN, r.QUIET + 1):
         flow[word] = state[at + word]
     flow[r.HEARD] = max(flow[r.HEARD], state[at + r.HEARD])
     if flow[r.UNTIL] != state[at + r.UNTIL]:

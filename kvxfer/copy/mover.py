@@ -57,9 +57,13 @@ _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _first_byte: Final = cast("Callable[[Any], ctypes.c_char]", ctypes.c_char.from_buffer)  # numpy takes 3 us to say it
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
-_GAP: Final = 8 * (records.HEARD - records.TOTAL - 1)
-_ON: Final = struct.Struct(f"<2q24xq80x3q{_GAP}xq{8 * (records.RECORD_WORDS - records.HEARD - 1)}x")
-_FLOW: Final = struct.Struct(f"<11q16x6q{_GAP}xq8x4q16s{8 * (records.RECORD_WORDS - records.TOKEN - 2)}x")
+_GAP: Final = 8 * (records.HEARD - records.QUIET - 1)
+_ON: Final = struct.Struct(f"<2q24xq80x4q{_GAP}xq{8 * (records.RECORD_WORDS - records.HEARD - 1)}x")
+_FLOW: Final = struct.Struct(f"<11q16x7q{_GAP}xq8x4q16s{8 * (records.RECORD_WORDS - records.TOKEN - 2)}x")
+_SOON_NS: Final = 1_000_000
+"""After which a loop hears at the latest that more of a flow is done, where it is to tell somebody of that."""
+_LATE_NS: Final = 25_000_000
+"""The same where movers tell each other, and the loops repeat it after twice as long."""
 _ROOM: Final = 64
 """Steps of a flow that the machine may see ahead."""
 _MOST_AWAITING: Final = records.JOBS // 2
@@ -147,6 +151,7 @@ class Flow(Copy, eq=False):
     known: int = 0  # how many it knows
     passed: int = 0  # how many are done
     until: int = 0  # when their lease ends, in ns
+    quiet: int = 0  # for how long more may be done that the loop is not told of, in ns
     pointed: deque[Copy] = field(default_factory=deque[Copy])  # what the records point to, of those that are not done
     held: bool = False  # whether the next step has to wait, or is being prepared
     turns: Turns | None = None  # how it takes turns with a flow of a peer's
@@ -282,7 +287,8 @@ class Mover:
             width: Of them, how many may be under way at once: a step begins when the one so many before it is done.
             turns: How it takes turns with a flow of a peer's, if it does.
             heard: How many steps that one has done; `hear` says more.
-            progress: Called when more are done, but not when all are. Must return quickly and must not raise.
+            progress: Called when more are done, but not when all are: half of what may begin, or a while is over. Must
+                return quickly and must not raise.
 
         Raises:
             ClosedError: If it is closed; `job.done` is not called then.
@@ -291,7 +297,7 @@ class Mover:
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
-        flow.turns, flow.heard = turns, heard
+        flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else _SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
         flow.until, flow.awaits = _ns(job.until), flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
@@ -328,6 +334,11 @@ class Mover:
         if steps > flow.heard:
             flow.heard = steps
             self._say(flow)
+
+    def watch(self, flow: Flow) -> None:
+        """Somebody waits for its steps, one by one: call `progress` soon from now on. Harmless if it is over."""
+        flow.quiet = _SOON_NS
+        self._say(flow)
 
     def finish(self, flow: Flow) -> None:
         """No step follows those that may begin. Harmless if it is over."""
@@ -673,11 +684,11 @@ class Mover:
             peer = 0 if job.post is None else self._owner((_PEER, job.post.peer))
             if isinstance(copy, Flow):
                 self._fill(copy)
-                copy.said = copy.known, copy.allowed, copy.total, copy.heard, copy.until
+                copy.said = copy.known, copy.allowed, copy.total, copy.quiet, copy.heard, copy.until
                 where = ctypes.addressof(_first_byte(copy.table)), len(copy.table), copy.width
                 common = copy.slot, copy.lane, owner, 0, copy.until, *lock
                 turns = (0, peer, 0, 0, b"") if copy.turns is None else _turns(copy.turns, copy.kept, peer)
-                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *copy.said[:4], *turns))
+                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *copy.said[:5], *turns))
             elif copy.records is not None:
                 record = copy.records[0]
                 record[records.SLOT], record[records.OWNER], record[records.PEER_NUMBER] = copy.slot, owner, peer
@@ -799,10 +810,10 @@ class Mover:
 
     def _say(self, flow: Flow) -> None:
         """Tell the machine how far a flow may go."""
-        said = flow.known, flow.allowed, flow.total, flow.heard, flow.until
+        said = flow.known, flow.allowed, flow.total, flow.quiet, flow.heard, flow.until
         if said != flow.said and self._copies.get(flow.slot) is flow and not flow.cancelled:
             flow.said = said
-            self._machine.tell(_ON.pack(records.ON, flow.slot, said[4], *said[:4]))
+            self._machine.tell(_ON.pack(records.ON, flow.slot, said[5], *said[:5]))
 
     def _fail(self, copy: Copy, error: KvxferError) -> None:
         """A copy cannot even get to the machine."""

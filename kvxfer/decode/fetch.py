@@ -266,7 +266,9 @@ class Fetch:
         self.began: Final = now
         self.deadline: Final = math.inf if demand.timeout is None else now + demand.timeout
         self.trace: Final = site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now)
-        self.transfer: Final = Progress(ident, ticket.request, site.loop, self.cancel, lambda: short(subject.blocks))
+        self.transfer: Final = Progress(
+            ident, ticket.request, site.loop, self.cancel, lambda: short(subject.blocks), self._watch
+        )
         self.receivers: Final[list[Receiver]] = []
         self.links: Final[list[Link]] = []
         self._site: Final = site
@@ -385,6 +387,11 @@ class Fetch:
             self._asked = True
         if not sent:
             self.changed()
+
+    def _watch(self) -> None:
+        """Somebody waits for layers."""
+        for receiver in self.receivers:
+            receiver.watch()
 
     def _succeed(self) -> None:
         """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""

@@ -428,6 +428,11 @@ class Receiver:
         """Whether anything new may be begun."""
         return self.machine.state is ReceiveState.MOVING and not self._given_up
 
+    def watch(self) -> None:
+        """Hear of chunks soon: somebody waits for layers."""
+        if self._run is not None:
+            self.site.mover.watch(self._run.flow)
+
     # --- from the question to the last chunk
 
     def ask(self) -> bool:
@@ -705,8 +710,10 @@ class Receiver:
 
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        turn = self._begun + max(1, len(self.grants.ring))  # no more at once: the mover and the peer wait for these
-        chunks = range(self._begun, min(self.machine.granted, turn))
+        run, begun = self._run, self._begun
+        # a turn of the ring, two, four: the mover and the peer begin with these while others are made
+        more = max(1, len(self.grants.ring), begun - run.first if run is not None else 0)
+        chunks = range(begun, min(self.machine.granted, begun + more))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         steps = await self.site.plan(make, rows=rows) if rows else make()
@@ -776,6 +783,8 @@ class Receiver:
             progress=partial(self._moved, first),
         )
         self._run = _Run(flow, first, ("" if post is None else post.peer, generation))
+        if self._fetch.transfer.watched:
+            self.watch()
 
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""

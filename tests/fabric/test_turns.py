@@ -199,7 +199,7 @@ async def test_every_chunk_arrives_whole_and_in_order_whoever_goes_on_when(seed,
     for _ in range(8000):
         what, (name, side) = rng.random(), rng.choice(list(sides.items()))
         if what < 0.6:
-            side.step()
+            side.step(seconds=0.01)
             pair.check()
         elif what < 0.8:
             pair.network.release("b", posts=rng.randrange(3))

@@ -23,7 +23,7 @@ BUDGETS = {
 }
 """What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
 modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
-FURTHER = {"mapped": 3, "staged": 40}
+FURTHER = {"mapped": 3, "staged": 15}
 """Calls that a further chunk may take, both ends and asyncio included. The goal for either is 0."""
 FETCHES = 20
 ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB"}

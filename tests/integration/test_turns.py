@@ -14,6 +14,7 @@ from kvxfer.site import Site
 
 IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
 ROUTES = ["staged", "direct", "pull"]
+SMALL = {"chunk_bytes": "2KiB", "arena_bytes": "64KiB"}
 
 
 def tasks_of_senders():
@@ -134,6 +135,25 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
     await stage.bring(prefill, decode, "r", range(64), range(64), range(256))
     assert any(concluded)
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_whoever_waits_for_a_layer_hears_soon_that_it_is_there(stage, late, monkeypatch):
+    """Also if nobody waited as its chunks were begun, where movers tell each other and loops hear seldom."""
+    monkeypatch.setattr("kvxfer.copy.mover._LATE_NS", 3600 * 10**9)
+    pair = await stage.pair(Cache(layers=range(16)), Cache(layers=range(16)), route="staged", window=4, **SMALL)
+    await stage.bring(*pair, "before")
+    stage.network.hold("decode")
+    _, transfer = stage.begin(*pair, timeout=20)
+    waiting = None if late else asyncio.ensure_future(transfer.layers(0, 2))
+    for _ in range(2):  # of the first one all hear
+        await eventually(lambda: stage.network.held("decode") == 4)
+        stage.network.release("decode", posts=1)
+    await eventually(lambda: stage.network.held("decode") == 4)  # the next ones are in their places
+    await asyncio.wait_for(waiting or transfer.layers(0, 2), 5)
+    stage.network.release("decode")
+    await transfer
+    await quiet(*pair)
 
 
 async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(stage):

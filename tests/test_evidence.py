@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.mapped.locks import Revoked
 from kvxfer.safety.doubt import seek
-from kvxfer.safety.fence import SHARED_GATE
+from kvxfer.safety.fence import SHARED_GATE, Revoked
 from kvxfer.site import Rebuilds, Tasks
 from kvxfer.testing import simulate
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 from passing import enter
 
-from kvxfer.mapped.locks import FIRST_GENERATION, LockFile
-from kvxfer.safety.fence import Keys
+from kvxfer.safety.fence import FIRST_GENERATION, Keys, LockFile
 
 GATES = 4
 

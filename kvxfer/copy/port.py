@@ -108,7 +108,7 @@ def join(events: Sequence[Event]) -> Event:
 
 
 class Passage(Protocol):
-    """A way into memory of another process, whose owner may close it: see `kvxfer.mapped.locks`."""
+    """A way into memory of another process, whose owner may close it: see `kvxfer.safety.fence`."""
 
     def lend(self) -> tuple[int, int, int, int, int]:
         """What the mover passes it by, until `give_back`: as the words of a record from LOCK on."""

@@ -3,7 +3,6 @@
     window    what an owner says of its memory, and what a peer makes of it; open files      (window.py)
     cpu       this host and its processes; CPU memory: anonymous files that both map         (cpu.py)
     gpu       GPU memory: CUDA IPC handles, fabric handles, or open files                    (gpu.py)
-    locks     gates that keep writers of other processes out                                 (locks.py)
 
 Importing this package imports neither torch nor CUDA.
 """

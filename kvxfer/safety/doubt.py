@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from kvxfer.errors import Code, FabricError
 from kvxfer.mapped import elsewhere
-from kvxfer.mapped.locks import Revoked
 from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
@@ -18,7 +17,7 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import Capability, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import Failure
-from kvxfer.safety.fence import SHARED_GATE
+from kvxfer.safety.fence import SHARED_GATE, Revoked
 from kvxfer.site import Callback, Site, no_hold, resolve
 from kvxfer.telemetry import logger
 

@@ -1,6 +1,34 @@
-"""The gates before memory: those of this worker, by which a grant can be taken back, and those of its peers."""
+"""The fence before memory that another process writes: a generation and a byte lock for each gate in it.
 
+An owner of memory cannot recall what another process has begun to write. It can know that nothing has begun: the other
+one takes the gate's lock, shared, *then* compares the generation with the one that it was granted, *then* writes, and
+gives the lock back when nothing of it is under way. So whoever holds the lock alone, raises the generation and lets go
+knows that nothing under the old one is being written or ever will be, however long the other process was stopped and
+wherever. Locks of a process that dies are given back by the kernel.
+
+Both sides open the same anonymous file, which goes with its last user: 8 bytes a gate, the generation (written by the
+owner) and whether a writer is inside (written by that writer, so that a lock that was given back by a dying process is
+told from one that was given back because all was done). Byte n of the file is also what is locked for gate n. The
+locks are those of open file descriptions (OFD), so threads, and workers of one process, exclude each other too.
+
+8 bytes more say whether the owner has forked. What a process left to a GPU ends when the last descriptor of it is
+closed, and a child that was forked has them too: bytes were seen to land on an H200 after the end of such a parent.
+
+Who writes into memory of a GPU by kernels passes a word there (`kvxfer.copy.port.Gate`); everybody else passes the
+lock. Both have the same generation, which is raised in both or in neither.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import weakref
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
 from typing import Final
 
 import numpy as np
@@ -8,17 +36,264 @@ import numpy as np
 from kvxfer.copy.port import Passage
 from kvxfer.errors import FabricError
 from kvxfer.mapped import check_process, unlike
-from kvxfer.mapped.locks import FIRST_GENERATION, SHUT, Key, LockFile, Revoked
+from kvxfer.mapped.cpu import create, handle_of, open_handle
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
 
-__all__ = ["GATES", "GATE_BYTES", "SHARED_GATE", "Gates", "Keys", "first_words"]
+__all__ = [
+    "FIRST_GENERATION",
+    "GATES",
+    "GATE_BYTES",
+    "SHARED_GATE",
+    "Gates",
+    "Key",
+    "Keys",
+    "Lineage",
+    "LockFile",
+    "Permit",
+    "Revoked",
+    "first_words",
+]
+
+FIRST_GENERATION: Final = 1
+_NAME: Final = "kvxfer-gates"
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""`struct flock`: type, whence, start, length, process (0 for these locks)."""
+_LAST_GENERATION: Final = 0xFFFF_FFFF
+_GATE_BYTES: Final = 8
+_FORKED: Final = -2
+"""Behind the gates, as a u32 from the end."""
+_NOBODY: Final = np.zeros(1, np.int64)
+_NO_WAY: Final = (1 << 30, 0, 0, 0, int(_NOBODY.ctypes.data))
+"""What a passage lends that nobody gets through: more than any descriptor is, so nothing is locked by it."""
+_log: Final = logger("kvxfer.worker")
+_BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
+
+
+class Revoked(StrEnum):
+    """What the owner found when it had a gate's lock alone, and raised the generation."""
+
+    IDLE = "idle"
+    """Nobody was inside: whatever was begun under the old generation had ended before."""
+    DIED = "died"
+    """A process that was inside has died, or is dying. What it had begun by itself has ended; what it left to others (a
+    GPU, a socket, a NIC) may not have."""
+
+
+def _lock(descriptor: int, kind: int, number: int) -> bool:
+    """Take or give back the lock of one gate, without waiting. False if somebody else has it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+class _Forks:
+    """Notes that this process forks, before it does: in every file of its own."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self.files: Final = weakref.WeakSet[LockFile]()
+        os.register_at_fork(before=self._begin, after_in_child=self._begin_anew)
+
+    def _begin(self) -> None:
+        self.any = True
+        for file in list(self.files):
+            with contextlib.suppress(ValueError):  # it is being closed by another thread
+                file.say_forked()
+
+    def _begin_anew(self) -> None:
+        self.any = False
+        self.files.clear()
+
+
+class LockFile:
+    """The owner's side, whose `handle` a peer on this host needs to open it. All calls come from one thread.
+
+    Raises:
+        FabricError: If the system has no such files or locks.
+    """
+
+    def __init__(self, gates: int) -> None:
+        try:
+            self._descriptor: Final = create(_NAME, _GATE_BYTES * (gates + 1))
+        except (AttributeError, OSError) as error:
+            raise FabricError(f"this system has no anonymous files to lock: {error}") from error
+        try:
+            self._pages: Final = mmap.mmap(self._descriptor, _GATE_BYTES * (gates + 1))
+            _lock(self._descriptor, fcntl.F_UNLCK, 0)
+        except (AttributeError, OSError, ValueError) as error:
+            os.close(self._descriptor)
+            raise FabricError(f"this system has no locks of open file descriptions: {error}") from error
+        self._words: Final = memoryview(self._pages).cast("I")
+        self.handle: Final = handle_of(self._descriptor)
+        _forks.files.add(self)
+        if _forks.any:
+            self.say_forked()
+
+    def say_forked(self) -> None:
+        """A child of this process will have, or may have, its descriptors."""
+        self._words[_FORKED] = 1
+
+    def generation(self, number: int) -> int:
+        """The generation of a gate: what a grant must name for its writer to get in."""
+        return self._words[2 * number] + FIRST_GENERATION
+
+    def revoke(self, number: int) -> Revoked | None:
+        """Raise the generation of a gate if nobody holds its lock.
+
+        Returns:
+            What was found; None if somebody is inside, or is about to be: then nothing has changed.
+        """
+        if not _lock(self._descriptor, fcntl.F_WRLCK, number):
+            return None
+        try:
+            words, at = self._words, 2 * number
+            inside, words[at + 1] = words[at + 1], 0
+            words[at] = (words[at] + 1) % _LAST_GENERATION
+        finally:
+            _lock(self._descriptor, fcntl.F_UNLCK, number)
+        return Revoked.DIED if inside else Revoked.IDLE
+
+    def close(self) -> None:
+        """Close it. Peers that have it open keep it, and pass its gates to no effect."""
+        _forks.files.discard(self)
+        self._words.release()
+        self._pages.close()
+        os.close(self._descriptor)
+
+
+_forks: Final = _Forks()
+
+
+class Lineage:
+    """Whether a peer's process has forked, which can be asked until it is closed: also when the process has ended.
+
+    Raises:
+        FabricError: If they are not there, or are not what was named.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        descriptor = open_handle(handle, _NAME, 2 * _GATE_BYTES)
+        try:
+            self._pages: Final = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise FabricError(f"its gates cannot be opened: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def forked(self) -> bool:
+        """Whether it has, or is about to."""
+        return any(self._pages[_FORKED * 4 :])
+
+    def close(self) -> None:
+        """Close it."""
+        self._pages.close()
+
+
+class Key:
+    """A peer's gates, opened here: for what this process writes there. Safe from any thread.
+
+    The mover passes them (`kvxfer.copy.machine`), one that was lent to it. While it may be inside, it is a borrower.
+
+    Raises:
+        FabricError: If it is not there, or is not what was named.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        self._descriptor: Final = open_handle(handle, _NAME, 2 * _GATE_BYTES)
+        try:
+            self._pages: Final = mmap.mmap(self._descriptor, 0)
+        except (OSError, ValueError) as error:
+            os.close(self._descriptor)
+            raise FabricError(f"its gates cannot be opened: {error}") from error
+        self._words: Final = memoryview(self._pages).cast("I")
+        self._mutex: Final = threading.Lock()
+        self._inside: Final = np.zeros(len(self._words) // 2 - 1, np.int64)  # by gate: this process's writers
+        self._words_at: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self._inside_at: Final = int(self._inside.ctypes.data)
+        self._borrowers = 0
+        self._closing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds on to the peer's file."""
+        return not self._pages.closed
+
+    def passage(self, number: int, generation: int) -> "Permit":
+        """A way through one gate.
+
+        Raises:
+            FabricError: If there is no such gate.
+        """
+        gates = len(self._words) // 2 - 1
+        if not 0 <= number < gates:
+            raise FabricError(f"gate {number} was granted, but there are {gates}")
+        return Permit(self, number, generation)
+
+    def close(self) -> None:
+        """Close it, as soon as nothing of it is lent.
+
+        Whoever is still inside then (a mover that has ended with something in doubt) is left there, and the owner finds
+        it as it would after this process had died.
+        """
+        with self._mutex:
+            self._closing = True
+            self._end_if_free()
+
+    def lend(self, number: int, generation: int) -> tuple[int, int, int, int, int]:
+        """See `Permit.lend`."""
+        with self._mutex:
+            self._borrowers += 1
+            if self._pages.closed:
+                return _NO_WAY
+            granted = 0 if self._closing else generation  # which no gate has ever had
+            words_at, inside_at = self._words_at + _GATE_BYTES * number, self._inside_at + 8 * number
+            return self._descriptor, number, granted, words_at, inside_at
+
+    def give_back(self) -> None:
+        """See `Permit.give_back`."""
+        with self._mutex:
+            self._borrowers -= 1
+            if self._closing:
+                self._end_if_free()
+
+    def _end_if_free(self) -> None:
+        if not self._borrowers and not self._pages.closed:
+            self._words.release()
+            self._pages.close()
+            os.close(self._descriptor)
+
+
+class Permit:
+    """One writer's way through a gate, under the generation that it was granted."""
+
+    __slots__ = ("_generation", "_key", "_number")
+
+    def __init__(self, key: Key, number: int, generation: int) -> None:
+        self._key = key
+        self._number = number
+        self._generation = generation
+
+    def lend(self) -> tuple[int, int, int, int, int]:
+        """Let the mover enter and leave, until `give_back`.
+
+        Returns:
+            The descriptor of the file whose byte is locked, the number of the gate, the generation as granted, where
+            the gate's words are, and where it is counted how many of this process are inside.
+        """
+        return self._key.lend(self._number, self._generation)
+
+    def give_back(self) -> None:
+        """The mover is not inside, and does not enter any more."""
+        self._key.give_back()
+
 
 # --- our own gates
-#
-# A grant names a gate and its generation. Who writes into memory of a GPU by kernels passes a word there
-# (`kvxfer.copy.port.Gate`); everybody else passes a lock (`kvxfer.mapped.locks`). Both have the same generation, which
-# is raised in both or in neither.
 
 GATE_BYTES: Final = 128
 """From one gate's word to the next: a cache line of a GPU."""
@@ -118,15 +393,13 @@ class Gates:
 
 # --- gates of peers
 
-_log: Final = logger("kvxfer.worker")
-
 
 class _Shut:
     """A passage that is never granted: none has it."""
 
     def lend(self) -> tuple[int, int, int, int, int]:
         """What nobody gets through."""
-        return SHUT
+        return _NO_WAY
 
     def give_back(self) -> None:
         """Nobody has it."""

@@ -10,7 +10,6 @@ from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraError
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped import Export, Window, Windows, check_process, export, joined, open_window, unlike
-from kvxfer.mapped.locks import LockFile
 from kvxfer.mapped.window import OpenFiles
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.device import upload
@@ -19,7 +18,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime
-from kvxfer.safety.fence import GATE_BYTES, GATES, first_words
+from kvxfer.safety.fence import GATE_BYTES, GATES, LockFile, first_words
 from kvxfer.telemetry import logger
 
 __all__ = ["Exports", "Mappings"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.mapped.locks import Key, LockFile
+from kvxfer.safety.fence import Key, LockFile
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "geometry", HERE.parent / "integration"):

@@ -22,7 +22,7 @@ from kvxfer.copy import records
 from kvxfer.copy.compiler import load
 from kvxfer.copy.mover import _EVENT, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
-from kvxfer.mapped.locks import Key, LockFile
+from kvxfer.safety.fence import Key, LockFile
 
 WINDOWS, WINDOW = 48, 4096
 GATES = 4

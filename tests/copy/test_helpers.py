@@ -15,8 +15,8 @@ from kvxfer.copy import CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, usual_threads
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy_parts
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.runtime import ThreadRuntime
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
 
 MIB = 1 << 20
 SRC = np.random.default_rng(5).integers(0, 256, 8 * MIB, dtype=np.uint8)

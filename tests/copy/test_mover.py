@@ -19,8 +19,8 @@ from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, _machines
 from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError
-from kvxfer.mapped.locks import FIRST_GENERATION
 from kvxfer.runtime import ThreadRuntime
+from kvxfer.safety.fence import FIRST_GENERATION
 from kvxfer.testing import simulate
 
 ROOT = Path(__file__).parent.parent.parent

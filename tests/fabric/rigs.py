@@ -16,8 +16,8 @@ from kvxfer.errors import FabricError
 from kvxfer.fabric import Memory
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile
 from kvxfer.runtime import ThreadRuntime
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile
 
 SIZE = 1 << 16
 PART = 1024

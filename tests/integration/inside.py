@@ -27,7 +27,6 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
-from kvxfer.mapped.locks import FIRST_GENERATION, Permit
 from kvxfer.memory import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
@@ -39,7 +38,7 @@ from kvxfer.protocol.session import Role
 from kvxfer.protocol.transfer import Receiving
 from kvxfer.safety import doubt, mappings
 from kvxfer.safety import mappings as exports
-from kvxfer.safety.fence import Key
+from kvxfer.safety.fence import FIRST_GENERATION, Key, Permit
 from kvxfer.site import Site
 
 # --- sessions

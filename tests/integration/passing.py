@@ -7,7 +7,7 @@ import struct
 import threading
 from typing import Any
 
-from kvxfer.mapped.locks import FIRST_GENERATION
+from kvxfer.safety.fence import FIRST_GENERATION
 
 _FLOCK = struct.Struct("hhqqi4x")
 _one_at_a_time = threading.Lock()

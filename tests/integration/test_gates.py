@@ -14,9 +14,8 @@ from wire import play, virtual
 
 from kvxfer import READY
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
-from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
-from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Keys
+from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Key, Keys, LockFile, Revoked
 
 TIMES = {"peer_timeout": 3, "revoke_timeout": 5, "connect_timeout": 0.2}
 ROUTES = ["mapped", "direct", "staged"]

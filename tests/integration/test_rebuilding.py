@@ -10,11 +10,11 @@ from stage import Cache, Copied, eventually, frames, quarantined, quiet, written
 
 from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer.decode import receiver
-from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
 from kvxfer.protocol.messages import Capability, Grant, Reserve
 from kvxfer.protocol.session import Role
 from kvxfer.safety import doubt
+from kvxfer.safety.fence import Revoked
 
 TOKENS = range(8)
 TIMES = {"peer_timeout": 0.4, "revoke_timeout": 2.0}

@@ -10,13 +10,12 @@ import pytest
 from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.mapped import export, here
-from kvxfer.mapped.locks import LockFile
 from kvxfer.mapped.window import OpenFiles
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import Keys
+from kvxfer.safety.fence import Keys, LockFile
 from kvxfer.safety.mappings import Mappings
 from kvxfer.safety.processes import Processes
 

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from kvxfer.mapped import here
-from kvxfer.mapped.locks import Lineage
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
+from kvxfer.safety.fence import Lineage
 from kvxfer.safety.processes import Processes
 
 OWNER = """
 import os, sys
-from kvxfer.mapped.locks import LockFile
+from kvxfer.safety.fence import LockFile
 before, forks = LockFile(4), sys.argv[1] == "forks"
 if sys.argv[1] == "its child shares" and os.fork():
     sys.exit(os.wait()[1])

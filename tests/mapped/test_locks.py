@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from passing import enter
 
 from kvxfer.errors import FabricError
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
 
 CONTEXT = multiprocessing.get_context("spawn")
 GATES = 64

@@ -14,11 +14,11 @@ import pytest
 
 from kvxfer.mapped import cpu as numbers
 from kvxfer.mapped import here, number_of, own_number, process_of_stream
-from kvxfer.mapped.locks import LockFile
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.safety import processes as module
+from kvxfer.safety.fence import LockFile
 from kvxfer.safety.processes import Processes
 
 CONNECTS = """

@@ -23,7 +23,6 @@ from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.errors import ProtocolError
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody, ExtentState
 from kvxfer.offers import Entry
 from kvxfer.prefill.role import Prefill
@@ -32,6 +31,7 @@ from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState, build_result
 from kvxfer.safety.doubt import Exposure
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.site import Desk
 
 Patch = pytest.MonkeyPatch

@@ -750,11 +750,7 @@ _offer_log: Final = logger("kvxfer.offer")
 
 
 class BlockingTransfer:
-    """One fetch under way. Made by `BlockingWorker.start_fetch`.
-
-    Attributes:
-        request: The request's id.
-    """
+    """One fetch under way. Made by `BlockingWorker.start_fetch`."""
 
     def __init__(self, request: str, written: Mapping[str, Sequence[int]], thread: LoopThread, outbox: Outbox) -> None:
         self.request: Final = request
@@ -930,15 +926,11 @@ class BlockingOffer:
     Its methods return at once. Arguments are checked then and there as far as they can be (see `BlockingWorker`); if
     the worker finds a step wrong later, it takes the offer back and says why by `OfferFailed`. Steps of an offer that
     is over change nothing.
-
-    Attributes:
-        request: Its id.
-        attempt: Which attempt at this id.
     """
 
     def __init__(self, request: str, attempt: int, service: "_Service", outbox: Outbox) -> None:
         self.request: Final = request
-        self.attempt: Final = attempt
+        self.attempt: Final = attempt  # which attempt at this id
         self._service = service
         self._thread = service.thread
         self._outbox = outbox

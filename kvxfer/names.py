@@ -146,19 +146,12 @@ _ANYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, n
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a worker listens, or is reached.
+    """Where a worker listens, or is reached."""
 
-    Attributes:
-        scheme: `"unix"` or `"tcp"`.
-        path: Path of the socket; empty for `tcp`, and for a private socket that the worker makes.
-        host: Name or address without brackets; empty for `unix`.
-        port: 0 means any free port; 0 for `unix`.
-    """
-
-    scheme: Literal["unix", "tcp"]
-    path: str = ""
-    host: str = ""
-    port: int = 0
+    scheme: Literal["unix", "tcp"]  # `"unix"` or `"tcp"`
+    path: str = ""  # path of the socket; empty for `tcp`, and for a private socket that the worker makes
+    host: str = ""  # name or address without brackets; empty for `unix`
+    port: int = 0  # 0 means any free port; 0 for `unix`
 
     @classmethod
     def parse(cls, text: str) -> Self:

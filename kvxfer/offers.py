@@ -110,17 +110,13 @@ _Marks: TypeAlias = tuple[tuple[int, Event], ...]
 
 
 class Readiness:
-    """Up to which token each layer is ready, and after which events.
-
-    Attributes:
-        by_layer: Whether layers become ready one after the other, as far as that was seen.
-    """
+    """Up to which token each layer is ready, and after which events."""
 
     def __init__(self, layers: Iterable[int]) -> None:
         self._layers: Final = frozenset(layers)
         self._of_all: _Marks | None = ()  # while all layers are marked alike, as they mostly are
         self._marks: dict[int, _Marks] = {}  # of each layer from then on; those with the same share one tuple
-        self.by_layer = True
+        self.by_layer = True  # whether layers become ready one after the other, as far as that was seen
 
     def reached(self, layer: int) -> int:
         """One past the last token of a layer that is (or will be, after its events) ready."""

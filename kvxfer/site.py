@@ -33,25 +33,16 @@ __all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally",
 
 
 class Tally:
-    """Counts of one transfer, or of one rank's part of it.
-
-    Attributes:
-        bytes: Bytes of cache moved.
-        pieces: Contiguous runs that they are in, in the blocks.
-        chunks: Chunks of the plan.
-        descriptors: Pieces that this side handed to its transport.
-        first_byte: When the first chunk had landed, or was posted; None before.
-        predicted: Seconds that it was expected to take; None without a prediction.
-        stages: Intervals of each stage that was seen.
-    """
+    """Counts of one transfer, or of one rank's part of it."""
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self.pieces = 0
-        self.chunks = 0
-        self.descriptors = 0
-        self.first_byte: float | None = None
-        self.predicted: float | None = None
+        self.bytes = 0  # bytes of cache moved
+        self.pieces = 0  # contiguous runs that they are in, in the blocks
+        self.chunks = 0  # chunks of the plan
+        self.descriptors = 0  # pieces that this side handed to its transport
+        self.first_byte: float | None = None  # when the first chunk had landed, or was posted; None before
+        self.predicted: float | None = None  # seconds that it was expected to take; None without a prediction
+        # intervals of each stage that was seen
         self.stages: Final[defaultdict[Stage, Intervals]] = defaultdict(Intervals)
 
     def spent(self, stage: Stage, start: float, end: float) -> None:
@@ -167,26 +158,15 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
-    """A doubt that nothing else is likely to end.
+    """A doubt that nothing else is likely to end."""
 
-    Attributes:
-        since: When it was noticed.
-        urgent: Whether it is about the caller's blocks, and not about staging memory.
-        answered: Whether the peer has said all that it can, and is not to be waited for.
-    """
-
-    since: float
-    urgent: bool
-    answered: bool = False
+    since: float  # when it was noticed
+    urgent: bool  # whether it is about the caller's blocks, and not about staging memory
+    answered: bool = False  # whether the peer has said all that it can, and is not to be waited for
 
 
 class Rebuilds:
     """The books of it.
-
-    Attributes:
-        count: How often the agent was made anew.
-        paused: It is about to be: nothing is granted to peers, and nothing announced to be read.
-        wanted: Called when somebody new waits for it.
 
     Args:
         now: Monotonic seconds.
@@ -194,9 +174,9 @@ class Rebuilds:
     """
 
     def __init__(self, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
-        self.count = 0
-        self.paused = False
-        self.wanted: Callable[[], None] = lambda: None
+        self.count = 0  # how often the agent was made anew
+        self.paused = False  # it is about to be: nothing is granted to peers, and nothing announced to be read
+        self.wanted: Callable[[], None] = lambda: None  # called when somebody new waits for it
         self._now: Final = now
         self._loop: Final = loop
         self._wants: dict[Want, None] = {}
@@ -500,95 +480,55 @@ class Tasks:
 
 @dataclass(slots=True)
 class Site:
-    """Everything that the two sides of a worker share.
+    """Everything that the two sides of a worker share."""
 
-    Attributes:
-        config: Effective settings.
-        runtime: Clock, randomness, runners.
-        loop: The worker's event loop.
-        geometry: What this rank holds.
-        custody: Books of the caller's blocks.
-        send_desk: Staging memory to gather into.
-        receive_desk: Staging memory that peers may write.
-        plans: Plans with peers.
-        estimates: What transfers with peers are expected to take.
-        fabric: The transport.
-        lanes: Peers that the fabric knows.
-        mover: Copies.
-        metrics: Counters.
-        key: By what this rank proves its incarnation.
-        incarnation: Of this rank, drawn at start.
-        body: Encoded `AgentBody`, by whether the peer is trusted with addresses.
-        reachable: By the same, what of the fabric's registrations the peer is told of.
-        facts: (name, value) pairs on which peers must agree.
-        capabilities: What this rank can do.
-        staging: Staging memory that peers may write, as they see it; None without an arena.
-        sending: Staging memory that this rank gathers into; None without an arena.
-        in_place: Whether the caller's blocks are registered, so that `direct` and `pull` are possible.
-        mappings: Memory of peers that this rank's copies can address.
-        gates: What keeps peers out of this rank's memory.
-        keys: What leads through the gates of peers.
-        processes: Whether peers on this host are still there.
-        rebuilds: When the agent was made anew, and who waits for that.
-        here: Incarnations of peers to which a link leads.
-        fenced: Incarnations of peers that pass the gates that grants name.
-        issuer: Makes and checks tickets; None until the engine is joined.
-        tasks: Work that the worker owns.
-        lookouts: Tasks that look for evidence: closing does not wait for them, but has them look once more.
-        written: By incarnation of the peer, bytes of blocks that it may be writing in place.
-        warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
-        found: By incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped.
-        draining: True once new work is refused.
-        looking: Held while a thread looks at what a new peer holds.
-        closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
-        now: Monotonic seconds, the runtime's.
-        place_bytes: How large a chunk may be in staging memory that peers write.
-        in_place_chunk_bytes: As of the settings.
-        sums_every: Likewise.
-    """
-
-    config: Config
-    runtime: Runtime
-    loop: asyncio.AbstractEventLoop
-    geometry: CacheGeometry
-    custody: Custody
-    send_desk: Desk
-    receive_desk: Desk
-    plans: PairPlans
-    estimates: Estimates
-    fabric: Fabric
-    lanes: Lanes
+    config: Config  # effective settings
+    runtime: Runtime  # clock, randomness, runners
+    loop: asyncio.AbstractEventLoop  # the worker's event loop
+    geometry: CacheGeometry  # what this rank holds
+    custody: Custody  # books of the caller's blocks
+    send_desk: Desk  # staging memory to gather into
+    receive_desk: Desk  # staging memory that peers may write
+    plans: PairPlans  # plans with peers
+    estimates: Estimates  # what transfers with peers are expected to take
+    fabric: Fabric  # the transport
+    lanes: Lanes  # peers that the fabric knows
     mover: Mover
-    metrics: Metrics
-    key: IdentityKey
-    body: dict[bool, bytes]
-    reachable: Mapping[bool, Sequence[object]]
-    facts: Sequence[tuple[str, str]]
-    capabilities: Capability
-    staging: wire.MemorySpan | None
-    sending: wire.MemorySpan | None
-    in_place: bool
-    mappings: Mappings
-    gates: Gates
-    processes: Processes
-    keys: Keys = field(default_factory=Keys)
-    here: set[bytes] = field(default_factory=set[bytes])
-    fenced: set[bytes] = field(default_factory=set[bytes])
-    issuer: Issuer | None = None
-    tasks: Tasks = field(default_factory=Tasks)
+    metrics: Metrics  # counters
+    key: IdentityKey  # by what this rank proves its incarnation
+    body: dict[bool, bytes]  # encoded `AgentBody`, by whether the peer is trusted with addresses
+    reachable: Mapping[bool, Sequence[object]]  # by the same, what of the fabric's registrations the peer is told of
+    facts: Sequence[tuple[str, str]]  # (name, value) pairs on which peers must agree
+    capabilities: Capability  # what this rank can do
+    staging: wire.MemorySpan | None  # staging memory that peers may write, as they see it; None without an arena
+    sending: wire.MemorySpan | None  # staging memory that this rank gathers into; None without an arena
+    in_place: bool  # whether the caller's blocks are registered, so that `direct` and `pull` are possible
+    mappings: Mappings  # memory of peers that this rank's copies can address
+    gates: Gates  # what keeps peers out of this rank's memory
+    processes: Processes  # whether peers on this host are still there
+    keys: Keys = field(default_factory=Keys)  # what leads through the gates of peers
+    here: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers to which a link leads
+    fenced: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers that pass the gates that grants name
+    issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
+    tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
+    # tasks that look for evidence: closing does not wait for them, but has them look once more
     lookouts: Tasks = field(default_factory=Tasks)
+    # by incarnation of the peer, bytes of blocks that it may be writing in place
     written: Counter[bytes] = field(default_factory=Counter[bytes])
+    # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
+    # by incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped
     found: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
-    draining: bool = False
-    incarnation: bytes = field(init=False)
-    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    draining: bool = False  # true once new work is refused
+    incarnation: bytes = field(init=False)  # of this rank, drawn at start
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a thread looks at what a new peer holds
+    # done once the worker waits for no peer any more: what is in doubt is looked at once more, and left
     closing: "asyncio.Future[None]" = field(init=False)
-    now: Callable[[], float] = field(init=False)
-    place_bytes: int = field(init=False)
-    in_place_chunk_bytes: int = field(init=False)
-    sums_every: int = field(init=False)
-    rebuilds: Rebuilds = field(init=False)
+    now: Callable[[], float] = field(init=False)  # monotonic seconds, the runtime's
+    place_bytes: int = field(init=False)  # how large a chunk may be in staging memory that peers write
+    in_place_chunk_bytes: int = field(init=False)  # as of the settings
+    sums_every: int = field(init=False)  # likewise
+    rebuilds: Rebuilds = field(init=False)  # when the agent was made anew, and who waits for that
 
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()

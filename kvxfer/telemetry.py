@@ -221,12 +221,9 @@ class Intervals(list[tuple[float, float]]):
 
     A stage of a transfer runs in pieces that overlap (chunks on a wire, copies on a stream); how long the stage took is
     the time in which at least one of them ran. A list, as every chunk adds to several of them.
-
-    Attributes:
-        room: Whoever appends unites them when there are so many.
     """
 
-    room = _ADDED
+    room = _ADDED  # whoever appends unites them when there are so many
 
     def merge(self, other: "Intervals") -> None:
         """Count every interval of another collection too."""
@@ -346,23 +343,17 @@ RequestKey: TypeAlias = tuple[str, int]
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """A transfer that is over.
-
-    Attributes:
-        code: Kind of its failure; None if it succeeded.
-        transfer: Its name in the logs.
-        stages: When each stage that this side saw ran.
-        trace: To which trace the decode rank says that it belongs; not checked.
-    """
+    """A transfer that is over."""
 
     side: Side
-    code: Code | None
+    code: Code | None  # kind of its failure; None if it succeeded
     stats: TransferStats
     report: FailureReport | None = None
-    transfer: str = ""
+    transfer: str = ""  # its name in the logs
     key: RequestKey = ("", 0)
+    # when each stage that this side saw ran
     stages: Mapping[Stage, Intervals] = field(default_factory=dict[Stage, Intervals])
-    trace: str = ""
+    trace: str = ""  # to which trace the decode rank says that it belongs; not checked
 
 
 class Observer(Protocol):

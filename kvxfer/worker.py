@@ -103,23 +103,16 @@ _REACHED: Final[dict[str, frozenset[Kind]]] = {
 
 
 class Staging:
-    """The arena's memory. Without one (`arena_bytes` is 0) it stays empty.
-
-    Attributes:
-        kind: Of the memory; None without an arena.
-        refused: Kinds that were tried before and could not be had, with the reason.
-        sending: Where gathers put what is written to peers, as descriptors name it.
-        receiving: Where peers write, as they see it.
-        reachable: Registrations that peers are told of.
-    """
+    """The arena's memory. Without one (`arena_bytes` is 0) it stays empty."""
 
     def __init__(self) -> None:
-        self.kind: Kind | None = None
-        self.refused: dict[Kind, str] = {}
+        self.kind: Kind | None = None  # of the memory; None without an arena
+        self.refused: dict[Kind, str] = {}  # kinds that were tried before and could not be had, with the reason
         self.arena = Arena.split(0, 0)
+        # where gathers put what is written to peers, as descriptors name it
         self.sending: wire.MemorySpan | None = None
-        self.receiving: wire.MemorySpan | None = None
-        self.reachable: list[object] = []
+        self.receiving: wire.MemorySpan | None = None  # where peers write, as they see it
+        self.reachable: list[object] = []  # registrations that peers are told of
         self._backing: Backing | None = None
 
     async def open(
@@ -229,23 +222,17 @@ _leaked: Final[list[object]] = []
 
 @dataclass(slots=True)
 class Assembly:
-    """What a worker is made of.
+    """What a worker is made of."""
 
-    Attributes:
-        tensors: The caller's cache tensors; this reference keeps them alive.
-        transport: Given by the caller, or None for NIXL.
-        exports: What of its memory peers may map.
-        placement: Where threads run and pinned memory lies; chosen when the worker opens.
-    """
-
-    tensors: tuple[CacheTensor, ...]
+    tensors: tuple[CacheTensor, ...]  # the caller's cache tensors; this reference keeps them alive
     groups: tuple[Group, ...]
     geometry: CacheGeometry
     config: Config
-    transport: Transport | None
+    transport: Transport | None  # given by the caller, or None for NIXL
     runtime: Runtime
     staging: Staging = field(default_factory=Staging)
-    exports: Exports = field(default_factory=Exports)
+    exports: Exports = field(default_factory=Exports)  # what of its memory peers may map
+    # where threads run and pinned memory lies; chosen when the worker opens
     placement: Placement = field(default_factory=Placement)
     home: Home = field(default_factory=Home)
 
@@ -695,26 +682,18 @@ class Service:
     Args:
         site: What it stands on.
         own_loop: Whether the loop has a thread of its own.
-
-    Attributes:
-        prefill: What peers fetch here.
-        decode: What is fetched from peers.
-        peers: Links to prefill ranks.
-        links: All that are open.
-        greeting: Those whose handshake is not complete.
-        listener: Where peers connect; None before `listen`.
     """
 
     def __init__(self, site: Site, *, own_loop: bool) -> None:
         self.site: Final = site
-        self.links: Final[set[Link]] = set()
-        self.greeting: Final[set[Link]] = set()
-        self.listener: Listener | None = None
+        self.links: Final[set[Link]] = set()  # all that are open
+        self.greeting: Final[set[Link]] = set()  # those whose handshake is not complete
+        self.listener: Listener | None = None  # where peers connect; None before `listen`
         self.frames_sent = site.metrics.frames_sent
         self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
-        self.peers: Final = Peers(site, self._streams.connect)
-        self.prefill: Final = Prefill(site)
-        self.decode: Final = Decode(site, self.peers)
+        self.peers: Final = Peers(site, self._streams.connect)  # links to prefill ranks
+        self.prefill: Final = Prefill(site)  # what peers fetch here
+        self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
         self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.renewed)
         self._watch: Final = LoopWatch()

@@ -62,10 +62,6 @@ class Gpu:
 
     Raises:
         MissingExtraError: If triton or cuda-bindings cannot be imported, or the driver lacks a function.
-
-    Attributes:
-        limits: Words of tables that fit into a ring; of those that are read where they are, and tiles of these.
-        arrival: How it is seen to that what NICs have written is there, once that had to be known.
     """
 
     def __init__(self, device: torch.device | int, *, ring_bytes: int = 4 << 20) -> None:
@@ -80,8 +76,10 @@ class Gpu:
             self._marks: Final = [[_mark(stream) for _ in range(records.QUEUE)] for stream in self.streams]
             torch.cuda.synchronize(self.device)
         self._ring_words: Final = ring_bytes // 8
+        # words of tables that fit into a ring; of those that are read where they are, and tiles of these
         self.limits: Final = self._ring_words - SPARE_WORDS, _NEAR_WORDS, _NEAR_TILES
         self.kernel: Final = _load_kernel(self._rings[0][1])
+        # how it is seen to that what NICs have written is there, once that had to be known
         self.arrival: Arrival | None = None
 
     def install(self, state: I64, ports: I64) -> None:

@@ -409,16 +409,13 @@ class Kernel:
 
     Args:
         table: Any int64 tensor on the device; it only shows the compiler the type of a table.
-
-    Attributes:
-        compiles: Variants compiled or loaded so far.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table: Final = table
         self._lock: Final = threading.Lock()
         self._variants: Final[dict[Variant | SumVariant, Any]] = {}
-        self.compiles = 0
+        self.compiles = 0  # variants compiled or loaded so far
 
     def compile(self, variant: Variant) -> Any:
         """Compile a variant and load it into the device, unless that has been done."""

@@ -1053,11 +1053,7 @@ class Mover:
 
 
 class _Machine:
-    """The machine's memory, its pipes, and what it runs in: a thread, or the steps of a simulation.
-
-    Attributes:
-        news: The descriptor from which events are read.
-    """
+    """The machine's memory, its pipes, and what it runs in: a thread, or the steps of a simulation."""
 
     def __init__(
         self,
@@ -1087,7 +1083,7 @@ class _Machine:
         self._natives: Final[list[Native]] = []  # whose functions it may call
         self._semaphore: Final = np.zeros(_SEMAPHORE_WORDS, np.int64)
         commands, self._commands = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.news, news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.news, news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the descriptor from which events are read
         self._descriptors: Final = [commands, self._commands, self.news, news]
         state, libc = self.state, _libc()
         for port, name in _LIBC.items():

@@ -82,14 +82,10 @@ class Direction(StrEnum):
 
 
 class AllOf:
-    """Has happened when all of its events have.
-
-    Attributes:
-        events: Those that had not when they were last asked.
-    """
+    """Has happened when all of its events have."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self.events: Final = list(events)
+        self.events: Final = list(events)  # those that had not when they were last asked
 
     def query(self) -> bool:
         """Whether all have happened; those that have are not asked again."""
@@ -126,14 +122,10 @@ class Gate:
     Its high half is a generation, its low half counts the thread blocks that write. Each block counts itself in, goes
     on only if the generation is the one that it was given, and counts itself out when all that it wrote is visible. The
     owner raises the generation, and knows that nobody writes any more when the count is 0.
-
-    Attributes:
-        address: Where this GPU addresses it; a multiple of 8.
-        generation: What was granted.
     """
 
-    address: int
-    generation: int
+    address: int  # where this GPU addresses it; a multiple of 8
+    generation: int  # what was granted
 
 
 class Outcome(StrEnum):
@@ -146,34 +138,23 @@ class Outcome(StrEnum):
 
 
 class CopyOutcome(Struct, frozen=True):
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        error: None if every byte has been copied and is visible.
-        started: When the copy was launched, by the runtime's clock.
-        finished: When it was seen to be complete, and what was posted then to have ended; of a flow, when that is told.
-        stopped: Whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is
-            under way.
-        sums: What was added up, as it travels; empty if nothing was to be, or the job failed.
-        in_doubt: Whether something that was posted may still land. `error` says why.
-        posted: When the first part was posted; 0.0 if none was.
-        copying: Seconds from the launch to when the copy was seen to be complete; of a flow, of all steps together.
-        posting: Seconds in which parts were being posted; likewise.
-        wire: Seconds from the first part's post to the last one's end; of a flow, in which any step was between these.
-        steps: Of a flow, how many of its steps are done, from the first one on.
-    """
-
-    error: KvxferError | None
-    started: float
+    error: KvxferError | None  # None if every byte has been copied and is visible
+    started: float  # when the copy was launched, by the runtime's clock
+    # when it was seen to be complete, and what was posted then to have ended; of a flow, when that is told
     finished: float
+    # whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is under way
     stopped: bool = False
-    sums: bytes = b""
-    in_doubt: bool = False
-    posted: float = 0.0
+    sums: bytes = b""  # what was added up, as it travels; empty if nothing was to be, or the job failed
+    in_doubt: bool = False  # whether something that was posted may still land. `error` says why
+    posted: float = 0.0  # when the first part was posted; 0.0 if none was
+    # seconds from the launch to when the copy was seen to be complete; of a flow, of all steps together
     copying: float = 0.0
-    posting: float = 0.0
+    posting: float = 0.0  # seconds in which parts were being posted; likewise
+    # seconds from the first part's post to the last one's end; of a flow, in which any step was between these
     wire: float = 0.0
-    steps: int = 0
+    steps: int = 0  # of a flow, how many of its steps are done, from the first one on
 
     @property
     def outcome(self) -> Outcome:
@@ -200,53 +181,35 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Contiguous pieces on one side of a post.
+    """Contiguous pieces on one side of a post."""
 
-    Attributes:
-        kind: `"DRAM"` or `"VRAM"`.
-        device: Index of the GPU; 0 for DRAM.
-        pieces: int64 (N, 2): address and length in bytes.
-    """
-
-    kind: str
-    device: int
-    pieces: NDArray[np.int64]
+    kind: str  # `"DRAM"` or `"VRAM"`
+    device: int  # index of the GPU; 0 for DRAM
+    pieces: NDArray[np.int64]  # int64 (N, 2): address and length in bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Native:
-    """A transport's agent as compiled code calls it.
+    """A transport's agent as compiled code calls it."""
 
-    Attributes:
-        table: int64: addresses of C functions, in the order of `kvxfer.copy.records` from `AGENT_PORTS` on.
-        agent: What they take as their first argument.
-        notices: Where notifications are put.
-        error: What a code means that one of them returned, from: the code, what was being done, whether the peer is
-            gone, whether something may still be under way.
-        for_good: Whether a peer that is gone never comes back under its name.
-    """
-
+    # int64: addresses of C functions, in the order of `kvxfer.copy.records` from `AGENT_PORTS` on
     table: NDArray[np.int64]
-    agent: int
-    notices: int
+    agent: int  # what they take as their first argument
+    notices: int  # where notifications are put
+    # what a code means that one of them returned, from: the code, what was being done, whether the peer is gone,
+    # whether something may still be under way
     error: Callable[[int, str, bool, bool], FabricError]
-    for_good: bool = False
+    for_good: bool = False  # whether a peer that is gone never comes back under its name
 
 
 class Turns(Struct, frozen=True):
-    """How a flow takes turns with one of a peer's: what is gathered fills places, what is scattered empties them.
+    """How a flow takes turns with one of a peer's: what is gathered fills places, what is scattered empties them."""
 
-    Attributes:
-        places: In how many. A step waits until the one so many before it is done at the far side.
-        first: Which of all steps the flow's first one is; both sides count them alike.
-        token: 16 bytes that both name it by, where their movers notify each other; empty if only the loops do.
-        agent: With whose agent, as `Fabric.connect` named it.
-    """
-
-    places: int
-    first: int = 0
+    places: int  # in how many. A step waits until the one so many before it is done at the far side
+    first: int = 0  # which of all steps the flow's first one is; both sides count them alike
+    # 16 bytes that both name it by, where their movers notify each other; empty if only the loops do
     token: bytes = b""
-    agent: str = ""
+    agent: str = ""  # with whose agent, as `Fabric.connect` named it
 
 
 NO_PIECES: Final = Descriptors("DRAM", 0, np.zeros((0, 2), np.int64))
@@ -258,23 +221,17 @@ def _nobody(ended: bool) -> None:
 
 
 class Post(Struct, frozen=True, eq=False):
-    """Pieces that the transport writes or reads.
+    """Pieces that the transport writes or reads."""
 
-    Attributes:
-        peer: Name that `Fabric.connect` returned.
-        operation: Write local pieces into remote ones, or read remote into local.
-        remote: Pieces there, piece by piece as long as the local ones.
-        runs_on: Whether it goes on without the agent that has it under way, as a copy between GPUs of one host does.
-        late: Called at most once after the job ended `IN_DOUBT`, when that is over for memory of this side: with True
-            if all of it has ended after all, with False if the agent was made anew, so that only what had left this
-            side may still land at the peer.
-    """
-
-    peer: str
-    operation: Operation
+    peer: str  # name that `Fabric.connect` returned
+    operation: Operation  # write local pieces into remote ones, or read remote into local
     local: Descriptors
-    remote: Descriptors
+    remote: Descriptors  # pieces there, piece by piece as long as the local ones
+    # whether it goes on without the agent that has it under way, as a copy between GPUs of one host does
     runs_on: bool = False
+    # called at most once after the job ended `IN_DOUBT`, when that is over for memory of this side: with True if all of
+    # it has ended after all, with False if the agent was made anew, so that only what had left this side may still land
+    # at the peer
     late: Callable[[bool], None] = _nobody
 
 
@@ -289,28 +246,19 @@ class CopyJob(Struct, frozen=True, eq=False):
     pieces. Of a step it says the rest, and `until` if its own lease ends before. It may say so of several steps that
     follow one another, with a batch of tables: then each has a like share of the pieces. A single one without bytes is
     not posted.
-
-    Attributes:
-        tables: What to copy. Its addresses must stay valid until `done` has been called.
-        done: Called exactly once, on the loop; must return quickly and must not raise.
-        after: The copy is launched when this has fired.
-        until: When its lease ends, by the runtime's clock: then it is not launched, and nothing posted, any more.
-        passage: Passed right before anything is written to memory of another process. It is kept until nothing of the
-            job is under way, or in doubt.
-        gate: Where the memory that is copied to is another process's, and that is on a GPU.
-        nbytes: About how many bytes it copies.
-        owner: On whose behalf: owners take turns, by bytes.
-        sums: What is added up when the copy has run. Its addresses must stay valid likewise.
-        post: What is posted then. Its addresses must stay valid until it has ended.
     """
 
-    tables: "Tables | Batch"
+    tables: "Tables | Batch"  # what to copy. Its addresses must stay valid until `done` has been called
+    # called exactly once, on the loop; must return quickly and must not raise
     done: Callable[[CopyOutcome], None] = _unheard
-    after: Event = READY
+    after: Event = READY  # the copy is launched when this has fired
+    # when its lease ends, by the runtime's clock: then it is not launched, and nothing posted, any more
     until: float = math.inf
+    # passed right before anything is written to memory of another process. It is kept until nothing of the job is under
+    # way, or in doubt
     passage: Passage | None = None
-    gate: Gate | None = None
-    nbytes: int = 0
-    owner: Hashable = None
-    sums: "SumPlan | None" = None
-    post: Post | None = None
+    gate: Gate | None = None  # where the memory that is copied to is another process's, and that is on a GPU
+    nbytes: int = 0  # about how many bytes it copies
+    owner: Hashable = None  # on whose behalf: owners take turns, by bytes
+    sums: "SumPlan | None" = None  # what is added up when the copy has run. Its addresses must stay valid likewise
+    post: Post | None = None  # what is posted then. Its addresses must stay valid until it has ended

@@ -102,15 +102,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Variant:
-    """What the kernel is compiled for.
+    """What the kernel is compiled for."""
 
-    Attributes:
-        width: Elements an access; they are bytes where nothing is converted.
-        elements: What is done to each.
-    """
-
-    width: int
-    elements: Elements = BYTES
+    width: int  # elements an access; they are bytes where nothing is converted
+    elements: Elements = BYTES  # what is done to each
 
     @property
     def tile(self) -> int:
@@ -119,31 +114,22 @@ class Variant:
 
 
 class Launch(Struct, frozen=True):
-    """One launch of the kernel.
-
-    Attributes:
-        first: Where its first header is among the words.
-    """
+    """One launch of the kernel."""
 
     variant: Variant
-    first: int
+    first: int  # where its first header is among the words
     headers: int
     tiles: int
 
 
 class Tables(Struct, frozen=True, eq=False):
-    """A packed plan.
+    """A packed plan."""
 
-    Attributes:
-        words: int64, to be put where the device can read it.
-        launches: At most one for each variant; their order does not matter.
-        from_nic: Whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first.
-    """
-
-    words: I64
-    launches: tuple[Launch, ...]
+    words: I64  # int64, to be put where the device can read it
+    launches: tuple[Launch, ...]  # at most one for each variant; their order does not matter
     nbytes: int
     blanks: tuple[Blank, ...] = ()
+    # whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first
     from_nic: bool = False
 
 
@@ -153,21 +139,14 @@ NOTHING: Final = Tables(_NO_WORDS, (), 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Regions and rows of a segment that allow the same access width.
+    """Regions and rows of a segment that allow the same access width."""
 
-    Attributes:
-        width: Of an access, in elements.
-        regions: As the kernel reads them.
-        body: Rows, then axes, as it reads those.
-        size: Words of the copy in an item.
-    """
-
-    width: int
-    regions: I64
-    body: I64
+    width: int  # of an access, in elements
+    regions: I64  # as the kernel reads them
+    body: I64  # rows, then axes, as it reads those
     rows: int
     axes: int
-    size: int
+    size: int  # words of the copy in an item
 
 
 def pack(plan: CopyPlan) -> Tables:
@@ -375,17 +354,11 @@ _SUM_LIMIT: Final = 2**31 - _SUM_TILE * _WORD
 
 @dataclass(frozen=True, slots=True, order=True)
 class SumVariant:
-    """What the kernel is compiled for.
+    """What the kernel is compiled for."""
 
-    Attributes:
-        unit: Bytes of an access, as they are summed.
-        words: Words of an item that are looked at together.
-        elements: What is done to each element before.
-    """
-
-    unit: int
-    words: int
-    elements: Elements = BYTES
+    unit: int  # bytes of an access, as they are summed
+    words: int  # words of an item that are looked at together
+    elements: Elements = BYTES  # what is done to each element before
 
     @property
     def items(self) -> int:
@@ -405,17 +378,11 @@ class SumLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumTables:
-    """A packed plan.
+    """A packed plan."""
 
-    Attributes:
-        words: int64, to be put where the device can read and write it.
-        launches: At most one for each variant; their order does not matter.
-        at: Where the sums are among the words: all that follow.
-    """
-
-    words: I64
-    launches: tuple[SumLaunch, ...]
-    at: int
+    words: I64  # int64, to be put where the device can read and write it
+    launches: tuple[SumLaunch, ...]  # at most one for each variant; their order does not matter
+    at: int  # where the sums are among the words: all that follow
 
 
 def pack_sums(plan: "SumPlan") -> SumTables:

@@ -52,17 +52,14 @@ class Variants:
 
     Args:
         elements: What is done to elements, by number.
-
-    Attributes:
-        kinds: As `binding.lay` takes them on a CPU.
-        told: Numbers that are said of a copy, which has at most one launch of each.
     """
 
     def __init__(self, elements: Sequence[Elements]) -> None:
         self.elements: Final = elements
+        # numbers that are said of a copy, which has at most one launch of each
         self.told: Final = binding.told_words(sum([len(usable(one)) for one in elements]))
         kinds = [(KINDS[one.src], KINDS[one.dst], one.dst_bytes) for one in elements]
-        self.kinds: Final = np.asarray(kinds, np.int64).ravel()
+        self.kinds: Final = np.asarray(kinds, np.int64).ravel()  # as `binding.lay` takes them on a CPU
         self._functions: I64 | None = None
         self._kernel: object = None  # whose they are
 
@@ -86,23 +83,19 @@ class Batch:
         count: How many copies there are.
         out: int64: what is said of each, then their words; as `binding.fill` writes them.
         from_nic: As of tables.
-
-    Attributes:
-        said: The first of these, int64 (copies, numbers).
-        nbytes: int64 (copies,): bytes that each carries.
-        staged_bytes: int64 (copies,): room that each takes in staging, if it goes there or comes from there.
-        helpers: On a CPU how many threads any of them wakes, if there are so many.
     """
 
     def __init__(self, variants: Variants, count: int, out: I64, *, from_nic: bool) -> None:
         self.variants: Final = variants
         self.count: Final = count
         self.from_nic: Final = from_nic
+        # the first of these, int64 (copies, numbers)
         self.said: Final = out[: count * variants.told].reshape(count, variants.told)
-        self.nbytes: Final = self.said[:, binding.T_BYTES]
+        self.nbytes: Final = self.said[:, binding.T_BYTES]  # int64 (copies,): bytes that each carries
+        # int64 (copies,): room that each takes in staging, if it goes there or comes from there
         self.staged_bytes: Final = self.said[:, binding.T_STAGED]
         self.out: Final = out
-        self.helpers = 0
+        self.helpers = 0  # on a CPU how many threads any of them wakes, if there are so many
 
     @classmethod
     def of(cls, tables: Sequence[Tables], sizes: Sequence[tuple[int, int]] = (), *, from_nic: bool = False) -> "Batch":
@@ -186,18 +179,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shapes:
-    """A pair, as copies of one kind see it.
+    """A pair, as copies of one kind see it."""
 
-    Attributes:
-        words: As `binding` reads them.
-        regions: int64 (R, 2): bases, or on the side of staging what is added to a place there.
-        slack: Words of a chunk at most that are neither of regions nor of rows, where no class is split.
-    """
-
-    words: I64
-    regions: I64
+    words: I64  # as `binding` reads them
+    regions: I64  # int64 (R, 2): bases, or on the side of staging what is added to a place there
     variants: Variants
-    slack: int
+    slack: int  # words of a chunk at most that are neither of regions nor of rows, where no class is split
 
     @classmethod
     def of(cls, kind: Kind, common: Sequence[I64], slices: Sequence[Slice]) -> "_Shapes":
@@ -283,22 +270,14 @@ def _box_words(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """What all requests of a pair have in common.
-
-    Attributes:
-        names: Its groups.
-        layers: Number of its layers.
-        classes: Of each class, its meeting.
-        row_tokens: Of each meeting, tokens of a row; 0 of state.
-        padded: Whether a group has a null block at the source.
-    """
+    """What all requests of a pair have in common."""
 
     pair: PairPlan
-    names: tuple[str, ...]
-    layers: int
-    classes: tuple[int, ...]
-    row_tokens: tuple[int, ...]
-    padded: bool
+    names: tuple[str, ...]  # its groups
+    layers: int  # number of its layers
+    classes: tuple[int, ...]  # of each class, its meeting
+    row_tokens: tuple[int, ...]  # of each meeting, tokens of a row; 0 of state
+    padded: bool  # whether a group has a null block at the source
     shapes: Mapping[Kind, _Shapes]
 
     @classmethod
@@ -373,14 +352,11 @@ def _limits(geometry: CacheGeometry, group: str) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Fitted(TransferPlan):
-    """A plan of a request whose numbers and tables are made by compiled code; its rows only if somebody asks for them.
-
-    Attributes:
-        lists: Its block lists, int64: as `binding` reads them, with what it has counted; ids of all groups at the
-            source; likewise at the destination.
-    """
+    """A plan of a request whose numbers and tables compiled code makes; its rows only if somebody asks for them."""
 
     template: Template
+    # its block lists, int64: as `binding` reads them, with what it has counted; ids of all groups at the source;
+    # likewise at the destination
     lists: tuple[I64, I64, I64]
     meeting_rows: Sequence[int] = field(init=False)
 

@@ -59,17 +59,11 @@ Cause: TypeAlias = KvxferError | asyncio.CancelledError
 
 @dataclass(frozen=True)
 class Subject:
-    """What was fetched, as errors name it.
-
-    Attributes:
-        request: The request's id.
-        transfer: The fetch's id.
-        written: Destination blocks by group: int64 ids.
-    """
+    """What was fetched, as errors name it."""
 
     request: str
     transfer: str
-    written: Mapping[str, NDArray[np.int64]]
+    written: Mapping[str, NDArray[np.int64]]  # destination blocks by group: int64 ids
 
     @lazy
     def blocks(self) -> Mapping[str, Sequence[int]]:
@@ -78,18 +72,10 @@ class Subject:
 
 
 class Standing(Struct, frozen=True):
-    """Where a fetch stood when it failed.
+    """Where a fetch stood when it failed."""
 
-    Attributes:
-        step: What was waited for.
-        peer: By whom it was held up; all of them, joined by a comma, if nobody stands out.
-        bytes: Bytes that had landed.
-        chunks_done: Chunks that had.
-        chunks: Chunks that there were.
-    """
-
-    step: Step
-    peer: str = ""
+    step: Step  # what was waited for
+    peer: str = ""  # by whom it was held up; all of them, joined by a comma, if nobody stands out
     bytes: int = 0
     chunks_done: int = 0
     chunks: int = 0
@@ -214,25 +200,15 @@ _hears_info: Final = hears_info(_NAME)
 
 
 class Demand(Struct, frozen=True):
-    """What the caller asked for, checked.
+    """What the caller asked for, checked."""
 
-    Attributes:
-        ticket: The right to it.
-        spans: Destination blocks of every group.
-        tokens: Token range.
-        after: The blocks may be written when this has fired.
-        timeout: Seconds, or None.
-        keep: Whether the prefill ranks keep the request, for a retry, if its caller gives up.
-        written: Blocks that the fetch will write, by group: int64 ids.
-    """
-
-    ticket: Ticket
-    spans: BlockLists
+    ticket: Ticket  # the right to it
+    spans: BlockLists  # destination blocks of every group
     tokens: range
-    after: Event
-    timeout: float | None
-    keep: bool
-    written: Mapping[str, I64]
+    after: Event  # the blocks may be written when this has fired
+    timeout: float | None  # seconds, or None
+    keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
+    written: Mapping[str, I64]  # blocks that the fetch will write, by group: int64 ids
 
 
 class Fetch:
@@ -244,17 +220,6 @@ class Fetch:
         ident: Name of the transfer, also the holder in the custody books.
         number: Of the first rank's part: with one prefill rank both sides name the transfer alike.
         demand: What to fetch.
-
-    Attributes:
-        number: As given.
-        demand: As given.
-        ref: Its ticket, as peers know it.
-        deadline: When its caller gives up, by the runtime's clock; infinity if never.
-        trace: To which trace it belongs; empty if nobody traces it.
-        transfer: What its caller sees.
-        receivers: What each prefill rank sends.
-        links: To every prefill rank that was told what is needed of it.
-        began: When it was asked for.
     """
 
     def __init__(self, site: Site, role: "Decode", ident: str, number: int, demand: Demand) -> None:
@@ -262,15 +227,17 @@ class Fetch:
         subject = Subject(ticket.request, ident, demand.written)
         self.demand: Final = demand
         self.number: Final = number
-        self.ref: Final = ticket.ref()
-        self.began: Final = now
+        self.ref: Final = ticket.ref()  # its ticket, as peers know it
+        self.began: Final = now  # when it was asked for
+        # when its caller gives up, by the runtime's clock; infinity if never
         self.deadline: Final = math.inf if demand.timeout is None else now + demand.timeout
+        # to which trace it belongs; empty if nobody traces it
         self.trace: Final = site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now)
         self.transfer: Final = Progress(
             ident, ticket.request, site.loop, self.cancel, lambda: short(subject.blocks), self._watch
-        )
-        self.receivers: Final[list[Receiver]] = []
-        self.links: Final[list[Link]] = []
+        )  # what its caller sees
+        self.receivers: Final[list[Receiver]] = []  # what each prefill rank sends
+        self.links: Final[list[Link]] = []  # to every prefill rank that was told what is needed of it
         self._site: Final = site
         self._role: Final = role
         self._subject: Final = subject

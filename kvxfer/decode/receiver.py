@@ -79,13 +79,10 @@ class Checking:
     Args:
         transfer: Its number.
         every: One chunk in so many is compared.
-
-    Attributes:
-        finding: The first that differs.
     """
 
     def __init__(self, transfer: int, every: int) -> None:
-        self.finding: Finding | None = None
+        self.finding: Finding | None = None  # the first that differs
         self._transfer: Final = transfer
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
@@ -144,19 +141,13 @@ class Grants:
     On `staged` chunks take turns in a ring of extents: the peer writes a place, our own copy reads it, and then the
     peer may write it again. Its mover and ours see to that; here the ring is one thing, in the peer's hands until all
     that was granted has been copied, or the transfer is over there and our copies are here.
-
-    Attributes:
-        desk: Where it comes from.
-        ahead: What `Fetch` grants before any answer.
-        ring: What chunks take turns in.
-        lease_ms: For how long `Fetch` grants, from its arrival on.
     """
 
     def __init__(self, site: Site, peer: PeerInfo) -> None:
-        self.desk: Final = site.receive_desk
-        self.lease_ms = 0
-        self.ahead: Sequence[Extent] = ()
-        self.ring: Sequence[Extent] = ()
+        self.desk: Final = site.receive_desk  # where it comes from
+        self.lease_ms = 0  # for how long `Fetch` grants, from its arrival on
+        self.ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
+        self.ring: Sequence[Extent] = ()  # what chunks take turns in
         self._first = 0  # the chunk that the first place was for
         self._in_place = 0  # bytes of blocks that the peer may write
         self._site: Final = site
@@ -306,31 +297,21 @@ class Receiver:
         number: Of the transfer, unique within this rank's incarnation.
         selections: Which part of the cache is asked for.
         fetch: What it is a part of.
-
-    Attributes:
-        machine: The sans-I/O state.
-        link: The control stream; another one when the same incarnation is reached again.
-        peer: The prefill rank.
-        tally: Counts.
-        route: As the prefill rank chose it.
-        why: Why it chose that.
-        exposure: What the prefill rank may touch, and the gate before it.
-        checking: What it says its chunks add up to, if that is compared.
-        grants: Memory in its hands.
-        layers: Every layer of which it sends something.
     """
 
     def __init__(self, site: Site, link: Link, number: int, selections: tuple[Selection, ...], fetch: "Fetch") -> None:
         self.site: Final = site
-        self.link = link
+        self.link = link  # the control stream; another one when the same incarnation is reached again
         self.peer: Final = link.peer
         self.transfer: Final = number
         self.tally: Final = Tally()
-        self.route = Route.UNKNOWN
+        self.route = Route.UNKNOWN  # as the prefill rank chose it
         self.why = ""
+        # every layer of which it sends something
         self.layers: Final = sorted({layer for selection in selections for layer in selection.layers})
+        # what it says its chunks add up to, if that is compared
         self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
-        self.grants: Final = Grants(site, link.peer)
+        self.grants: Final = Grants(site, link.peer)  # memory in its hands
         self._selections: Final = selections
         self._fetch: Final = fetch
         # of a peer that was lost since it was looked up nothing is known any more
@@ -366,7 +347,9 @@ class Receiver:
         ahead = self._grant_ahead()
         name = f"{site.incarnation.hex()[:8]}-{number}"
         routes = (Route.STAGED,) if self._staged else self._routes
+        # what the prefill rank may touch, and the gate before it
         self.exposure: Final = Exposure(site, link, name, self._safe, routes if ahead else ())
+
         self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self._staged else 0)
 
     # --- what others ask

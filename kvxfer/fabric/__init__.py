@@ -22,15 +22,10 @@ __all__ = ["Memory", "Transport", "agent_name", "check_owner", "is_of_worker", "
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A stretch of memory to register.
+    """A stretch of memory to register."""
 
-    Attributes:
-        kind: `"DRAM"` or `"VRAM"`.
-        device: Index of the GPU; 0 for DRAM.
-    """
-
-    kind: str
-    device: int
+    kind: str  # `"DRAM"` or `"VRAM"`
+    device: int  # index of the GPU; 0 for DRAM
     address: int
     nbytes: int
 

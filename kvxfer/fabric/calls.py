@@ -462,23 +462,15 @@ _MOST_OLD: Final = 16
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A peer's lane.
+    """A peer's lane."""
 
-    Attributes:
-        renewals: How often the peer had made its agent anew when it said `metadata`.
-        metadata: How its agent is reached.
-        name: That agent's name in the fabric.
-        old: Names of those before it, each with the users that there were then: until none of these is left.
-        users: Whoever posts to it, or is about to.
-        wanted: Whether a link still leads to the peer.
-    """
-
-    renewals: int
-    metadata: bytes
-    name: "asyncio.Future[str] | None" = None
+    renewals: int  # how often the peer had made its agent anew when it said `metadata`
+    metadata: bytes  # how its agent is reached
+    name: "asyncio.Future[str] | None" = None  # that agent's name in the fabric
+    # names of those before it, each with the users that there were then: until none of these is left
     old: "list[tuple[asyncio.Future[str], set[object]]]" = field(default_factory=list)
-    users: set[object] = field(default_factory=set[object])
-    wanted: bool = True
+    users: set[object] = field(default_factory=set[object])  # whoever posts to it, or is about to
+    wanted: bool = True  # whether a link still leads to the peer
 
 
 class Lanes:

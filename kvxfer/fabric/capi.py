@@ -258,9 +258,6 @@ def _cuda_major() -> str:
 class Capi:
     """The functions of an opened library, under their names without `nixl_capi_`. They raise `CallError`.
 
-    Attributes:
-        table: int64: addresses of the functions in `TABLE`, for compiled code.
-
     Raises:
         FabricError: It cannot be opened, or lacks functions.
     """
@@ -282,6 +279,7 @@ class Capi:
         self.wheel: Final = wheel
         self._status: Final = waiting[_XFER_STATUS]
         found = [*(getattr(self, name) for name in TABLE), self._status]
+        # int64: addresses of the functions in `TABLE`, for compiled code
         self.table: Final[NDArray[np.int64]] = np.array([_address(one) for one in found], np.int64)
         self._status.argtypes, self._status.restype = (c_void_p, c_void_p), c_int
         self._free: Final = ctypes.PyDLL(None).free

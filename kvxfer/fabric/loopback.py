@@ -45,17 +45,11 @@ __all__ = [
 
 
 class LogEntry(NamedTuple):
-    """A range of bytes that was touched at the far end of a post, when it was touched.
+    """A range of bytes that was touched at the far end of a post, when it was touched."""
 
-    Attributes:
-        operation: What the initiator did.
-        src: Agent that posted.
-        dst: Agent whose memory was written or read.
-    """
-
-    operation: Operation
-    src: str
-    dst: str
+    operation: Operation  # what the initiator did
+    src: str  # agent that posted
+    dst: str  # agent whose memory was written or read
     address: int
     length: int
 
@@ -75,34 +69,21 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class PostedPart:
-    """A posted part: the handle of this transport.
-
-    Attributes:
-        dst: Name of the agent at the far end.
-        copies: What it still owes: (local address, remote address, bytes).
-        keys: The registrations on both sides that must still be in force when bytes move.
-        polls: Polls to answer with "not yet".
-        due: When its bytes land, by the clock of `LoopbackNetwork.pace`.
-        held: It waits for `LoopbackNetwork.release`.
-        wedged: It never ends.
-        error: What a poll raises.
-        carried: What its copies carry, once they are read already.
-        damage: Which of its bytes arrives with a bit flipped.
-    """
+    """A posted part: the handle of this transport."""
 
     src: "LoopbackTransport"
-    dst: str
+    dst: str  # name of the agent at the far end
     operation: Operation
-    copies: list[tuple[int, int, int]]
-    keys: frozenset[int]
-    polls: int = 0
-    due: float = 0.0
-    held: bool = False
-    wedged: bool = False
+    copies: list[tuple[int, int, int]]  # what it still owes: (local address, remote address, bytes)
+    keys: frozenset[int]  # the registrations on both sides that must still be in force when bytes move
+    polls: int = 0  # polls to answer with "not yet"
+    due: float = 0.0  # when its bytes land, by the clock of `LoopbackNetwork.pace`
+    held: bool = False  # it waits for `LoopbackNetwork.release`
+    wedged: bool = False  # it never ends
     released: bool = False
-    error: FabricError | None = None
-    carried: list[bytes] | None = None
-    damage: int | None = None
+    error: FabricError | None = None  # what a poll raises
+    carried: list[bytes] | None = None  # what its copies carry, once they are read already
+    damage: int | None = None  # which of its bytes arrives with a bit flipped
 
     def owing(self, nbytes: int) -> list[tuple[int, int, int]]:
         """What it owes once so many bytes of it have landed."""
@@ -147,13 +128,10 @@ EVERY_PEER: Final = "*"
 
 
 class LoopbackNetwork:
-    """Agents of one process, and the faults between them.
-
-    Attributes:
-        log: Every range of bytes written or read at a far end, in the order in which it happened.
-    """
+    """Agents of one process, and the faults between them."""
 
     def __init__(self) -> None:
+        # every range of bytes written or read at a far end, in the order in which it happened
         self.log: list[LogEntry] = []
         self._lock = threading.RLock()
         self._agents: dict[str, LoopbackTransport] = {}
@@ -738,15 +716,11 @@ class LoopbackTransport:
     Args:
         name: Unique in the network while it is open.
         network: Shared by all agents that shall meet.
-
-    Attributes:
-        open_handles: Parts that were posted and not yet given back.
-        progressed: How often `progress` was called.
     """
 
     def __init__(self, name: str, network: LoopbackNetwork) -> None:
-        self.open_handles = 0
-        self.progressed = 0
+        self.open_handles = 0  # parts that were posted and not yet given back
+        self.progressed = 0  # how often `progress` was called
         self._name = self._first_name = name
         self._renewals = 0
         self._network = network

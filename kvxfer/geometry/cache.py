@@ -61,18 +61,12 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Where the bytes of a view lie: runs of equal length at regular places.
+    """Where the bytes of a view lie: runs of equal length at regular places."""
 
-    Attributes:
-        start: Address of the first.
-        axes: (bytes, count) of every axis that is longer than 1, the largest stride first; none steps inside of those
-            after it.
-        run: Bytes that lie together at each index.
-    """
-
-    start: int
+    start: int  # address of the first
+    # (bytes, count) of every axis that is longer than 1, the largest stride first; none steps inside of those after it
     axes: _Axes
-    run: int
+    run: int  # bytes that lie together at each index
 
     @classmethod
     def of(cls, start: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> "Bytes":

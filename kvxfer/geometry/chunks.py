@@ -57,17 +57,12 @@ MOST_BLANKS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class _Banded:
-    """Cells of a grid with bands of several windows: see `ChunkGrid`.
-
-    Attributes:
-        band: Windows in a band.
-        first: The number of the first window, counted from the first token of all.
-    """
+    """Cells of a grid with bands of several windows: see `ChunkGrid`."""
 
     windows: int
     runs: int
-    band: int
-    first: int
+    band: int  # windows in a band
+    first: int  # the number of the first window, counted from the first token of all
 
     def __getitem__(self, chunk: int) -> int:
         lead = min(self.windows, self.band - self.first % self.band)
@@ -87,30 +82,22 @@ class ChunkGrid:
     Chunks go in the order of their numbers: band by band of windows, in a band run by run, and of a run window by
     window. So bands of one window are for a request that grows by tokens, and one band of all windows is for layers
     that are computed one after the other.
-
-    Attributes:
-        layers: All selected layers, ascending.
-        layers_per_chunk: Layers in a run.
-        tokens_per_chunk: Tokens in a window; windows begin at multiples of it.
-        start: First token of the transfer.
-        stop: One past its last token. Where it is `start` too, no token is missing at the destination; the grid then
-            is one window at the last token, to which state belongs.
-        band: Windows in a band; bands begin at multiples of it, as windows do.
-        first: The token at which the first window begins, if not before.
-        layer_runs: Runs of layers in each window.
-        cells: By chunk, where it is in the table of windows (rows) and runs, counted row by row.
     """
 
-    layers: tuple[int, ...]
-    layers_per_chunk: int
-    tokens_per_chunk: int
-    start: int
+    layers: tuple[int, ...]  # all selected layers, ascending
+    layers_per_chunk: int  # layers in a run
+    tokens_per_chunk: int  # tokens in a window; windows begin at multiples of it
+    start: int  # first token of the transfer
+    # one past its last token. Where it is `start` too, no token is missing at the destination; the grid then is one
+    # window at the last token, to which state belongs
     stop: int
-    band: int = 1
+    band: int = 1  # windows in a band; bands begin at multiples of it, as windows do
+    # the token at which the first window begins, if not before
     first: int = field(init=False, repr=False, compare=False)
     windows: int = field(init=False, repr=False, compare=False)
-    layer_runs: int = field(init=False, repr=False, compare=False)
+    layer_runs: int = field(init=False, repr=False, compare=False)  # runs of layers in each window
     chunks: int = field(init=False, repr=False, compare=False)
+    # by chunk, where it is in the table of windows (rows) and runs, counted row by row
     cells: "range | _Banded" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -159,36 +146,25 @@ class ChunkGrid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
-    """Regions with the box that a row copies in each.
-
-    Attributes:
-        regions: int64 (R, 2): addresses at the source and destination; in staging they count from the place of the
-            first row that their region has there.
-        number: int64 (R,): which region of the slice each belongs to.
-    """
+    """Regions with the box that a row copies in each."""
 
     box: Box
+    # int64 (R, 2): addresses at the source and destination; in staging they count from the place of the first row that
+    # their region has there
     regions: I64
-    number: I64
+    number: I64  # int64 (R,): which region of the slice each belongs to
     factors: F32 | None
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What a run of layers has of one class: all that chunks of it share, whatever the request.
+    """What a run of layers has of one class: all that chunks of it share, whatever the request."""
 
-    Attributes:
-        number: Which class of the pair.
-        bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
-        factors: float32 (R, 2): by what its elements are multiplied, and then divided.
-        places: int64 (R, 4): layer, half, first head and first dim of each region.
-    """
-
-    number: int
+    number: int  # which class of the pair
     key: "SegmentKey"
-    bases: I64
-    factors: F32
-    places: I64
+    bases: I64  # int64 (R, 2): address of the first element in block 0, at the source and destination, of each region
+    factors: F32  # float32 (R, 2): by what its elements are multiplied, and then divided
+    places: I64  # int64 (R, 4): layer, half, first head and first dim of each region
 
     @lazy
     def token_bytes(self) -> int:
@@ -252,15 +228,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPart:
-    """What a chunk takes of one class.
+    """What a chunk takes of one class."""
 
-    Attributes:
-        slice: The regions of its layers.
-        rows: Where the block lists meet.
-    """
-
-    slice: Slice
-    rows: "Rows"
+    slice: Slice  # the regions of its layers
+    rows: "Rows"  # where the block lists meet
 
     @property
     def staged_bytes(self) -> int:
@@ -312,9 +283,6 @@ class ChunkPlan:
 
     Args:
         parts: What it takes of each class that takes part, in the order of staging.
-
-    Attributes:
-        staged_bytes: Room that the chunk takes in staging: every row a full sub-block, segments aligned.
     """
 
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
@@ -326,6 +294,7 @@ class ChunkPlan:
             self._offsets.append(offset)
             offset += -(-part.staged_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
             carried += part.bytes
+        # room that the chunk takes in staging: every row a full sub-block, segments aligned
         self.staged_bytes: Final = offset
         self.bytes: Final = carried
 
@@ -398,24 +367,16 @@ _ALL_AXES: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumPart:
-    """What one side reads of one class of a chunk.
+    """What one side reads of one class of a chunk."""
 
-    Attributes:
-        segment: A copy of this side's blocks into bytes in the order in which they are summed: from 0 on, item by item,
-            the rows of a region behind each other.
-        grid: Token rows that a row has at most.
-        words: Words of 64 bits that an item takes there.
-        whole: Whether rows fill them all; else the rest counts as 0.
-        first_region: Its first region, counted through the chunk.
-        first_row: Its first row, likewise.
-    """
-
+    # a copy of this side's blocks into bytes in the order in which they are summed: from 0 on, item by item, the rows
+    # of a region behind each other
     segment: Segment
-    grid: int
-    words: int
-    whole: bool
-    first_region: int
-    first_row: int
+    grid: int  # token rows that a row has at most
+    words: int  # words of 64 bits that an item takes there
+    whole: bool  # whether rows fill them all; else the rest counts as 0
+    first_region: int  # its first region, counted through the chunk
+    first_row: int  # its first row, likewise
 
     @property
     def regions(self) -> int:
@@ -444,25 +405,18 @@ class SumPlan:
     Args:
         chunk: The chunk.
         side: 0 for its source, 1 for its destination.
-
-    Attributes:
-        bytes: About how many bytes that is.
-        region_step: So many neighbouring regions share a sum.
-        row_step: So many neighbouring rows do.
-        region_sums: Number of sums over regions, which come first.
-        row_sums: Number of sums over rows.
     """
 
     def __init__(self, chunk: ChunkPlan, side: int) -> None:
         self._chunk: Final = chunk
         self._side: Final = side
-        self.bytes: Final = chunk.bytes
+        self.bytes: Final = chunk.bytes  # about how many bytes that is
         regions = sum(len(part.slice.bases) for part in chunk.parts)
         rows = sum(len(part.rows) for part in chunk.parts)
-        self.region_step: Final = max(1, -(-regions // MAX_SUMS))
-        self.row_step: Final = max(1, -(-rows // MAX_SUMS))
-        self.region_sums: Final = -(-regions // self.region_step)
-        self.row_sums: Final = -(-rows // self.row_step)
+        self.region_step: Final = max(1, -(-regions // MAX_SUMS))  # so many neighbouring regions share a sum
+        self.row_step: Final = max(1, -(-rows // MAX_SUMS))  # so many neighbouring rows do
+        self.region_sums: Final = -(-regions // self.region_step)  # number of sums over regions, which come first
+        self.row_sums: Final = -(-rows // self.row_step)  # number of sums over rows
 
     @classmethod
     def at_source(cls, chunk: ChunkPlan) -> "SumPlan":

@@ -167,23 +167,15 @@ STAGING_ALIGNMENT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The shape of what one row copies in one region.
+    """The shape of what one row copies in one region."""
 
-    Attributes:
-        outer: At most `MAX_OUTER_AXES` axes, outermost first, merged where both sides are contiguous.
-        src_token: Bytes between tokens at the source.
-        dst_token: Bytes between tokens at the destination.
-        run: Contiguous elements; times the row's token count if `token_in_run`.
-        token_in_run: True if tokens follow each other without a gap on both sides: they are the run's outermost axis.
-        elements: What is done to each; bytes, unless it is converted.
-    """
-
-    outer: tuple[BoxAxis, ...]
-    src_token: int
-    dst_token: int
-    run: int
+    outer: tuple[BoxAxis, ...]  # at most `MAX_OUTER_AXES` axes, outermost first, merged where both sides are contiguous
+    src_token: int  # bytes between tokens at the source
+    dst_token: int  # bytes between tokens at the destination
+    run: int  # contiguous elements; times the row's token count if `token_in_run`
+    # true if tokens follow each other without a gap on both sides: they are the run's outermost axis
     token_in_run: bool
-    elements: Elements = BYTES
+    elements: Elements = BYTES  # what is done to each; bytes, unless it is converted
 
     @property
     def run_bytes(self) -> int:
@@ -198,17 +190,11 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Stencil:
-    """What is copied in each of the regions of a segment: the same rows, from another base.
+    """What is copied in each of the regions of a segment: the same rows, from another base."""
 
-    Attributes:
-        rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
-        src_block: Bytes between blocks at the source.
-        dst_block: Bytes between blocks at the destination.
-    """
-
-    rows: I64
-    src_block: int
-    dst_block: int
+    rows: I64  # int64 (N, 5): source block, first token there, destination block, first token there, tokens
+    src_block: int  # bytes between blocks at the source
+    dst_block: int  # bytes between blocks at the destination
     box: Box
 
     @lazy
@@ -243,16 +229,12 @@ class Stencil:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A class of equal strides and extents.
+    """A class of equal strides and extents."""
 
-    Attributes:
-        regions: int64 (R, 2): base address at the source and at the destination.
-        factors: float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then
-            divided; else None.
-    """
-
-    regions: I64
+    regions: I64  # int64 (R, 2): base address at the source and at the destination
     stencil: Stencil
+    # float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then divided; else
+    # None
     factors: F32 | None = None
 
     @property
@@ -376,14 +358,10 @@ class Blank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Segments to copy, in any order, and what comes before; no two segments write the same byte.
-
-    Attributes:
-        blanks: To zero before anything is copied.
-    """
+    """Segments to copy, in any order, and what comes before; no two segments write the same byte."""
 
     segments: tuple[Segment, ...]
-    blanks: tuple[Blank, ...] = ()
+    blanks: tuple[Blank, ...] = ()  # to zero before anything is copied
 
     @property
     def bytes(self) -> int:
@@ -453,17 +431,11 @@ _AFFORDED: Final = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Some pieces of a copy, and how many there are in all.
+    """Some pieces of a copy, and how many there are in all."""
 
-    Attributes:
-        count: Pieces of the copy, neighbours merged.
-        nbytes: Bytes of those that were looked at.
-        weights: How many pieces each of them stands for.
-    """
-
-    count: float
-    nbytes: I64
-    weights: F64
+    count: float  # pieces of the copy, neighbours merged
+    nbytes: I64  # bytes of those that were looked at
+    weights: F64  # how many pieces each of them stands for
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Pieces, float]]) -> "Sample":

@@ -47,22 +47,14 @@ class Selection(NamedTuple):
     """Part of a tensor class that goes from one prefill rank to one decode rank.
 
     A tuple, since plans are looked up by it for every transfer.
-
-    Attributes:
-        group: As in `CacheTensor`.
-        part: As in `CacheTensor`.
-        kv: `"k"`, `"v"` or `""`.
-        layers: Global layer numbers, ascending.
-        head_start: First head.
-        head_stop: One past the last head.
     """
 
-    group: str
-    part: str
-    kv: str
-    layers: tuple[int, ...]
-    head_start: int
-    head_stop: int
+    group: str  # as in `CacheTensor`
+    part: str  # as in `CacheTensor`
+    kv: str  # `"k"`, `"v"` or `""`
+    layers: tuple[int, ...]  # global layer numbers, ascending
+    head_start: int  # first head
+    head_stop: int  # one past the last head
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,18 +386,12 @@ class SegmentKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentClass:
-    """One class of a pair: its key and its regions, ordered by (layer, kv, head, dim).
-
-    Attributes:
-        places: int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim.
-        bases: int64 (R, 2): address of the region's first selected element in block 0, at the source and destination.
-        factors: float32 (R, 2): by what elements are multiplied, and then divided; 1 where nothing is converted.
-    """
+    """One class of a pair: its key and its regions, ordered by (layer, kv, head, dim)."""
 
     key: SegmentKey
-    places: I64
-    bases: I64
-    factors: F32
+    places: I64  # int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim
+    bases: I64  # int64 (R, 2): address of the region's first selected element in block 0, at the source and destination
+    factors: F32  # float32 (R, 2): by what elements are multiplied, and then divided; 1 where nothing is converted
 
     @property
     def layers(self) -> I64:

@@ -55,9 +55,6 @@ class PairPlan:
         selections: What goes from one to the other.
         convert: Whether the decode rank asked for conversion of dtypes and scales that differ.
 
-    Attributes:
-        kept: What others have made of it, by a key of theirs.
-
     Raises:
         GeometryError: If a selection is not held by both sides, two of them overlap, or the two sides store it in
             different ways that cannot be copied (dim, state against tokens, dtype unless it is to be converted).
@@ -71,7 +68,7 @@ class PairPlan:
         self.selections: Final = tuple(sorted(selections))
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
-        self.kept: Final[dict[str, Any]] = {}
+        self.kept: Final[dict[str, Any]] = {}  # what others have made of it, by a key of theirs
         self._slices: dict[tuple[int, int], list[Slice]] = {}
         self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
         self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does
@@ -339,15 +336,11 @@ class PairPlan:
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What a layer takes of staging.
+    """What a layer takes of staging."""
 
-    Attributes:
-        rows: For each addressing of source and destination, bytes of a token row.
-        fixed: Bytes in every chunk: state, and alignment.
-    """
-
+    # for each addressing of source and destination, bytes of a token row
     rows: frozenset[tuple[tuple[RowSide, RowSide], int]]
-    fixed: int
+    fixed: int  # bytes in every chunk: state, and alignment
 
     def staged_bytes(self, tokens: int) -> int:
         """In a window of so many tokens that cuts no row, at most: only the tokens that both sides hold have rows."""
@@ -360,17 +353,13 @@ def _meeting(key: SegmentKey) -> Meeting:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet.
-
-    Attributes:
-        covered: Up to this token the source's blocks are known.
-    """
+    """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet."""
 
     pair: PairPlan
     src_spans: BlockLists
     dst_spans: BlockLists
     tokens: range
-    covered: int
+    covered: int  # up to this token the source's blocks are known
     _windows: dict[tuple[int, int, bool], Sequence[Rows | None]] = field(default_factory=dict, init=False)
 
     @lazy

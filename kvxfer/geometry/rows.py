@@ -78,20 +78,14 @@ Meeting: TypeAlias = tuple[str, RowSide, RowSide]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where two block lists meet, one row a run of tokens.
+    """Where two block lists meet, one row a run of tokens."""
 
-    Attributes:
-        table: int64 (N, 5): source block, first token row there, destination block, first token row there, number of
-            token rows (1 for state); kernel block numbers. A negative source block is padding, or not known yet.
-        begin: int64 (N,): global number of the first token row of each row, ascending; for state its last token.
-        grid: Largest number of token rows that a row can have.
-        unit: Tokens that a token row stands for.
-    """
-
+    # int64 (N, 5): source block, first token row there, destination block, first token row there, number of token rows
+    # (1 for state); kernel block numbers. A negative source block is padding, or not known yet
     table: I64
-    begin: I64
-    grid: int
-    unit: int = 1
+    begin: I64  # int64 (N,): global number of the first token row of each row, ascending; for state its last token
+    grid: int  # largest number of token rows that a row can have
+    unit: int = 1  # tokens that a token row stands for
 
     def __len__(self) -> int:
         return len(self.table)

@@ -60,17 +60,11 @@ _NEVER_SPLIT: Final = frozenset({"block", "token", "layer", "kv"})
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One term of an axis string.
+    """One term of an axis string."""
 
-    Attributes:
-        name: One of `AXIS_NAMES`.
-        split: 0 for a whole axis, else the size of the inner part.
-        inner: True for the inner part (`dim%8`), False for the outer (`dim/8`) or a whole axis.
-    """
-
-    name: str
-    split: int = 0
-    inner: bool = False
+    name: str  # one of `AXIS_NAMES`
+    split: int = 0  # 0 for a whole axis, else the size of the inner part
+    inner: bool = False  # true for the inner part (`dim%8`), False for the outer (`dim/8`) or a whole axis
 
     def __str__(self) -> str:
         return f"{self.name}{'%' if self.inner else '/'}{self.split}" if self.split else self.name
@@ -334,49 +328,29 @@ _forms: Final[dict[tuple[object, ...], Form]] = {}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One cache tensor without its memory: names, coordinates, shape and byte strides.
+    """One cache tensor without its memory: names, coordinates, shape and byte strides."""
 
-    Attributes:
-        group: Block-address space; tensors of a group share block ids.
-        part: Tells tensors of one layer with different meaning apart (`""` for plain K and V).
-        kv: Which halves it holds, in the order of its kv axis: `("k", "v")`, `("k",)`, `("v",)` or `("",)`.
-        layers: Global layer numbers, in the order of its layer axis.
-        heads: Global range of heads (channels, for convolution state); `range(0, 1)` without a head axis.
-        axes: The axis string, in the tensor's order.
-        shape: Elements per axis.
-        strides: Bytes per axis.
-        dtype: torch's name without the prefix, `"bfloat16"`.
-        item_bytes: Size of one element.
-        base: Address of the first element, or 0 where a peer did not share it.
-        kind: `"cpu"` or `"cuda"`.
-        device: Index of the device.
-        block_ratio: Kernel blocks per block id (an engine that counts in 64 over a kernel that stores 16 has 4).
-        tokens_per_row: Tokens that one index of the token axis stands for (compressed caches).
-        tokens: Which tokens it holds, under context parallelism.
-        null_block: See `Group`.
-        scale: value = stored * scale: one number, one for each of its heads, or none for 1.
-        form: What it has in common with tensors that differ from it in layers, base and scale alone; of most such it is
-            the same object, so that what follows from it need be found out only once.
-    """
-
-    group: str
-    part: str
+    group: str  # block-address space; tensors of a group share block ids
+    part: str  # tells tensors of one layer with different meaning apart (`""` for plain K and V)
+    # which halves it holds, in the order of its kv axis: `("k", "v")`, `("k",)`, `("v",)` or `("",)`
     kv: tuple[str, ...]
-    layers: tuple[int, ...]
-    heads: range
-    axes: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
+    layers: tuple[int, ...]  # global layer numbers, in the order of its layer axis
+    heads: range  # global range of heads (channels, for convolution state); `range(0, 1)` without a head axis
+    axes: str  # the axis string, in the tensor's order
+    shape: tuple[int, ...]  # elements per axis
+    strides: tuple[int, ...]  # bytes per axis
+    dtype: str  # torch's name without the prefix, `"bfloat16"`
     item_bytes: int
-    base: int = 0
-    kind: str = "cpu"
-    device: int = 0
-    block_ratio: int = 1
-    tokens_per_row: int = 1
-    tokens: Interleave = EVERY_TOKEN
-    null_block: int | None = None
-    scale: tuple[float, ...] = ()
+    base: int = 0  # address of the first element, or 0 where a peer did not share it
+    kind: str = "cpu"  # `"cpu"` or `"cuda"`
+    device: int = 0  # index of the device
+    block_ratio: int = 1  # kernel blocks per block id (an engine that counts in 64 over a kernel that stores 16 has 4)
+    tokens_per_row: int = 1  # tokens that one index of the token axis stands for (compressed caches)
+    tokens: Interleave = EVERY_TOKEN  # which tokens it holds, under context parallelism
+    null_block: int | None = None  # see `Group`
+    scale: tuple[float, ...] = ()  # value = stored * scale: one number, one for each of its heads, or none for 1
+    # what it has in common with tensors that differ from it in layers, base and scale alone; of most such it is the
+    # same object, so that what follows from it need be found out only once
     form: "Form" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -144,36 +144,23 @@ _KINDS: Final = {"cpu": (CPU,), "cuda": (CUDA, VMM)}
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """One allocation that its owner lets others map, or several pieces of memory that lie side by side.
+    """One allocation that its owner lets others map, or several pieces of memory that lie side by side."""
 
-    Attributes:
-        kind: `CPU`, `CUDA`, or `VMM` for pieces.
-        device: Identity of the GPU; empty for CPU memory.
-        address: First byte, as the owner addresses it.
-        handle: What a peer needs to map it.
-    """
-
-    kind: str
-    device: str
-    address: int
+    kind: str  # `CPU`, `CUDA`, or `VMM` for pieces
+    device: str  # identity of the GPU; empty for CPU memory
+    address: int  # first byte, as the owner addresses it
     length: int
-    handle: bytes
+    handle: bytes  # what a peer needs to map it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """An allocation of another process, mapped here.
+    """An allocation of another process, mapped here."""
 
-    Attributes:
-        address: First byte, as the owner addresses it.
-        local: First byte, as this process addresses it.
-        close: Unmaps it. Nobody may use its addresses afterwards.
-    """
-
-    address: int
+    address: int  # first byte, as the owner addresses it
     length: int
-    local: int
-    close: Callable[[], None]
+    local: int  # first byte, as this process addresses it
+    close: Callable[[], None]  # unmaps it. Nobody may use its addresses afterwards
 
 
 class Windows:

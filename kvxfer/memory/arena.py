@@ -84,25 +84,16 @@ class Extent(Struct, eq=False):
 
     Two extents are equal only if they are the same grant: the same bytes granted again are another extent, with another
     generation.
-
-    Attributes:
-        address: First byte, as an absolute address in this process or on this device; a multiple of the alignment.
-        offset: First byte, counted from the base of the share.
-        length: Bytes that it occupies: `nbytes` rounded up to the alignment.
-        nbytes: Bytes that were asked for; the rest is padding, and no part of any grant to the peer.
-        generation: Number of the grant within its share, from 1 upwards, never used twice.
-        state: Where it is in the table above; FREE for ever once it was released.
-        reason: Why it was quarantined, else empty.
     """
 
-    address: int
-    offset: int
-    length: int
-    nbytes: int
+    address: int  # first byte, as an absolute address in this process or on this device; a multiple of the alignment
+    offset: int  # first byte, counted from the base of the share
+    length: int  # bytes that it occupies: `nbytes` rounded up to the alignment
+    nbytes: int  # bytes that were asked for; the rest is padding, and no part of any grant to the peer
     peer: str
-    generation: int
-    state: ExtentState = ExtentState.RESERVED
-    reason: str = ""
+    generation: int  # number of the grant within its share, from 1 upwards, never used twice
+    state: ExtentState = ExtentState.RESERVED  # where it is in the table above; FREE for ever once it was released
+    reason: str = ""  # why it was quarantined, else empty
 
 
 # --- free gaps
@@ -113,10 +104,6 @@ class Gaps:
 
     Two sorted lists, one by offset (to join neighbours) and one by length (to find the best fit): each operation is a
     few bisections, and a list insertion that moves at most a few thousand pointers.
-
-    Attributes:
-        free: Bytes in all gaps together.
-        largest: Bytes of the largest gap; 0 if nothing is free.
     """
 
     __slots__ = ("_by_length", "_capacity", "_lengths", "_offsets", "free", "largest")
@@ -126,6 +113,7 @@ class Gaps:
         self._offsets: list[int] = []
         self._lengths: dict[int, int] = {}
         self._by_length: list[tuple[int, int]] = []
+        # bytes in all gaps together; bytes of the largest gap; 0 if nothing is free
         self.free = self.largest = capacity
         if capacity:
             self._offsets, self._lengths, self._by_length = [0], {0: capacity}, [(capacity, 0)]
@@ -197,23 +185,15 @@ _SLACK: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A reservation that was asked for. A handle: the `Share` knows what became of it.
-
-    Attributes:
-        length: Bytes that it will occupy: `nbytes` rounded up to the alignment of the share.
-        number: Its place in the order of arrival at the share, from 1 upwards.
-        requested_at: When it was asked for, in seconds of the caller's clock.
-        deadline: When it expires if it still waits, in seconds of the same clock; infinity if never.
-        owner: Which of those who ask for this peer it is of, such as a transfer: they take turns.
-    """
+    """A reservation that was asked for. A handle: the `Share` knows what became of it."""
 
     peer: str
     nbytes: int
-    length: int
-    number: int
-    requested_at: float
-    deadline: float
-    owner: object = None
+    length: int  # bytes that it will occupy: `nbytes` rounded up to the alignment of the share
+    number: int  # its place in the order of arrival at the share, from 1 upwards
+    requested_at: float  # when it was asked for, in seconds of the caller's clock
+    deadline: float  # when it expires if it still waits, in seconds of the same clock; infinity if never
+    owner: object = None  # which of those who ask for this peer it is of, such as a transfer: they take turns
 
 
 class WaitingQueue:
@@ -386,17 +366,14 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no.
+    """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no."""
 
-    Attributes:
-        granted: Requests served, each with its extent in state RESERVED, in the order in which they were served.
-        expired: Requests whose deadline has passed; they hold nothing. `Share.expiry_error` words the exception.
-        refused: Requests that waited and can no longer be served, because more than half of the share is in quarantine
-            and none of what remains holds them; with the exception to raise. They hold nothing.
-    """
-
+    # requests served, each with its extent in state RESERVED, in the order in which they were served
     granted: list[tuple[Request, Extent]]
+    # requests whose deadline has passed; they hold nothing. `Share.expiry_error` words the exception
     expired: list[Request]
+    # requests that waited and can no longer be served, because more than half of the share is in quarantine and none of
+    # what remains holds them; with the exception to raise. They hold nothing
     refused: list[tuple[Request, ArenaError]]
 
 
@@ -743,15 +720,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arena:
-    """The books of the whole arena. It neither allocates nor frees memory: `kvxfer.memory.allocate` does.
+    """The books of the whole arena. It neither allocates nor frees memory: `kvxfer.memory.allocate` does."""
 
-    Attributes:
-        sending: Where gathers put what is written to peers.
-        receiving: Where peers write.
-    """
-
-    sending: Share
-    receiving: Share
+    sending: Share  # where gathers put what is written to peers
+    receiving: Share  # where peers write
 
     @classmethod
     def split(cls, base: int, capacity: int) -> "Arena":

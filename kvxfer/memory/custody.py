@@ -35,14 +35,10 @@ class HolderSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CustodySnapshot:
-    """All blocks in the books at one moment.
-
-    Attributes:
-        doubtful_blocks: Blocks in doubt; one that two offers left in doubt counts twice.
-    """
+    """All blocks in the books at one moment."""
 
     held_blocks: int
-    doubtful_blocks: int
+    doubtful_blocks: int  # blocks in doubt; one that two offers left in doubt counts twice
     holders: Mapping[str, HolderSnapshot]
 
 
@@ -56,14 +52,10 @@ class _Entry(Struct):
 
 @dataclass(slots=True)
 class _GroupBooks:
-    """One group's blocks.
+    """One group's blocks."""
 
-    Attributes:
-        marks: int32, by id: not 0 while a fetch writes the block.
-        readers: The offers after which an id may still be read.
-    """
-
-    marks: I32
+    marks: I32  # int32, by id: not 0 while a fetch writes the block
+    # the offers after which an id may still be read
     readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
     def taken(self, ids: I64) -> int | None:

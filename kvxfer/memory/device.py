@@ -257,12 +257,6 @@ class Backing:
     """One allocation. Whoever allocated it owns it, and ends it with `close` or `leak`: one of them, once.
 
     Anything else is an `InvariantError`.
-
-    Attributes:
-        address: First byte; a multiple of 4096.
-        length: Usable bytes, as asked for.
-        device: Index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was
-            pinned; None for "cpu".
     """
 
     __slots__ = ("_free", "address", "device", "kind", "length")
@@ -270,8 +264,9 @@ class Backing:
     def __init__(self, kind: Kind, *, address: int, length: int, device: int | None, free: Callable[[], None]) -> None:
         """Wrap an allocation; use `allocate`. `free` keeps it alive, and is called at most once."""
         self.kind: Final[Kind] = kind
-        self.address: Final = address
-        self.length: Final = length
+        self.address: Final = address  # first byte; a multiple of 4096
+        self.length: Final = length  # usable bytes, as asked for
+        # index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was pinned; None for "cpu"
         self.device: Final = device
         self._free: Callable[[], None] | None = free
 

@@ -456,18 +456,13 @@ _REMEMBERED: Final = 1024
 
 @dataclass(slots=True)
 class _Away:
-    """An endpoint that could not be reached.
+    """An endpoint that could not be reached."""
 
-    Attributes:
-        backoff: How long it is left in peace.
-        epoch: Of the ticket that led there; one of a later engine is tried at once, since that has restarted.
-        until: When it is tried again.
-        error: What happened: a copy, which keeps alive no frame that it was raised through, nor what that refers to.
-    """
-
-    backoff: Backoff
+    backoff: Backoff  # how long it is left in peace
+    # of the ticket that led there; one of a later engine is tried at once, since that has restarted
     epoch: bytes | None
-    until: float
+    until: float  # when it is tried again
+    # what happened: a copy, which keeps alive no frame that it was raised through, nor what that refers to
     error: KvxferError
 
 

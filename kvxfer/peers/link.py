@@ -43,13 +43,9 @@ _log: Final = logger("kvxfer.link")
 
 
 class LinkHandler(Protocol):
-    """What the worker does with a link.
+    """What the worker does with a link."""
 
-    Attributes:
-        frames_sent: Counts messages that go out, by their names.
-    """
-
-    frames_sent: Counter[str]
+    frames_sent: Counter[str]  # counts messages that go out, by their names
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
@@ -93,30 +89,21 @@ class _Met:
 
 
 class Link(asyncio.Protocol):
-    """One control stream.
-
-    Attributes:
-        role: Which side of it this is.
-        endpoint: Where the peer is, as far as it is known.
-        trusted: Whether this side shares addresses with the peer.
-        encrypted: Whether the stream is TLS.
-        since: When its stream was opened, or was about to be.
-        renewals: How often the peer has made its agent anew, as far as it has said so here.
-        moved: Bytes of cache that transfers of this session moved, in either direction, by route.
-        ready: Resolves when the handshake is complete, or with the error that prevented it.
-    """
+    """One control stream."""
 
     def __init__(self, role: Role, endpoint: str, handler: LinkHandler, runtime: Runtime) -> None:
-        self.role: Final = role
-        self.endpoint: Final = endpoint
-        self.trusted = False
-        self.encrypted = False
-        self.renewals = 0
+        self.role: Final = role  # which side of it this is
+        self.endpoint: Final = endpoint  # where the peer is, as far as it is known
+        self.trusted = False  # whether this side shares addresses with the peer
+        self.encrypted = False  # whether the stream is TLS
+        self.renewals = 0  # how often the peer has made its agent anew, as far as it has said so here
+        # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime
-        self.since: Final = runtime.now()
+        self.since: Final = runtime.now()  # when its stream was opened, or was about to be
         self._loop = asyncio.get_running_loop()
+        # resolves when the handshake is complete, or with the error that prevented it
         self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None

@@ -575,21 +575,13 @@ def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What was found of a new peer, in one direction.
+    """What was found of a new peer, in one direction."""
 
-    Attributes:
-        sending: Whether this rank is the prefill rank.
-        geometry: What the peer holds.
-        converts: Whether copies convert: agreed upon, and needed.
-        common: All that both sides hold.
-        pair: The plan of that; None if it is nothing.
-    """
-
-    sending: bool
-    geometry: CacheGeometry
-    converts: bool
-    common: tuple[Selection, ...]
-    pair: PairPlan | None
+    sending: bool  # whether this rank is the prefill rank
+    geometry: CacheGeometry  # what the peer holds
+    converts: bool  # whether copies convert: agreed upon, and needed
+    common: tuple[Selection, ...]  # all that both sides hold
+    pair: PairPlan | None  # the plan of that; None if it is nothing
 
 
 @cache
@@ -627,25 +619,20 @@ class Bound:
         plan: What goes where.
         grid: How it is cut.
         before: The same, when less of the source was known.
-
-    Attributes:
-        plan: As given.
-        grid: As given.
-        rows: Table rows of the class that has the most.
-        pieces: Contiguous runs in all, if no source block is padding.
-        cut: The chunks as compiled code makes them; None where the planner does.
-        chunk_rows: About how many of the rows a chunk's plan walks over.
-        part_rows: As many rows as take the planner the time of a chunk's tables.
     """
 
     def __init__(self, plan: TransferPlan, grid: ChunkGrid, before: "Bound | None" = None) -> None:
         compiled = _compiled()
         self.plan: Final = plan
         self.grid: Final = grid
+        # table rows of the class that has the most
         self.rows: Final[int] = plan.most_rows if before is None else before.rows
+        # contiguous runs in all, if no source block is padding
         self.pieces: Final[int] = plan.pieces if before is None else before.pieces
+        # the chunks as compiled code makes them; None where the planner does
         self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
-        self.chunk_rows: Final = -(-self.rows // grid.windows)
+        self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
+        # as many rows as take the planner the time of a chunk's tables
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
 

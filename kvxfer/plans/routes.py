@@ -46,19 +46,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a route costs on one kind of machine.
+    """What a route costs on one kind of machine."""
 
-    Attributes:
-        fixed_s: Seconds for every transfer: the exchange of frames, planning, the first post.
-        chunk_s: Seconds for every chunk, with the default window of chunks under way.
-        piece_s: Seconds for every contiguous piece.
-        bytes_per_s: Bandwidth once all that is under way.
-    """
-
-    fixed_s: float
-    chunk_s: float
-    piece_s: float
-    bytes_per_s: float
+    fixed_s: float  # seconds for every transfer: the exchange of frames, planning, the first post
+    chunk_s: float  # seconds for every chunk, with the default window of chunks under way
+    piece_s: float  # seconds for every contiguous piece
+    bytes_per_s: float  # bandwidth once all that is under way
 
     def seconds(self, *, nbytes: int, chunks: int, pieces: int) -> float:
         """By the formula."""
@@ -67,17 +60,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured costs of one kind of machine.
+    """Measured costs of one kind of machine."""
 
-    Attributes:
-        name: For `kvxfer plan --profile`.
-        hardware: What was measured, in words.
-        routes: Costs of each route.
-    """
-
-    name: str
-    hardware: str
-    routes: Mapping[Route, Costs]
+    name: str  # for `kvxfer plan --profile`
+    hardware: str  # what was measured, in words
+    routes: Mapping[Route, Costs]  # costs of each route
 
     def seconds(self, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
         """Predicted seconds from `fetch` to its return.
@@ -158,21 +145,13 @@ _ORDERS: Final = {
 
 
 class Means(Struct, frozen=True):
-    """What one pair of ranks can do.
+    """What one pair of ranks can do."""
 
-    Attributes:
-        staged: Both sides have staging memory.
-        direct: The sender knows the receiver's addresses, and both have registered their blocks.
-        pull: The receiver knows the sender's addresses, and both have registered their blocks.
-        mapped: The sender's copies can address the receiver's blocks.
-        converts: Dtypes or scales differ, which a copy can do and a descriptor, which only says which bytes go where,
-            cannot.
-    """
-
-    staged: bool
-    direct: bool
-    pull: bool
-    mapped: bool = False
+    staged: bool  # both sides have staging memory
+    direct: bool  # the sender knows the receiver's addresses, and both have registered their blocks
+    pull: bool  # the receiver knows the sender's addresses, and both have registered their blocks
+    mapped: bool = False  # the sender's copies can address the receiver's blocks
+    # dtypes or scales differ, which a copy can do and a descriptor, which only says which bytes go where, cannot
     converts: bool = False
 
     def can(self, route: Route) -> bool:
@@ -185,17 +164,11 @@ class Means(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A route and the reason for it.
+    """A route and the reason for it."""
 
-    Attributes:
-        route: Chosen.
-        why: For stats and log.
-        fallback: Why it is not the route that the settings prefer, or an empty string.
-    """
-
-    route: Route
-    why: str
-    fallback: str = ""
+    route: Route  # chosen
+    why: str  # for stats and log
+    fallback: str = ""  # why it is not the route that the settings prefer, or an empty string
 
 
 @cache

@@ -41,36 +41,23 @@ TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What decode ranks have said of a request that is not on offer yet.
+    """What decode ranks have said of a request that is not on offer yet."""
 
-    Attributes:
-        first_token: Where the first of their fetches begins; None if they want nothing of this rank.
-        declined: Whether one of them has said that it will not fetch it.
-    """
-
-    first_token: int | None
-    declined: bool = False
+    first_token: int | None  # where the first of their fetches begins; None if they want nothing of this rank
+    declined: bool = False  # whether one of them has said that it will not fetch it
 
 
 @dataclass(slots=True)
 class Early:
-    """What came for a request before its offer did.
+    """What came for a request before its offer did."""
 
-    Attributes:
-        until: When it is forgotten.
-        peer: Incarnation of the decode rank that was the first, in whose places it is counted.
-        fetches: Transfers that wait.
-        claims: Size of each engine that claims it, by epoch.
-        releases: Who has released it, by engine and rank.
-        declined: Whether one of them said that no fetch will come.
-    """
-
-    until: float
-    peer: bytes
-    fetches: "list[Sender]" = field(default_factory=list)
-    claims: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    until: float  # when it is forgotten
+    peer: bytes  # incarnation of the decode rank that was the first, in whose places it is counted
+    fetches: "list[Sender]" = field(default_factory=list)  # transfers that wait
+    claims: dict[bytes, int] = field(default_factory=dict[bytes, int])  # size of each engine that claims it, by epoch
+    # who has released it, by engine and rank
     releases: dict[tuple[bytes, int], Identity] = field(default_factory=dict[tuple[bytes, int], Identity])
-    declined: bool = False
+    declined: bool = False  # whether one of them said that no fetch will come
 
 
 class OfferBook:

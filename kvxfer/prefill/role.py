@@ -41,23 +41,14 @@ _MOST: Final = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Doubt:
-    """A transfer of which something may still move.
+    """A transfer of which something may still move."""
 
-    Attributes:
-        ended: Which.
-        severed: Whether what may move has left this side, and is on its way to the agent that the peer had then.
-        watched: Whether the end of the peer's process will be seen.
-        placed: Whether it has a place.
-        unwatch: Ends the watch over the peer's process.
-        unwant: Says that it needs no new agent.
-    """
-
-    ended: Sender
-    severed: bool
-    watched: bool
-    placed: bool = True
-    unwatch: Callback = no_hold
-    unwant: Callback = no_hold
+    ended: Sender  # which
+    severed: bool  # whether what may move has left this side, and is on its way to the agent that the peer had then
+    watched: bool  # whether the end of the peer's process will be seen
+    placed: bool = True  # whether it has a place
+    unwatch: Callback = no_hold  # ends the watch over the peer's process
+    unwant: Callback = no_hold  # says that it needs no new agent
 
     @property
     def reader(self) -> Sender | None:

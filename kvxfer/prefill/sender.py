@@ -314,19 +314,6 @@ class Sender:
         fetch: What was asked for.
         ended: Called when it is over, and again if more is known of what ended in doubt.
         sums_every: Of one chunk in how many sums are wanted; 0 for none.
-
-    Attributes:
-        machine: The sans-I/O state.
-        link: Where results go; replaced when the same incarnation reconnects.
-        peer: The decode rank.
-        name: Its id, as the decode rank says it too.
-        first_token: Where what it wants begins.
-        offer: The offer that it reads, once there is one.
-        tally: Counts.
-        began: When it was asked for.
-        stats: Set when it ends.
-        report: Set when it ends, if it failed.
-        renewals: How often the decode rank had made its agent anew by its last grant; no later one was posted to.
     """
 
     def __init__(
@@ -334,15 +321,17 @@ class Sender:
     ) -> None:
         self.site: Final = site
         self.machine: Final = Sending(fetch)
-        self.link = link
+        self.link = link  # where results go; replaced when the same incarnation reconnects
         self.peer: Final = link.peer
+        # its id, as the decode rank says it too
         self.name: Final = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
-        self.first_token: Final = fetch.token_start
-        self.offer: Entry | None = None
+        self.first_token: Final = fetch.token_start  # where what it wants begins
+        self.offer: Entry | None = None  # the offer that it reads, once there is one
         self.tally: Final = Tally()
-        self.began: Final = site.now()
-        self.stats: TransferStats | None = None
-        self.report: FailureReport | None = None
+        self.began: Final = site.now()  # when it was asked for
+        self.stats: TransferStats | None = None  # set when it ends
+        self.report: FailureReport | None = None  # set when it ends, if it failed
+        # how often the decode rank had made its agent anew by its last grant; no later one was posted to
         self.renewals = link.renewals
         self._ended: Final = ended
         self._sums_every: Final = sums_every

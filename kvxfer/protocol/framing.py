@@ -58,34 +58,23 @@ _PLAIN: Final = {
 
 
 class ScanError(ValueError):
-    """The bytes are no MessagePack.
-
-    Attributes:
-        offset: Where the reader could not go on.
-    """
+    """The bytes are no MessagePack."""
 
     def __init__(self, message: str, offset: int) -> None:
         super().__init__(message)
-        self.offset: Final = offset
+        self.offset: Final = offset  # where the reader could not go on
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One value as it stands in the bytes.
+    """One value as it stands in the bytes."""
 
-    Attributes:
-        offset: Its first byte.
-        depth: Containers around it.
-        index: Its position in the container around it; keys and values of a map count each.
-        kind: `array`, `map`, `int`, `str`, `bin`, `ext`, `float`, `bool` or `nil`.
-        value: The number of an `int` (and of a `bool`), the entries of an `array` or a `map`, else the length of the
-            data in bytes.
-    """
+    offset: int  # its first byte
+    depth: int  # containers around it
+    index: int  # its position in the container around it; keys and values of a map count each
+    kind: str  # `array`, `map`, `int`, `str`, `bin`, `ext`, `float`, `bool` or `nil`
+    # the number of an `int` (and of a `bool`), the entries of an `array` or a `map`, else the length of the data in
 
-    offset: int
-    depth: int
-    index: int
-    kind: str
     value: int
 
 

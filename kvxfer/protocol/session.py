@@ -92,9 +92,6 @@ class IdentityKey:
 
     Args:
         private: 32 unpredictable bytes that nobody else learns.
-
-    Attributes:
-        incarnation: The public half, by which everybody may know this worker.
     """
 
     def __init__(self, private: bytes) -> None:
@@ -102,6 +99,7 @@ class IdentityKey:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         self._private: Final = X25519PrivateKey.from_private_bytes(private)
+        # the public half, by which everybody may know this worker
         self.incarnation: Final[bytes] = self._private.public_key().public_bytes_raw()
 
     def __repr__(self) -> str:
@@ -163,21 +161,13 @@ _SHORTEST_SECONDS: Final = 0.1
 
 @dataclass(slots=True)
 class Liveness:
-    """Of one session. Times are monotonic seconds.
+    """Of one session. Times are monotonic seconds."""
 
-    Attributes:
-        heartbeat: Seconds after which this side must speak: its own, or the peer's once that is known and shorter.
-        peer_timeout: Seconds of silence after which the peer is in doubt.
-        heard: When the peer last said something, or later if this side stood still since.
-        spoke: When this side last said something.
-        looked: When this side last did anything.
-    """
-
-    heartbeat: float
-    peer_timeout: float
-    heard: float
-    spoke: float
-    looked: float
+    heartbeat: float  # seconds after which this side must speak: its own, or the peer's once that is known and shorter
+    peer_timeout: float  # seconds of silence after which the peer is in doubt
+    heard: float  # when the peer last said something, or later if this side stood still since
+    spoke: float  # when this side last said something
+    looked: float  # when this side last did anything
 
     def agree(self, heartbeat: float) -> None:
         """Speak as often as the peer does: what it waits for, and its leases, are longer than twice that."""
@@ -262,19 +252,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """Who the other side is, once the handshake is complete.
+    """Who the other side is, once the handshake is complete."""
 
-    Attributes:
-        wire: Protocol version that both speak.
-        identity: As the peer said it.
-        told: Its agent body, as it came.
-        process: Its process, as the kernel says it; 0 where that is not known.
-    """
-
-    wire: int
-    identity: Identity
-    told: bytes | memoryview = field(repr=False)
-    process: int = 0
+    wire: int  # protocol version that both speak
+    identity: Identity  # as the peer said it
+    told: bytes | memoryview = field(repr=False)  # its agent body, as it came
+    process: int = 0  # its process, as the kernel says it; 0 where that is not known
 
     @lazy
     def body(self) -> AgentBody:
@@ -315,29 +298,18 @@ SessionEvent: TypeAlias = Opened | Received
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a session is opened with, besides who this side is.
+    """What a session is opened with, besides who this side is."""
 
-    Attributes:
-        facts: (name, value) pairs that must agree where both sides name them.
-        body: Encoded `AgentBody` of this side.
-        key: By what this side proves its incarnation.
-        secret: Shared secret; None if no proof is asked for.
-        endpoint: Where the stream leads, as far as that is known.
-        engaged_at: At which endpoint this side has something open, or in doubt, with an incarnation; empty if nowhere.
-        heartbeat: Seconds between frames at most; fewer if the peer's are.
-        peer_timeout: Seconds of silence after which the peer is in doubt.
-        handshake_timeout: Seconds until the session must be open.
-    """
-
-    facts: Sequence[tuple[str, str]]
-    body: bytes
-    key: IdentityKey
-    secret: bytes | None = field(default=None, repr=False)
-    endpoint: str = ""
+    facts: Sequence[tuple[str, str]]  # (name, value) pairs that must agree where both sides name them
+    body: bytes  # encoded `AgentBody` of this side
+    key: IdentityKey  # by what this side proves its incarnation
+    secret: bytes | None = field(default=None, repr=False)  # shared secret; None if no proof is asked for
+    endpoint: str = ""  # where the stream leads, as far as that is known
+    # at which endpoint this side has something open, or in doubt, with an incarnation; empty if nowhere
     engaged_at: Callable[[bytes], str] = lambda _: ""
-    heartbeat: float = 2.0
-    peer_timeout: float = 20.0
-    handshake_timeout: float = 30.0
+    heartbeat: float = 2.0  # seconds between frames at most; fewer if the peer's are
+    peer_timeout: float = 20.0  # seconds of silence after which the peer is in doubt
+    handshake_timeout: float = 30.0  # seconds until the session must be open
 
 
 class Session:

@@ -123,37 +123,26 @@ class Sending:
 
     Chunks go in their order: some have arrived, those up to `granted` are in the shell's hands, those up to `ready`
     were announced, and the rest was not. The shell says how many have arrived, and of how many it has given up.
-
-    Attributes:
-        fetch: The message that began it.
-        transfer: Its id, unique within the decode rank's incarnation.
-        state: See `SendState`.
-        route: Chosen route once accepted.
-        failure: Why it stops, once it does.
-        chunks: Chunks that it is cut into; 0 before it was accepted.
-        ready: The first so many were announced.
-        granted: The first so many were put into the shell's hands (`pull`: have been read).
-        arrived: The first so many have arrived.
-        nbytes: Bytes of those that have arrived.
-        ring: Places in the decode rank's staging memory, in which chunks take turns.
-        token: By which the decode rank's agent says how many have left them, and ours how many have arrived; or empty.
-        copied: The first so many have left their places, by its last grant.
     """
 
     def __init__(self, fetch: Fetch) -> None:
-        self.fetch: Final = fetch
-        self.transfer: Final = fetch.transfer
-        self.state = SendState.PARKED
-        self.route = Route.UNKNOWN
-        self.failure: Failure | None = None
+        self.fetch: Final = fetch  # the message that began it
+        self.transfer: Final = fetch.transfer  # its id, unique within the decode rank's incarnation
+        self.state = SendState.PARKED  # see `SendState`
+        self.route = Route.UNKNOWN  # chosen route once accepted
+        self.failure: Failure | None = None  # why it stops, once it does
+        # chunks that it is cut into; 0 before it was accepted; the first so many were announced; the first so many were
+        # put into the shell's hands (`pull`: have been read); the first so many have arrived; bytes of those that have
+        # arrived
         self.chunks = self.ready = self.granted = self.arrived = self.nbytes = 0
         self._dropped = 0  # chunks that the shell has given up
         self._doubts = 0  # how often it has not said that nothing of those is under way any more
         self._said = 0  # the first so many have arrived, as the decode rank was told
         self._timings = _UNTIMED  # of those that have arrived since
-        self.ring: Sequence[Grant] = ()
+        self.ring: Sequence[Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
+        # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
         self.token = b""
-        self.copied = 0
+        self.copied = 0  # the first so many have left their places, by its last grant
         self._ring_at = 0  # the chunk that its first place was for
         self._unread = False  # route pull: what was announced is not read any more
         self._payload: bytes | None = None
@@ -436,35 +425,22 @@ class Receiving:
         transfer: Its id, unique within this rank's incarnation.
         ahead: Whether `Fetch` grants chunks before the peer has said how many there are.
         staging: How many, the first ones, if they are granted staging memory; else all are granted in place.
-
-    Attributes:
-        transfer: Its id.
-        state: See `ReceiveState`.
-        ended: Whether the peer is known to be through with it.
-        was_lost: Whether it has ever been lost, though the peer may be back.
-        heard_last: Whether the last result of a success is in.
-        ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
-        staging: As given.
-        failure: Why it does not succeed, once that is known.
-        payload: The offer's payload, once the last result is in.
-        stale: Frames that were dropped because nothing waited for them.
-        chunks: Chunks that the peer has cut it into; 0 before it was accepted.
-        ready: The first so many are ready.
-        reading: Of the first so many a read was begun (`pull`).
-        granted: The first so many are, or were, in the peer's hands.
-        arrived: The first so many have arrived.
-        chunks_done: The first so many are where they belong.
     """
 
     def __init__(self, transfer: int, *, ahead: bool = False, staging: int = 0) -> None:
         self.transfer: Final = transfer
-        self.state = ReceiveState.ASKED
+        self.state = ReceiveState.ASKED  # see `ReceiveState`
+        # whether the peer is known to be through with it; whether it has ever been lost, though the peer may be back;
+        # whether the last result of a success is in
         self.ended = self.was_lost = self.heard_last = False
-        self.ahead = ahead
+        self.ahead = ahead  # whether that grant holds: the peer has neither used nor voided it by its first answer
         self.staging: Final = staging
-        self.failure: Failure | None = None
-        self.payload = b""
-        self.stale = 0
+        self.failure: Failure | None = None  # why it does not succeed, once that is known
+        self.payload = b""  # the offer's payload, once the last result is in
+        self.stale = 0  # frames that were dropped because nothing waited for them
+        # chunks that the peer has cut it into; 0 before it was accepted; the first so many are ready; of the first so
+        # many a read was begun (`pull`); the first so many are, or were, in the peer's hands; the first so many have
+        # arrived; the first so many are where they belong
         self.chunks = self.ready = self.reading = self.granted = self.arrived = self.chunks_done = 0
         self._accepted = False
         self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads

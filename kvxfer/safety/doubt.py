@@ -117,20 +117,14 @@ class Exposure:
     """Memory that one transfer lets a peer write or read, as granted on one control stream.
 
     `safe` is called once if there is evidence, other than the peer's word, that nobody touches it any more.
-
-    Attributes:
-        gate: What every grant leads through; there is one from the first grant on.
-        fenced: Whether the peer passes it, or touches nothing.
-        routes: Those on which the peer may touch it.
-        ended: Nobody touches it any more.
     """
 
     def __init__(self, site: Site, link: Link, name: str, safe: Callable[[], None], routes: Iterable[Route]) -> None:
         self.peer: Final[PeerInfo] = link.peer
-        self.gate = SHARED_GATE
-        self.fenced = False
-        self.routes = frozenset(routes)
-        self.ended = False
+        self.gate = SHARED_GATE  # what every grant leads through; there is one from the first grant on
+        self.fenced = False  # whether the peer passes it, or touches nothing
+        self.routes = frozenset(routes)  # those on which the peer may touch it
+        self.ended = False  # nobody touches it any more
         self._renewals = link.renewals
         self._renewed = self._in_doubt = False  # as the peer has said
         self._site: Final = site

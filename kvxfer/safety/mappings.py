@@ -29,15 +29,11 @@ _log: Final = logger("kvxfer.worker")
 
 
 class Exports:
-    """The exports of a worker; none before `open`, nor where its memory cannot be mapped.
-
-    Attributes:
-        frames: As peers are told of them.
-        locks: The gates that are locks; None where the system has none, or nobody is trusted.
-    """
+    """The exports of a worker; none before `open`, nor where its memory cannot be mapped."""
 
     def __init__(self) -> None:
-        self.frames: list[wire.MappedMemory] = []
+        self.frames: list[wire.MappedMemory] = []  # as peers are told of them
+        # the gates that are locks; None where the system has none, or nobody is trusted
         self.locks: LockFile | None = None
         self._gates: Backing | None = None
         self._files: Final = OpenFiles()

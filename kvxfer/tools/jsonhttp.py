@@ -15,15 +15,11 @@ __all__ = ["NoAnswerError", "json_from"]
 
 
 class NoAnswerError(Exception):
-    """Nothing was said, or nothing that is JSON.
-
-    Attributes:
-        status: Of HTTP, if it is that which was answered.
-    """
+    """Nothing was said, or nothing that is JSON."""
 
     def __init__(self, why: str, status: int | None = None) -> None:
         super().__init__(why)
-        self.status = status
+        self.status = status  # of HTTP, if it is that which was answered
 
 
 def json_from(url: str, data: bytes | None = None, *, patience: float, most_bytes: int) -> Any:

@@ -53,28 +53,17 @@ class Event:
 
 
 class Driver:
-    """Streams, events and kernels.
-
-    Attributes:
-        streams: What is still to be done, by stream.
-        calls: Every call in order, with its arguments.
-        codes: By function: what its next calls return. A call that fails does nothing.
-        kernels: What the functions are that are launched.
-        sums: What a kernel of sums adds up.
-        broken: What went wrong within a call.
-        watch: Called before each call, with its name and arguments.
-        runs: Whether streams go on by themselves, whenever an event is asked for.
-    """
+    """Streams, events and kernels."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, deque[tuple[str, Any]]] = {}
-        self.calls: list[tuple[Any, ...]] = []
-        self.codes: dict[str, list[int]] = {}
-        self.kernels: dict[int, Any] = {}
-        self.sums: list[int] = []
-        self.broken: list[BaseException] = []
-        self.watch: Any = None
-        self.runs = False
+        self.streams: dict[int, deque[tuple[str, Any]]] = {}  # what is still to be done, by stream
+        self.calls: list[tuple[Any, ...]] = []  # every call in order, with its arguments
+        self.codes: dict[str, list[int]] = {}  # by function: what its next calls return. A call that fails does nothing
+        self.kernels: dict[int, Any] = {}  # what the functions are that are launched
+        self.sums: list[int] = []  # what a kernel of sums adds up
+        self.broken: list[BaseException] = []  # what went wrong within a call
+        self.watch: Any = None  # called before each call, with its name and arguments
+        self.runs = False  # whether streams go on by themselves, whenever an event is asked for
         self._pending: dict[int, object] = {}  # events that have been recorded and have not happened
         self._numbers = itertools.count(1 << 20)
         self._kept = [
@@ -241,18 +230,14 @@ class StubKernel:
 
 
 class StubGpu(cuda.Gpu):
-    """A GPU on a stub of the driver: all but its making is as of a real one.
-
-    Attributes:
-        handles: Its streams, gathers first.
-    """
+    """A GPU on a stub of the driver: all but its making is as of a real one."""
 
     def __init__(self, driver: Driver, *, ring_bytes: int = 4096, warm: bool = True) -> None:
         self.device = torch.device("cpu")  # pyright: ignore[reportGeneralTypeIssues]
         self.driver = driver
         self.functions = driver.functions  # pyright: ignore[reportGeneralTypeIssues]
         self.context = 1  # pyright: ignore[reportGeneralTypeIssues]
-        self.handles = (11, 12)
+        self.handles = (11, 12)  # its streams, gathers first
         streams: Any = [SimpleNamespace(cuda_stream=handle, priority=-n) for n, handle in enumerate(self.handles)]
         self.streams = streams  # pyright: ignore[reportGeneralTypeIssues]
         words = ring_bytes // 8

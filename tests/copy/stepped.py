@@ -18,17 +18,12 @@ NBYTES = 1 << 20
 
 
 class Stepped:
-    """A runtime without threads.
+    """A runtime without threads."""
 
-    Attributes:
-        time: What time it is.
-        machine: What was to be driven.
-    """
-
-    machine: Any
+    machine: Any  # what was to be driven
 
     def __init__(self) -> None:
-        self.time = 1.0
+        self.time = 1.0  # what time it is
 
     def now(self) -> float:
         return self.time

@@ -30,15 +30,10 @@ class Threaded:
         gpu: What the mover needs of a GPU, if it is there already.
         ring_bytes: Of the GPU's rings.
         options: Of the mover.
-
-    Attributes:
-        mover: It.
-        gpu: What it was given.
-        broken: What the loop complained of.
     """
 
     def __init__(self, device: Any = None, *, gpu: Any = None, ring_bytes: int | None = None, **options: Any) -> None:
-        self.broken: list[dict[str, Any]] = []
+        self.broken: list[dict[str, Any]] = []  # what the loop complained of
         self.gpu = gpu
         self._lock = threading.Lock()  # from the first call of `close` on, copies are refused in the caller's thread
         self._closing = self._closed = False

@@ -57,21 +57,13 @@ class EngineError(Exception):
 
 @dataclass
 class Engine:
-    """`vllm serve` in a process group of its own.
+    """`vllm serve` in a process group of its own."""
 
-    Attributes:
-        name: Of its log.
-        model: Folder.
-        logs: Folder.
-        args: More of the command line.
-        transfer: What stands in `--kv-transfer-config`, if anything.
-    """
-
-    name: str
-    model: Path
-    logs: Path
-    args: tuple[str, ...] = ()
-    transfer: dict[str, Any] | None = None
+    name: str  # of its log
+    model: Path  # folder
+    logs: Path  # folder
+    args: tuple[str, ...] = ()  # more of the command line
+    transfer: dict[str, Any] | None = None  # what stands in `--kv-transfer-config`, if anything
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 

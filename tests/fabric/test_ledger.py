@@ -46,17 +46,11 @@ FALLIBLE = ["create_list", "add_piece", "make", "begin", "status", "release", "n
 
 
 class Ledger:
-    """Functions that note what is made and given back. Those that may fail do so as `fails` says, which is asked.
-
-    Attributes:
-        wrong: What should not have been called so.
-        calls: Names, in order.
-        ends: Whether what is begun ends when it is looked at.
-    """
+    """Functions that note what is made and given back. Those that may fail do so as `fails` says, which is asked."""
 
     def __init__(self) -> None:
-        self.wrong: list[str] = []
-        self.calls: list[str] = []
+        self.wrong: list[str] = []  # what should not have been called so
+        self.calls: list[str] = []  # names, in order
         self.lists: dict[int, list[tuple[int, int, int]]] = {}
         self.requests: dict[int, str] = {}
         self.moved: list[tuple[int, tuple[Any, ...], tuple[Any, ...], str]] = []
@@ -65,7 +59,7 @@ class Ledger:
         self.heard: dict[bytes, list[bytes]] = {}  # until that is forgotten
         self.made: Counter[str] = Counter()
         self.stuck = 0
-        self.ends = self.gone = False
+        self.ends = self.gone = False  # whether what is begun ends when it is looked at
         self.fails: Any = lambda name: OK
         self._kept: list[Any] = []
         self._agents: list[int] = []

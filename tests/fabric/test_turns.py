@@ -36,12 +36,7 @@ def other(direction: Direction) -> Direction:
 
 
 class Side(Moving):
-    """A mover over an agent of a network, and one flow of it.
-
-    Attributes:
-        counts: How many of its steps were done, each time that this was told.
-        peers: Agents that say what the test says.
-    """
+    """A mover over an agent of a network, and one flow of it."""
 
     begun_flow: Flow
 
@@ -50,8 +45,8 @@ class Side(Moving):
         self.transport = LoopbackTransport(name, network)
         self.transport.setup()
         self.mover.attach(self.transport.native(), orderly=True)
-        self.counts: list[int] = []
-        self.peers: dict[str, LoopbackTransport] = {}
+        self.counts: list[int] = []  # how many of its steps were done, each time that this was told
+        self.peers: dict[str, LoopbackTransport] = {}  # agents that say what the test says
 
     def flow(self, direction, steps=None, *, turns=None, total=STEPS, allowed=None, post=None, **options) -> None:
         """Begin it; its steps do nothing unless there are others."""

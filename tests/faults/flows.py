@@ -32,23 +32,14 @@ _RETRY_SECONDS = 0.1
 
 @dataclass
 class Tally:
-    """What became of transfers.
+    """What became of transfers."""
 
-    Attributes:
-        ended: How many.
-        ok: How many of them arrived.
-        bytes: That they brought.
-        errors: The others, by type.
-        faults: Faults that were made, by kind.
-        wrong: What must not be: other bytes than were sent, or no end.
-    """
-
-    ended: int = 0
-    ok: int = 0
-    bytes: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    ended: int = 0  # how many
+    ok: int = 0  # how many of them arrived
+    bytes: int = 0  # that they brought
+    errors: Counter[str] = field(default_factory=Counter)  # the others, by type
+    faults: Counter[str] = field(default_factory=Counter)  # faults that were made, by kind
+    wrong: list[str] = field(default_factory=list)  # what must not be: other bytes than were sent, or no end
 
 
 @dataclass(frozen=True)

@@ -72,34 +72,20 @@ class SoakFailedError(Exception):
 
 @dataclass
 class Figures:
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        transfers: That ended, as the process that stays saw it.
-        ok: Of these, how many arrived.
-        errors: The others, by type.
-        faults: Made on purpose, by kind.
-        bytes: Brought to the process that stays.
-        seconds: How long it took.
-        wrong: Wrong bytes, or transfers without an end.
-        before: Memory, descriptors and threads after the warm-up.
-        after: The same at the end.
-        quarantined_bytes: Of arenas, with a reason, at the end.
-        blocks_in_doubt: In custody at the end.
-        left: What was held after everything was closed and not before it was opened, but for what is in doubt.
-    """
-
-    transfers: int = 0
-    ok: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-    before: dict[str, int] = field(default_factory=dict)
-    after: dict[str, int] = field(default_factory=dict)
-    quarantined_bytes: int = 0
-    blocks_in_doubt: int = 0
+    transfers: int = 0  # that ended, as the process that stays saw it
+    ok: int = 0  # of these, how many arrived
+    errors: Counter[str] = field(default_factory=Counter)  # the others, by type
+    faults: Counter[str] = field(default_factory=Counter)  # made on purpose, by kind
+    bytes: int = 0  # brought to the process that stays
+    seconds: float = 0.0  # how long it took
+    wrong: list[str] = field(default_factory=list)  # wrong bytes, or transfers without an end
+    before: dict[str, int] = field(default_factory=dict)  # memory, descriptors and threads after the warm-up
+    after: dict[str, int] = field(default_factory=dict)  # the same at the end
+    quarantined_bytes: int = 0  # of arenas, with a reason, at the end
+    blocks_in_doubt: int = 0  # in custody at the end
+    # what was held after everything was closed and not before it was opened, but for what is in doubt
     left: dict[str, int] = field(default_factory=dict)
 
     def problems(self) -> list[str]:

@@ -86,23 +86,17 @@ class CrookedWire:
         target: Endpoint of the worker behind it.
         draw: Decides what is changed.
         from_far: Whether the worker behind it lies, or who connects.
-
-    Attributes:
-        said: Frames of the liar's that were passed on or made up.
-        honest: It does not lie any more.
-        grants: Staging memory that they allowed to write: by its address, its length once for each chunk.
-        blocks: Destination blocks that they named.
-        in_place: Whether they allowed to write those.
     """
 
     def __init__(self, path: Path, target: str, draw: Random, *, from_far: bool):
         self.endpoint = f"unix:{path}"
-        self.said = 0
-        self.honest = False
+        self.said = 0  # frames of the liar's that were passed on or made up
+        self.honest = False  # it does not lie any more
+        # staging memory that they allowed to write: by its address, its length once for each chunk
         self.grants: dict[int, list[int]] = {}
-        self.blocks: set[int] = set()
+        self.blocks: set[int] = set()  # destination blocks that they named
         self._rings: dict[int, tuple[list[Grant], int, int]] = {}  # of each transfer: ring, its first chunk, granted
-        self.in_place = False
+        self.in_place = False  # whether they allowed to write those
         self._path, self._target = path, target.removeprefix("unix:")
         self._draw, self._from_far = draw, from_far
         self._liar = Liar(Role.CLIENT if from_far else Role.SERVER)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from test_layers import name  # pyright: ignore[reportMissingImports]
 
+import kvxfer
+
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 ENVIRONMENT = {
@@ -102,6 +104,17 @@ def test_every_broad_except_is_listed():
     assert dict(listed) == BROAD
 
 
+def lists_fields(node):
+    """Whether it is a class that no user sees, whose docstring lists what is explained beside its fields."""
+    seen = isinstance(node, ast.ClassDef) and (node.name in kvxfer.__all__ or node.name == "TransferStats")
+    return isinstance(node, ast.ClassDef) and not seen and "\n\nAttributes:" in (ast.get_docstring(node) or "")
+
+
+def test_fields_of_what_no_user_sees_are_explained_where_they_stand():
+    for_users = ("kvxfer/tools/", "kvxfer/integrations/", "kvxfer/config.py", "kvxfer/errors.py", "kvxfer/tickets.py")
+    assert [place for place in found(lists_fields) if not place.startswith(for_users)] == []
+
+
 def test_the_rules_see_what_they_forbid():
     tree = ast.parse(
         "class A:\n  def f(self):\n    try: pass\n    except (KeyError, Exception): pass\n    except OSError: pass"
@@ -112,3 +125,5 @@ def test_the_rules_see_what_they_forbid():
     reads = [ast.parse(text).body[0] for text in ("import os", "from os import getenv")]
     assert [reads_environment(node) for node in reads] == [False, True]
     assert reads_environment(ast.parse("os.environ", mode="eval").body)
+    classes = [f'class {name}:\n  """It.\n\n  Attributes:\n    a: A.\n  """' for name in ("Worker", "_Run")]
+    assert [lists_fields(ast.parse(text).body[0]) for text in classes] == [False, True]

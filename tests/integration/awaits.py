@@ -63,17 +63,11 @@ def every_await() -> set[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended that was to be cancelled.
+    """How a call ended that was to be cancelled."""
 
-    Attributes:
-        late: The cancellation came too late: the call had ended.
-        error: What it raised, as whoever cancelled it sees it: `None` if it returned.
-        turns: Iterations of the loop before it was cancelled or had ended, where they were counted.
-    """
-
-    late: bool
-    error: BaseException | None
-    turns: int = 0
+    late: bool  # the cancellation came too late: the call had ended
+    error: BaseException | None  # what it raised, as whoever cancelled it sees it: `None` if it returned
+    turns: int = 0  # iterations of the loop before it was cancelled or had ended, where they were counted
 
 
 Call = Callable[[], Awaitable[Any]]

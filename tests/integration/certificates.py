@@ -7,14 +7,10 @@ import trustme
 
 
 class Authority:
-    """One that signs certificates, as files in a folder.
-
-    Attributes:
-        path: Its own certificate.
-    """
+    """One that signs certificates, as files in a folder."""
 
     def __init__(self, folder: Path, name="authority"):
-        self.path = folder / f"{name}.pem"
+        self.path = folder / f"{name}.pem"  # its own certificate
         self._ca, self._folder, self._name = trustme.CA(), folder, name
         self._ca.cert_pem.write_to_path(self.path)
 

@@ -16,19 +16,12 @@ _SIZE, _ITEMS, _ROWS, _REGIONS, _LINES, _AXES, _AXIS_COUNT = 2, 5, 6, 9, 10, 11,
 
 @dataclass(frozen=True)
 class Accesses:
-    """Accesses of one width.
+    """Accesses of one width."""
 
-    Attributes:
-        src: int64 (N): where each reads.
-        dst: int64 (N): where it writes.
-        width: Elements of each; bytes, unless they are converted.
-        elements: What is done to them.
-    """
-
-    src: np.ndarray
-    dst: np.ndarray
-    width: int
-    elements: Elements
+    src: np.ndarray  # int64 (N): where each reads
+    dst: np.ndarray  # int64 (N): where it writes
+    width: int  # elements of each; bytes, unless they are converted
+    elements: Elements  # what is done to them
 
     @property
     def src_bytes(self):

@@ -149,18 +149,12 @@ class _LateOnCpu:
 
 
 class Ranks:
-    """The ranks of one engine, in whichever process.
-
-    Attributes:
-        workers: One a rank.
-        caches: Theirs.
-        issuer: Makes the engine's tickets.
-    """
+    """The ranks of one engine, in whichever process."""
 
     def __init__(self) -> None:
-        self.workers: list[Worker] = []
-        self.caches: list[Any] = []
-        self.issuer: Issuer | None = None
+        self.workers: list[Worker] = []  # one a rank
+        self.caches: list[Any] = []  # theirs
+        self.issuer: Issuer | None = None  # makes the engine's tickets
         self._stack = contextlib.AsyncExitStack()
         self._given: list[Any] = []
         self._offers: dict[tuple[int, str], Any] = {}

@@ -149,16 +149,12 @@ class Broken:
 
 
 class Stage:
-    """Opens workers on one loopback network and closes them all at the end.
-
-    Attributes:
-        caches: What each worker was opened with.
-    """
+    """Opens workers on one loopback network and closes them all at the end."""
 
     def __init__(self, network, stack):
         self.network = network
         self.stack = stack
-        self.caches = {}
+        self.caches = {}  # what each worker was opened with
 
     async def worker(
         self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", transport: Any = None, **config

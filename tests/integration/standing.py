@@ -19,17 +19,13 @@ class Standing:
     """In place of a worker's mover: copies and sums of one direction are launched, and none ends before `go`.
 
     Their bytes move then: the latest moment at which those of a kernel may.
-
-    Attributes:
-        held: Jobs that stand still.
-        real: What copies otherwise.
-        holding: Whether those that come yet stand still too.
     """
 
     def __init__(self, worker, direction: Direction):
-        self.held = []
+        self.held = []  # jobs that stand still
         self._unwanted, self._posted, self._inside = set(), {}, {}
         self._worker, self._direction = worker, direction
+        # what copies otherwise; whether those that come yet stand still too
         self.real, self.holding = inside.mover(worker), True
         knows_apart(self)
         inside.replace_mover(worker, self)
@@ -101,14 +97,11 @@ class Standing:
 
 
 class Stuck(LoopbackTransport):
-    """Each call of one kind waits for `go`; from the start, or once `holding` is set.
-
-    Attributes:
-        inside: Set when one waits.
-    """
+    """Each call of one kind waits for `go`; from the start, or once `holding` is set."""
 
     def __init__(self, name, network, call, *, holding=True):
         super().__init__(name, network)
+        # set when one waits
         self.inside, self.go, self.holding, real = threading.Event(), threading.Event(), holding, getattr(self, call)
 
         def stuck(*arguments):

@@ -39,10 +39,6 @@ class World:
     """A prefill and a decode worker, and what one scene does with them.
 
     In virtual time they run on the loop of the test; without a runtime on loops of their own, in real time.
-
-    Attributes:
-        offer: What the prefill worker offers as "r".
-        left: Agents that outlive their workers.
     """
 
     def __init__(self, runtime: Any, route: str, *, late: bool) -> None:
@@ -51,8 +47,8 @@ class World:
         self._made = 0
         self.source, self.target = (Cache(shared=route == "mapped") for _ in range(2))
         self.prefill, self.decode = (self.make(name) for name in ("prefill", "decode"))
-        self.offer: Any = None
-        self.left: list[str] = []
+        self.offer: Any = None  # what the prefill worker offers as "r"
+        self.left: list[str] = []  # agents that outlive their workers
 
     def make(self, name: str) -> Worker:
         settings = {

@@ -53,14 +53,10 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, mon
 
 
 class Stranger:
-    """Somebody at an endpoint who takes part in a handshake up to a stage, and then says nothing.
-
-    Attributes:
-        streams: How many were opened to it.
-    """
+    """Somebody at an endpoint who takes part in a handshake up to a stage, and then says nothing."""
 
     def __init__(self, stage, like):
-        self.stage, self.like, self.streams = stage, like, 0
+        self.stage, self.like, self.streams = stage, like, 0  # those that were opened to it
 
     async def __call__(self, reader, writer):
         self.streams += 1

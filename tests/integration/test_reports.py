@@ -21,27 +21,16 @@ CASES = {}
 
 @dataclass(frozen=True)
 class Said:
-    """What must be said of a failure.
+    """What must be said of a failure."""
 
-    Attributes:
-        step: What was waited for, at the decode side.
-        code: Why.
-        there: The step at the prefill side; None if it says nothing, since it was not asked.
-        why: The code there, if it is another one.
-        route: As it was chosen.
-        chunks: How many had landed, at least, and how many there were; none if it was never cut.
-        safe: Whether the caller's blocks are, and those of the offer.
-        peer: A part of its name.
-    """
-
-    step: Step
-    code: Code
-    there: Step | None = None
-    why: Code | None = None
-    route: str = "staged"
-    chunks: tuple[int, int] = (0, 4)
-    safe: tuple[bool, bool] = (True, True)
-    peer: str = "prefill[0/1]@"
+    step: Step  # what was waited for, at the decode side
+    code: Code  # why
+    there: Step | None = None  # the step at the prefill side; None if it says nothing, since it was not asked
+    why: Code | None = None  # the code there, if it is another one
+    route: str = "staged"  # as it was chosen
+    chunks: tuple[int, int] = (0, 4)  # how many had landed, at least, and how many there were; none if it was never cut
+    safe: tuple[bool, bool] = (True, True)  # whether the caller's blocks are, and those of the offer
+    peer: str = "prefill[0/1]@"  # a part of its name
 
 
 UNMOVED = {"chunks": (0, 0), "route": ""}
@@ -58,16 +47,12 @@ def says(said, **config):
 
 
 class Scene:
-    """A pair of workers and one fetch between them.
-
-    Attributes:
-        offered: Blocks on offer.
-    """
+    """A pair of workers and one fetch between them."""
 
     def __init__(self, stage, prefill, decode):
         self.stage, self.prefill, self.decode = stage, prefill, decode
         self.offer: Any = None
-        self.offered = [1, 2]
+        self.offered = [1, 2]  # blocks on offer
 
     @property
     def ticket(self):

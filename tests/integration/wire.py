@@ -30,19 +30,14 @@ TIMES = {
 
 
 class Wire:
-    """A Unix socket whose streams are passed on to another one.
-
-    Attributes:
-        endpoint: Where it listens.
-        heard: Frames (or parts of them) that came from the far end.
-        said: Frames (or parts of them) that came from whoever connected.
-        last: When the far end was last heard.
-    """
+    """A Unix socket whose streams are passed on to another one."""
 
     def __init__(self, path: Path, target: str, now):
-        self.endpoint = f"unix:{path}"
+        self.endpoint = f"unix:{path}"  # where it listens
+        # frames (or parts of them) that came from the far end; frames (or parts of them) that came from whoever
+        # connected
         self.heard = self.said = 0
-        self.last = 0.0
+        self.last = 0.0  # when the far end was last heard
         self._path, self._target, self._now = path, target.removeprefix("unix:"), now
         self._silent = False
         self._server: asyncio.Server | None = None
@@ -98,21 +93,14 @@ class Wire:
 
 
 class Play:
-    """A prefill and a decode worker in virtual time, `Cache`s of 16 blocks of 4 tokens each.
-
-    Attributes:
-        source: The prefill side's cache.
-        target: The decode side's.
-        network: Moves the bytes.
-        wire: Carries the control stream.
-    """
+    """A prefill and a decode worker in virtual time, `Cache`s of 16 blocks of 4 tokens each."""
 
     def __init__(self, runtime, folder: Path, stack: contextlib.AsyncExitStack):
         self.runtime, self.folder, self.network = runtime, folder, LoopbackNetwork()
         self.source, self.target = Cache(), Cache(layout="HND")
         self.prefill: Worker
         self.decode: Worker
-        self.wire: Wire
+        self.wire: Wire  # carries the control stream
         self._stack = stack
 
     @property

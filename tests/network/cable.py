@@ -87,17 +87,12 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Impairment:
-    """What happens to frames of one direction.
+    """What happens to frames of one direction."""
 
-    Attributes:
-        loss: Part of them that is lost.
-        delay: Seconds that each takes.
-        drop: Which are always lost: none, all, those of control streams, those of the transport (`bulk`), or those with
-            which the transport opens a connection (`bulk_syn`).
-    """
-
-    loss: float = 0.0
-    delay: float = 0.0
+    loss: float = 0.0  # part of them that is lost
+    delay: float = 0.0  # seconds that each takes
+    # which are always lost: none, all, those of control streams, those of the transport (`bulk`), or those with which
+    # the transport opens a connection (`bulk_syn`)
     drop: Literal["none", "all", "control", "bulk", "bulk_syn"] = "none"
 
 

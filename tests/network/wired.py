@@ -40,26 +40,20 @@ BACK_SECONDS = 30.0
 
 
 class Pair:
-    """One rank on each host; `decode` fetches what `prefill` offers.
-
-    Attributes:
-        bounds: What the settings promise.
-        nbytes: Bytes of one request.
-        doubted: Requests that failed and left their blocks in doubt, with the zone of these.
-    """
+    """One rank on each host; `decode` fetches what `prefill` offers."""
 
     def __init__(self, hosts: Hosts, route: str) -> None:
         self.hosts, self.route = hosts, route
-        self.bounds: Mapping[str, float] = {}
+        self.bounds: Mapping[str, float] = {}  # what the settings promise
         shape: dict[str, Any] = {"blocks": BLOCKS, "block_tokens": 16, "heads": range(8), "dim": 64}
         self._source, self._mirror = (Cache(layers=range(3), **shape) for _ in range(2))
         held = sum(memory.nbytes for memory in self._source.memory.values())
-        self.nbytes = held * len(TOKENS) // (BLOCKS * self._source.block_tokens)
+        self.nbytes = held * len(TOKENS) // (BLOCKS * self._source.block_tokens)  # bytes of one request
         self._expected: dict[str, Copied] = {}
         self._turns = 0
         self._zones: dict[str, int] = {}
         self._asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
-        self.doubted: dict[str, int] = {}
+        self.doubted: dict[str, int] = {}  # requests that failed and left their blocks in doubt, with the zone of these
         self._issuer: Issuer | None = None
 
     async def open(self, **config: Any) -> "Pair":

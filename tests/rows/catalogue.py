@@ -27,30 +27,19 @@ from layouts import (
 
 @dataclass(frozen=True)
 class Engine:
-    """How one side holds a model. Ranks are numbered stage by stage, then by tensor, then by context parallelism.
+    """How one side holds a model. Ranks are numbered stage by stage, then by tensor, then by context parallelism."""
 
-    Attributes:
-        layout: Of every rank's memory.
-        tp: Ranks that share the heads; more ranks than heads replicate them.
-        stages: Layers of each pipeline stage.
-        cp: Ranks that share the tokens.
-        chunk: Tokens of a turn, under context parallelism.
-        block: Tokens that one block id covers on a rank; by group where they differ.
-        kernel_blocks: Kernel blocks of one block id.
-        window: What the block list of a class with a window has for blocks before it: nothing (`span`), the null block
-            (`null`), or nothing and also not the tokens of the first block that lie before it (`exact`).
-        first: First token of the block lists that have no window.
-    """
-
-    layout: Layout = NHD
-    tp: int = 1
-    stages: Sequence[range] = (range(2),)
-    cp: int = 1
-    chunk: int = 1
-    block: int | Mapping[str, int] = 4
-    kernel_blocks: int = 1
+    layout: Layout = NHD  # of every rank's memory
+    tp: int = 1  # ranks that share the heads; more ranks than heads replicate them
+    stages: Sequence[range] = (range(2),)  # layers of each pipeline stage
+    cp: int = 1  # ranks that share the tokens
+    chunk: int = 1  # tokens of a turn, under context parallelism
+    block: int | Mapping[str, int] = 4  # tokens that one block id covers on a rank; by group where they differ
+    kernel_blocks: int = 1  # kernel blocks of one block id
+    # what the block list of a class with a window has for blocks before it: nothing (`span`), the null block (`null`),
+    # or nothing and also not the tokens of the first block that lie before it (`exact`)
     window: str = "span"
-    first: int = 0
+    first: int = 0  # first token of the block lists that have no window
 
     @property
     def world(self) -> int:
@@ -64,27 +53,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines and a request.
+    """Two engines and a request."""
 
-    Attributes:
-        row: What is promised.
-        name: Which case of it.
-        model: All classes of the model's cache.
-        prefill: Who holds the request.
-        decode: Who needs it.
-        tokens: What is fetched.
-        senders: For each decode rank, the prefill ranks that it asks.
-        offered: Tokens on offer; None for as many as are fetched.
-    """
-
-    row: str
-    name: str
-    model: tuple[Tensors, ...]
-    prefill: Engine
-    decode: Engine
-    tokens: range
-    senders: tuple[tuple[int, ...], ...] = ((0,),)
-    offered: int | None = None
+    row: str  # what is promised
+    name: str  # which case of it
+    model: tuple[Tensors, ...]  # all classes of the model's cache
+    prefill: Engine  # who holds the request
+    decode: Engine  # who needs it
+    tokens: range  # what is fetched
+    senders: tuple[tuple[int, ...], ...] = ((0,),)  # for each decode rank, the prefill ranks that it asks
+    offered: int | None = None  # tokens on offer; None for as many as are fetched
 
     def __str__(self) -> str:
         return f"{self.row}: {self.name}"

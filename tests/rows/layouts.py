@@ -24,50 +24,29 @@ GUARD = 64
 
 @dataclass(frozen=True)
 class Tensors:
-    """A class of a model's cache tensors, whole.
+    """A class of a model's cache tensors, whole."""
 
-    Attributes:
-        dims: Elements of a row by half: `k` and `v`, or the one half without a name.
-        layers: Global numbers.
-        heads: How many; 0 where there is no head axis, and every rank of a stage holds all of it.
-        dtype: Of the elements.
-        group: As in `CacheTensor`.
-        part: As in `CacheTensor`.
-        state: Whether it has slots instead of tokens.
-        window: Tokens before the end of a request that its block lists cover; 0 for all.
-    """
-
-    dims: Mapping[str, int]
-    layers: Sequence[int]
-    heads: int = 0
-    dtype: torch.dtype = torch.bfloat16
-    group: str = "default"
-    part: str = ""
-    state: bool = False
-    window: int = 0
+    dims: Mapping[str, int]  # elements of a row by half: `k` and `v`, or the one half without a name
+    layers: Sequence[int]  # global numbers
+    heads: int = 0  # how many; 0 where there is no head axis, and every rank of a stage holds all of it
+    dtype: torch.dtype = torch.bfloat16  # of the elements
+    group: str = "default"  # as in `CacheTensor`
+    part: str = ""  # as in `CacheTensor`
+    state: bool = False  # whether it has slots instead of tokens
+    window: int = 0  # tokens before the end of a request that its block lists cover; 0 for all
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a class.
+    """What one rank holds of a class."""
 
-    Attributes:
-        of: The class.
-        layers: Of the rank's stage.
-        heads: Of the rank.
-        tokens: Of the rank, under context parallelism.
-        ids: Block ids in the pool.
-        block: Tokens of this rank that one id covers.
-        ratio: Kernel blocks of one id.
-    """
-
-    of: Tensors
-    layers: tuple[int, ...]
-    heads: range
-    tokens: Interleave
-    ids: int
-    block: int
-    ratio: int
+    of: Tensors  # the class
+    layers: tuple[int, ...]  # of the rank's stage
+    heads: range  # of the rank
+    tokens: Interleave  # of the rank, under context parallelism
+    ids: int  # block ids in the pool
+    block: int  # tokens of this rank that one id covers
+    ratio: int  # kernel blocks of one id
 
     def size(self, term: str, halves: Sequence[str], layers: Sequence[int]) -> int:
         """Length of an axis, or of one part of a split axis."""

@@ -34,18 +34,15 @@ class Ledger:
 
     A copy from a rank's cache straight into another's crosses between them, as a post does. Where elements are
     converted, every byte of an element has the element's code, on either side.
-
-    Attributes:
-        wire: By decode agent, the codes of all bytes that were sent to it, read by it, or copied into its cache from
-            another's.
-        written: By decode agent, the addresses of all bytes of its cache that were written, in order.
-        posts: How many posts there were.
     """
 
     def __init__(self) -> None:
+        # by decode agent, the codes of all bytes that were sent to it, read by it, or copied into its cache from
+        # another's
         self.wire: dict[str, list[I64]] = {}
+        # by decode agent, the addresses of all bytes of its cache that were written, in order
         self.written: dict[str, list[I64]] = {}
-        self.posts = 0
+        self.posts = 0  # how many posts there were
         self.turns: dict[bytes, tuple[Noted, int]] = {}  # scatters by what their turns are named by, and their first
         self.heard: dict[bytes, int] = {}  # by the same, how many chunks are there, perhaps before there is a scatter
         self._bases: list[int] = []  # of memory that is watched, ascending
@@ -161,19 +158,12 @@ class Ledger:
 
 @dataclass(eq=False)
 class _Due:
-    """A copy that is made before something is posted.
+    """A copy that is made before something is posted."""
 
-    Attributes:
-        flow: Of which it is a step.
-        job: The copy.
-        local: The pieces that are posted.
-        left: How many bytes of them are not yet.
-    """
-
-    flow: "Noted"
-    job: CopyJob
-    local: I64
-    left: int
+    flow: "Noted"  # of which it is a step
+    job: CopyJob  # the copy
+    local: I64  # the pieces that are posted
+    left: int  # how many bytes of them are not yet
 
     def covers(self, local: I64) -> bool:
         """Whether these are parts of its pieces."""

@@ -29,17 +29,11 @@ _LONGEST = 1 << 10
 
 @dataclass(frozen=True)
 class Request:
-    """One request, and what is fetched of it.
+    """One request, and what is fetched of it."""
 
-    Attributes:
-        tokens: What is fetched.
-        offered: Tokens on offer.
-        seed: Of block lists and contents.
-    """
-
-    tokens: range
-    offered: int
-    seed: int = 0
+    tokens: range  # what is fetched
+    offered: int  # tokens on offer
+    seed: int = 0  # of block lists and contents
 
     @classmethod
     def of(cls, case: Case, seed: int = 0) -> "Request":
@@ -48,13 +42,7 @@ class Request:
 
 
 class Rank:
-    """One rank of an engine. `tensors` is the description that the oracle reads, `cache` what a worker is given.
-
-    Attributes:
-        memory: All of it; `base` is its address.
-        blocks: The current request's block lists.
-        spans: The same as a caller gives them.
-    """
+    """One rank of an engine. `tensors` is the description that the oracle reads, `cache` what a worker is given."""
 
     def __init__(self, case: Case, engine: Engine, number: int, ids: int) -> None:
         self.number = number
@@ -62,14 +50,14 @@ class Rank:
         room = Room(room_bytes(self.shares))
         self.cache = list(engine.layout(room, self.shares))
         used = room.used + GUARD
-        self.memory: NDArray[np.uint8] = room.memory[:used].numpy()
+        self.memory: NDArray[np.uint8] = room.memory[:used].numpy()  # all of it; `base` is its address
         self.base = int(self.memory.ctypes.data)
         self.null: int | None = ids - 1 if engine.window == "null" else None
         self.groups = [Group(name, self.null) for name in dict.fromkeys(share.of.group for share in self.shares)]
         self.geometry = CacheGeometry.of(self.cache, self.groups)
         self.tensors = [self._plain(tensor) for tensor in self.cache]
-        self.blocks: dict[str, oracle.BlockList] = {}
-        self.spans: dict[str, Span] = {}
+        self.blocks: dict[str, oracle.BlockList] = {}  # the current request's block lists
+        self.spans: dict[str, Span] = {}  # the same as a caller gives them
         self._pool = ids - (self.null is not None)
 
     def _plain(self, tensor: CacheTensor) -> dict[str, Any]:
@@ -200,19 +188,12 @@ def contents(codes: I64, seed: int) -> NDArray[np.uint8]:
 
 @dataclass
 class World:
-    """Both engines of a case. `agree` holds it against the planner.
+    """Both engines of a case. `agree` holds it against the planner."""
 
-    Attributes:
-        case: Which.
-        prefill: Its ranks.
-        decode: Its ranks.
-        request: The current one.
-    """
-
-    case: Case
-    prefill: list[Rank]
-    decode: list[Rank]
-    request: Request
+    case: Case  # which
+    prefill: list[Rank]  # its ranks
+    decode: list[Rank]  # its ranks
+    request: Request  # the current one
     coder: Coder
 
     @classmethod

@@ -39,13 +39,9 @@ class Held:
 
 
 class Sides(Ranks):
-    """Ranks of the engines of a case, which both processes build from its name.
+    """Ranks of the engines of a case, which both processes build from its name."""
 
-    Attributes:
-        world: The case that was opened last.
-    """
-
-    world: World
+    world: World  # the case that was opened last
 
     async def prefill(self, name: str, request: Request | None = None, **config: Any) -> dict[str, Any]:
         """Open all ranks of the prefill engine; returns the engine's card."""

@@ -22,33 +22,19 @@ _values = itertools.count(1)
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a request: drawn before it begins.
+    """What becomes of a request: drawn before it begins."""
 
-    Attributes:
-        name: Its id.
-        tokens: How many are offered.
-        start: First token that is fetched.
-        streaming: Whether it is offered step by step.
-        late: Whether the producer writes only when its events fire, as a GPU does.
-        producer: `offers`, `withdraws`, or `never`.
-        consumer: `fetches`, `cancels` (the transfer), `interrupts` (whoever awaits it), `declines`, or `never`.
-        timeout: Of the fetch, in seconds, or None.
-        delays: Seconds before producers and consumers begin, and before they give up.
-        claims: Whether the consumer claims it first.
-        retries: Whether a fetch that failed is tried again with the same ticket.
-    """
-
-    name: str
-    tokens: int
-    start: int
-    streaming: bool
-    late: bool
-    producer: str
-    consumer: str
-    timeout: float | None
-    delays: tuple[float, float, float, float]
-    claims: bool
-    retries: bool
+    name: str  # its id
+    tokens: int  # how many are offered
+    start: int  # first token that is fetched
+    streaming: bool  # whether it is offered step by step
+    late: bool  # whether the producer writes only when its events fire, as a GPU does
+    producer: str  # `offers`, `withdraws`, or `never`
+    consumer: str  # `fetches`, `cancels` (the transfer), `interrupts` (whoever awaits it), `declines`, or `never`
+    timeout: float | None  # of the fetch, in seconds, or None
+    delays: tuple[float, float, float, float]  # seconds before producers and consumers begin, and before they give up
+    claims: bool  # whether the consumer claims it first
+    retries: bool  # whether a fetch that failed is tried again with the same ticket
 
     @classmethod
     def draw(cls, name, rnd) -> "Plan":

@@ -42,17 +42,11 @@ _ALWAYS_FIRST = np.zeros(2, np.uint32)
 
 @dataclass(frozen=True)
 class Guard:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: What it is.
-        remove: Takes it away.
-        check: Goes wrong without it, for some seed of `SEEDS`: gets a folder and the seed.
-    """
-
-    name: str
-    remove: Callable[[Patch], None]
-    check: Callable[[Path, int], None]
+    name: str  # what it is
+    remove: Callable[[Patch], None]  # takes it away
+    check: Callable[[Path, int], None]  # goes wrong without it, for some seed of `SEEDS`: gets a folder and the seed
 
 
 @cache

@@ -38,13 +38,10 @@ _generations = itertools.count(1)
 
 
 class BlockBooks:
-    """Who may write and who may read the blocks of one rank: numbers, 0 for nobody.
-
-    Attributes:
-        alive: Whether its process is; nobody answers for the memory of one that was killed.
-    """
+    """Who may write and who may read the blocks of one rank: numbers, 0 for nobody."""
 
     def __init__(self, name, cache):
+        # whether its process is; nobody answers for the memory of one that was killed
         self.name, self.cache, self.alive = name, cache, True
         blocks = cache.view(cache.layers[0]).shape[1]
         self.writer = np.zeros(blocks, np.int64)
@@ -312,16 +309,11 @@ class _Staging:
 
 
 class Ledger:
-    """All memory of a simulation.
-
-    Attributes:
-        faults: What was seen that must not be, in the order in which it was.
-        alarmed: Called with each.
-    """
+    """All memory of a simulation."""
 
     def __init__(self, alarmed: Callable[[str], None] = lambda _: None):
-        self.faults: list[str] = []
-        self.alarmed = alarmed
+        self.faults: list[str] = []  # what was seen that must not be, in the order in which it was
+        self.alarmed = alarmed  # called with each
         self.hands = Hands(self.say)
         self._incarnations: dict[str, bytes] = {}
         self._areas: list[_Layer | _Staging] = []

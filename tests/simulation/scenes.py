@@ -32,17 +32,11 @@ CHUNKS = 4
 
 
 class Scene:
-    """Two engines of one rank, `a` that offers and `b` that fetches, and blocks of 4 tokens.
-
-    Attributes:
-        world: Both of them.
-        a: The prefill rank.
-        b: The decode rank.
-    """
+    """Two engines of one rank, `a` that offers and `b` that fetches, and blocks of 4 tokens."""
 
     def __init__(self, world: World):
-        self.world = world
-        self.a, self.b = world.ranks
+        self.world = world  # both of them
+        self.a, self.b = world.ranks  # the prefill rank; the decode rank
         self.network, self.streams = world.network, world.streams
 
     def offer(self, request="r", ids=IDS, after=READY):

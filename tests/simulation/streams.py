@@ -8,14 +8,10 @@ from kvxfer.peers.link import Link
 
 
 class Streams:
-    """Between every stream of this process and its `Link`: what comes in waits here.
-
-    Attributes:
-        delay: Draws the seconds that the next bytes take.
-    """
+    """Between every stream of this process and its `Link`: what comes in waits here."""
 
     def __init__(self, loop):
-        self.delay = lambda: 0.0
+        self.delay = lambda: 0.0  # draws the seconds that the next bytes take
         self._loop = loop
         self._deaf = set()  # workers that hear nothing
         self._dead = set()  # workers that are no more

@@ -104,16 +104,7 @@ class World:
     """Everything of one simulation.
 
     Attributes:
-        rnd: Draws whatever happens.
-        ledger: Sees every byte.
         errors: What went wrong, in words.
-        trail: What was done, for whoever replays a seed.
-        settings: Of every worker.
-        layouts: Of which each engine has one.
-        layers: How many there are.
-        block_tokens: Of which each engine has one.
-        shared: Whether caches are memory that peers may map.
-        apart: Whether each rank says that it is on a host of its own.
     """
 
     def __init__(self, runtime: DeterministicRuntime, rnd: random.Random, ledger: Ledger, folder):
@@ -122,17 +113,18 @@ class World:
         self.network = WatchedNetwork(ledger)
         self.streams = Streams(self.loop)
         self.engines: list[Engine] = []
-        self.trail: list[str] = []
+        self.trail: list[str] = []  # what was done, for whoever replays a seed
         self.tags = itertools.count(1)
         self.left: list[Rank] = []  # killed
-        self.settings = self._draw_settings()
+        self.settings = self._draw_settings()  # of every worker
         self._folder = folder
         self._names = itertools.count()
-        self.layouts = self.rnd.choice([["NHD", "HND"]] * 3 + [["MLA"]])
-        self.layers = self.rnd.choice([1, 1, 2, 3])
-        self.block_tokens = [4, 4, 8]
-        self.shared = self.rnd.random() < 0.3
-        self.apart = zlib.crc32(repr(self.settings).encode()) % 3 == 0  # draws nothing: seeds play what they played
+        self.layouts = self.rnd.choice([["NHD", "HND"]] * 3 + [["MLA"]])  # of which each engine has one
+        self.layers = self.rnd.choice([1, 1, 2, 3])  # how many there are
+        self.block_tokens = [4, 4, 8]  # of which each engine has one
+        self.shared = self.rnd.random() < 0.3  # whether caches are memory that peers may map
+        # whether each rank says that it is on a host of its own; draws nothing: seeds play what they played
+        self.apart = zlib.crc32(repr(self.settings).encode()) % 3 == 0
 
     @property
     def now(self):

@@ -63,14 +63,10 @@ async def eventually(condition):
 
 
 class Wire:
-    """Another way to a server. While it is frozen connections are open and silent, as to a process that is stopped.
-
-    Attributes:
-        url: Where it begins.
-        freeze_at: What the line from the server has in it behind which it freezes, once.
-    """
+    """Another way to a server. While it is frozen connections are open and silent, as to a process that is stopped."""
 
     def __init__(self, url):
+        # where it begins; what the line from the server has in it behind which it freezes, once
         self.url, self.freeze_at = "", b""
         self._host, self._port = url.removeprefix("http://").split(":")
         self._open, self._tasks = asyncio.Event(), set()

@@ -33,7 +33,6 @@ from typing import Final
 
 import numpy as np
 
-from kvxfer.copy.port import Passage
 from kvxfer.errors import FabricError
 from kvxfer.mapped import check_process, unlike
 from kvxfer.mapped.cpu import create, handle_of, open_handle
@@ -225,15 +224,8 @@ class Key:
         return not self._pages.closed
 
     def passage(self, number: int, generation: int) -> "Permit":
-        """A way through one gate.
-
-        Raises:
-            FabricError: If there is no such gate.
-        """
-        gates = len(self._words) // 2 - 1
-        if not 0 <= number < gates:
-            raise FabricError(f"gate {number} was granted, but there are {gates}")
-        return Permit(self, number, generation)
+        """A way through one gate; through one that there is not nobody gets."""
+        return Permit(self if 0 <= number < len(self._inside) else None, number, generation)
 
     def close(self) -> None:
         """Close it, as soon as nothing of it is lent.
@@ -270,11 +262,11 @@ class Key:
 
 
 class Permit:
-    """One writer's way through a gate, under the generation that it was granted."""
+    """One writer's way through a gate, under the generation that it was granted; without a key nobody gets through."""
 
     __slots__ = ("_generation", "_key", "_number")
 
-    def __init__(self, key: Key, number: int, generation: int) -> None:
+    def __init__(self, key: Key | None, number: int, generation: int) -> None:
         self._key = key
         self._number = number
         self._generation = generation
@@ -286,11 +278,12 @@ class Permit:
             The descriptor of the file whose byte is locked, the number of the gate, the generation as granted, where
             the gate's words are, and where it is counted how many of this process are inside.
         """
-        return self._key.lend(self._number, self._generation)
+        return _NO_WAY if self._key is None else self._key.lend(self._number, self._generation)
 
     def give_back(self) -> None:
         """The mover is not inside, and does not enter any more."""
-        self._key.give_back()
+        if self._key is not None:
+            self._key.give_back()
 
 
 # --- our own gates
@@ -394,20 +387,6 @@ class Gates:
 # --- gates of peers
 
 
-class _Shut:
-    """A passage that is never granted: none has it."""
-
-    def lend(self) -> tuple[int, int, int, int, int]:
-        """What nobody gets through."""
-        return _NO_WAY
-
-    def give_back(self) -> None:
-        """Nobody has it."""
-
-
-_SHUT: Final = _Shut()
-
-
 class Keys:
     """What leads through the gates of peers."""
 
@@ -436,7 +415,7 @@ class Keys:
         """Whether this rank passes the gates that a peer's grants name."""
         return self._keys.get(peer.identity.incarnation) is not None
 
-    def passage(self, peer: PeerInfo, granted: int) -> Passage | None:
+    def passage(self, peer: PeerInfo, granted: int) -> Permit | None:
         """What a write or a read under a grant has to pass, which names a gate (the high 32 bits) and its generation.
 
         Returns:
@@ -444,11 +423,9 @@ class Keys:
         """
         if not granted:
             return None
+        number, generation = granted >> 32, granted & 0xFFFF_FFFF
         key = self._keys.get(peer.identity.incarnation)
-        try:
-            return key.passage(granted >> 32, granted & 0xFFFF_FFFF) if key is not None else _SHUT
-        except FabricError:
-            return _SHUT
+        return key.passage(number, generation) if key is not None else Permit(None, number, generation)
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside."""

@@ -176,8 +176,8 @@ class Readiness:
 
     def _distinct(self, layers: Iterable[int]) -> Iterable[_Marks]:
         """The marks of layers, those that several share once."""
-        if self._of_all is not None:
-            return (self._of_all,)
+        if (of_all := self._of_all) is not None:  # read once: another thread may plan while more is marked
+            return (of_all,)
         return {id(marks): marks for marks in map(self._marks.__getitem__, layers)}.values()
 
 

@@ -547,7 +547,8 @@ class Fetch:
         if self._revoke is not None:
             return
         self._revoke = self._site.at(self._site.now() + self._site.config.revoke_timeout, self._silence)
-        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
+        # of damage only the rank that sent it is told, and by now has been
+        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
         failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
         for receiver in self.receivers:
             if not receiver.quiet:

@@ -589,6 +589,9 @@ class Receiver:
             self._ask_for_room(bound)
         if self._room is not None:
             token, agent = await self._named_turns()
+            if self.site.rebuilds.paused:  # since then: what is granted now would be for an agent that is about to go
+                self.site.rebuilds.when_open(self._wake)
+                return
             extent, self._room, contended = self._room, None, grants.desk.contended
             ring = grants.hold(extent, most, machine.granted)
             # now: what is heard of chunks before there is a flow for them would be lost
@@ -718,13 +721,14 @@ class Receiver:
         await self._until_writable()
         if self._leave is no_hold:
             self._leave = site.lanes.hold(peer)
-        lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
         while chunk >= self._readable[0][0]:
             self._readable.popleft()
         _, until, generation = self._readable[0]
+        lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
         while self._run is not None and self._run.way != (lane, generation):  # what goes another way comes behind it
             if self._copied < self._begun:
                 await self._until_news()
+                lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
             else:
                 self._let_go()
         post = Post(lane, Operation.READ, NO_PIECES, NO_PIECES, runs_on(site, peer), self._read_late)
@@ -1040,7 +1044,8 @@ class Receiver:
     def result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
         machine, stale = self.machine, self.machine.stale
-        if message.status is Status.OK and message.chunk == WHOLE and machine.state is ReceiveState.MOVING:
+        last = message.status is Status.OK and message.chunk == WHOLE and not machine.heard_last
+        if last and machine.state is ReceiveState.MOVING:
             self._nbytes = message.bytes
             if not self._plans:
                 self.tally.bytes = message.bytes
@@ -1136,7 +1141,7 @@ class Receiver:
     def stop(self, failure: Failure) -> None:
         """Give up; `quiet` becomes true when memory is safe."""
         self._give_up()
-        if self.machine.ahead:  # whose answer nobody waits for any more, and which the peer may be writing by now
+        if self.machine.exposed:  # perhaps before its answer was understood: the peer may be writing by now
             self._help()
         if messages := self.machine.cancel(failure, reading=self.reading):
             self.link.send(*messages)

@@ -427,9 +427,11 @@ class Sender:
     async def _until(self, done: "asyncio.Future[Any]") -> None:
         """Wait for what others wait for too, but no longer once the transfer has failed."""
         done.add_done_callback(self._wake)
-        while not done.done() and self.machine.failure is None:
-            await self._wait()
-        done.remove_done_callback(self._wake)
+        try:
+            while not done.done() and self.machine.state in _RUNNING:
+                await self._wait()
+        finally:
+            done.remove_done_callback(self._wake)
 
     def _outside(self, offer: Entry) -> None:
         """There is less on offer than was asked for, and no more will come."""
@@ -537,7 +539,10 @@ class Sender:
         """When a chunk may be read."""
         if self._prompt or self.offer is None or self._bound is None:
             return READY
-        return join(self.offer.readiness.events(*self._bound.grid.of(chunk)) or [])
+        events = self.offer.readiness.events(*self._bound.grid.of(chunk))
+        if events is None:
+            raise TransferFailedError(f"chunk {chunk} was to be moved before it was ready")
+        return join(events)
 
     # --- chunks, from their grant to their result
 
@@ -922,15 +927,16 @@ class Sender:
 
     def reserve(self, message: wire.Reserve) -> None:
         """It granted memory, or says that some is free again."""
-        chunks, run = self.machine.reserve(message), self._run
+        chunks, run, until = self.machine.reserve(message), self._run, self.site.now() + message.lease_ms / 1000
+        if self.machine.state is not SendState.MOVING:  # it is being stopped, and nothing counts as granted
+            return
         if run is not None and run.flow is not None and not message.ring:
             self.site.mover.hear(run.flow, message.copied - run.first)
-        if chunks:  # none if it is being stopped, and then nothing counts as granted
-            until = self.site.now() + message.lease_ms / 1000
+        if chunks:
             self._take(chunks.stop, until, message.generation, fresh=bool(message.ring))
             self._wake()
-        elif self.machine.state is SendState.MOVING:
-            self._renew(message.generation, self.site.now() + message.lease_ms / 1000)
+        else:
+            self._renew(message.generation, until)
 
     def _renew(self, generation: int, until: float) -> None:
         """All that was granted, and was not posted yet, may take longer."""

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from inside import hear, pause_grants, resume_grants, send_by, session
+from inside import hear, holds, pause_grants, resume_grants, send_by, session
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, extents, is_quiet, quiet, written
 from wire import virtual
@@ -67,11 +67,12 @@ async def test_what_was_moved_under_another_plan_still_arrives_when_that_is_noti
 
     tap.change[Accept] = lambda accept: replace(accept, digest=bytes(32))
     tap.change[Cancel] = crosses
+    held = holds(decode)
     with pytest.raises(TransferFailedError) as caught:
         await begin(prefill, decode)
     assert caught.value.reason is Code.PLAN_DIFFERS
     assert tap.of(Accept)[0].ahead
-    assert len(heard) == 1
+    assert len(held) == len(heard) == 1, "what was on its way by then needs this side's help to arrive over TCP"
     link = session(decode)
     await quiet(decode)
     del tap.change[Accept]

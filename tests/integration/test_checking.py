@@ -88,6 +88,20 @@ async def test_a_damaged_block_fails_the_fetch_and_is_named(stage, route, damage
     await bring_again(prefill, decode, source, target)
 
 
+async def test_of_damage_only_the_rank_is_told_that_sent_it(stage, damage, tap):
+    sources, target = [Cache(heads=range(2)), Cache(heads=range(2, 4))], Cache(layout="HND")
+    ranks, _ = await stage.engine("prefill", sources, chunk_bytes="16KiB")
+    decode = await stage.worker("decode", target, route="staged", integrity="full", chunk_bytes="16KiB")
+    damage(target, 1, (0, 5, 0, 0, 0))
+    ranks[0].offer("r", IDS, tokens=12)
+    ranks[1].offer("r", streaming=True)  # so that it has not ended by then
+    with pytest.raises(IntegrityError):
+        await decode.fetch(ranks[0].engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    await eventually(lambda: len(tap.of(Cancel)) == 2 and not any(rank.describe()["sending"] for rank in ranks))
+    assert {cancel.code for cancel in tap.of(Cancel)} == {Code.INTEGRITY, Code.CANCELLED}
+    assert [counted(rank) for rank in ranks] == [{"reported": 1}, {}]
+
+
 async def bring_again(prefill, decode, source, target):
     """The claim stays, so the same ticket brings it after all."""
     copied = Copied(target).bring(source, IDS, INTO, TOKENS)

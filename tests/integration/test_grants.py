@@ -1,9 +1,9 @@
 """What a peer names is held against what was announced and granted; one that lies moves nothing and is let go."""
 
 import pytest
-from inside import session, staging
+from inside import before_hearing, hear, session, staging
 from msgspec.structs import replace
-from stage import Copied, eventually, quiet
+from stage import Copied, Gate, eventually, quiet
 
 from kvxfer import KvxferError
 from kvxfer.protocol.messages import WHOLE, Accept, Arrived, Fetch, KvAgentResult, Reserve, Status, pack_u32
@@ -142,6 +142,20 @@ async def test_a_result_with_another_number_of_bytes_fails_the_fetch(stage, sour
     )
     with pytest.raises(KvxferError, match=r"(\d+) bytes were to come by this side's plan, and (?!\1)\d+ by"):
         await start(stage, (prefill, decode))
+    await quiet(prefill, decode)
+
+
+async def test_another_last_result_counts_for_nothing(stage, source, target):
+    prefill, decode = await stage.pair(source, target, **PLENTY)
+    gate, last = Gate(), []
+    before_hearing(decode, lambda message: last.append(message) if isinstance(message, KvAgentResult) else None)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    _, transfer = stage.begin(prefill, decode, after=gate)
+    await eventually(lambda: last)
+    hear(decode, session(decode), replace(last[0], bytes=last[0].bytes + 16))
+    gate.fired = True
+    await transfer
+    copied.check()
     await quiet(prefill, decode)
 
 

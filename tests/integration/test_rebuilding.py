@@ -213,6 +213,30 @@ async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stag
     await fetching
 
 
+async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(stage, source, target, monkeypatch):
+    """It begins while the name of the peer's agent is waited for, and nothing is in the peer's hands by then."""
+    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", window=2)
+    await stage.bring(prefill, decode, "before")
+    name_turns, paused = receiver.Receiver._named_turns, []
+
+    async def pause(one):
+        found = await name_turns(one)
+        if not paused:
+            paused.append(one)
+            inside.pause_grants(decode)
+        return found
+
+    monkeypatch.setattr(receiver.Receiver, "_named_turns", pause)
+    monkeypatch.setattr(receiver.Receiver, "_grant_ahead", lambda _: 0)
+    fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
+    await eventually(lambda: paused)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not paused[0].machine.granted
+    inside.resume_grants(decode)
+    await fetching
+
+
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     await stage.bring(prefill, decode, "before")

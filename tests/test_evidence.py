@@ -15,14 +15,7 @@ OWN = SHARED_GATE + 1
 
 
 class Looked:
-    """A worker whose gates and processes count how often they are looked at.
-
-    Args:
-        found: What is found at the lock of a gate.
-        inside: How many are inside of its word.
-        process: Whether the peer's process can be watched.
-        survived: Whether something of it goes on when it has ended.
-    """
+    """A worker whose gates and processes count how often they are looked at."""
 
     def __init__(self, *, found=None, inside=0, process=False, survived=False):
         self.loop = asyncio.get_running_loop()

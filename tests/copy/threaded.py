@@ -23,14 +23,7 @@ _GRACE_SECONDS = 30
 
 
 class Threaded:
-    """A mover, and its loop.
-
-    Args:
-        device: The GPU that copies; None for CPU memory, or where `gpu` is given.
-        gpu: What the mover needs of a GPU, if it is there already.
-        ring_bytes: Of the GPU's rings.
-        options: Of the mover.
-    """
+    """A mover, and its loop."""
 
     def __init__(self, device: Any = None, *, gpu: Any = None, ring_bytes: int | None = None, **options: Any) -> None:
         self.broken: list[dict[str, Any]] = []  # what the loop complained of

@@ -45,12 +45,7 @@ class DefectError(Exception):
 
 
 class Actor:
-    """A process with `Ranks`, each method of which can be awaited here.
-
-    Args:
-        environment: Variables that it gets besides ours.
-        apart: Whether it is the first process of a PID namespace of its own. The one that waits for it is not.
-    """
+    """A process with `Ranks`, each method of which can be awaited here."""
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, apart: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="actor-"))

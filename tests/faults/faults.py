@@ -191,14 +191,6 @@ def scene(case: Case, *actors: Actor, **settings: Any) -> "Scene":
 class Scene:
     """What both sides have in common.
 
-    Args:
-        case: What happens.
-        survivor: Goes on.
-        third: Transfers with the survivor.
-        victim: Is struck.
-        patience: How many times longer than usual everybody waits for everything.
-        settings: Of all workers, beside the usual ones.
-
     Attributes:
         ours: Name of the survivor's worker.
         theirs: Name of the victim's.

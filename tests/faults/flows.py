@@ -122,16 +122,7 @@ def _begun(worker: Worker, cache: Cache, request: str, plan: Plan) -> tuple[Offe
 
 
 class Taker:
-    """The decode end of a stream of transfers.
-
-    Args:
-        worker: Fetches.
-        cache: Into this (`far.place`).
-        given: What the prefill end holds.
-        pool: Blocks that are this stream's.
-        tally: Counts.
-        cut: Cuts every control stream of this process.
-    """
+    """The decode end of a stream of transfers."""
 
     def __init__(
         self, worker: Worker, cache: Any, given: Cache, pool: range, tally: Tally, cut: Callable[[], None]

@@ -103,13 +103,7 @@ class Figures:
 
 
 class Soak:
-    """One run.
-
-    Args:
-        transfers: How many.
-        seed: Of what is killed when.
-        say: Gets progress lines.
-    """
+    """One run."""
 
     def __init__(self, transfers: int, *, seed: int = 0, say: Callable[[str], None] = print) -> None:
         self._wanted = transfers

@@ -75,11 +75,7 @@ class Rank:
 
 
 class Ranks:
-    """The workers of this process, by name.
-
-    Args:
-        halts: Where it stands still.
-    """
+    """The workers of this process, by name."""
 
     def __init__(self, halts: Halts) -> None:
         self._halts = halts

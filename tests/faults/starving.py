@@ -28,12 +28,7 @@ def between(before: Counted, after: Counted) -> tuple[int, int]:
 
 
 class Starving:
-    """Looks at it all the time.
-
-    Args:
-        now: Seconds.
-        count: What the kernel has counted so far.
-    """
+    """Looks at it all the time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, count: Callable[[], Counted] = counted) -> None:
         self._now, self._count = now, count

@@ -79,14 +79,7 @@ def numbers(tree) -> list[int]:
 
 
 class CrookedWire:
-    """A Unix socket that leads to a worker, and lies in one direction.
-
-    Args:
-        path: Where it listens.
-        target: Endpoint of the worker behind it.
-        draw: Decides what is changed.
-        from_far: Whether the worker behind it lies, or who connects.
-    """
+    """A Unix socket that leads to a worker, and lies in one direction."""
 
     def __init__(self, path: Path, target: str, draw: Random, *, from_far: bool):
         self.endpoint = f"unix:{path}"

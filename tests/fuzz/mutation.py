@@ -117,11 +117,7 @@ def _counted(count: int, short: int, heads: Sequence[int], draw: Random, odd: fl
 
 
 class Mutator:
-    """Draws payloads near those of a corpus.
-
-    Args:
-        payloads: The corpus.
-    """
+    """Draws payloads near those of a corpus."""
 
     def __init__(self, payloads: Sequence[bytes]):
         self.payloads = list(payloads)

@@ -63,13 +63,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 class ByHand:
-    """Pieces of one GPU's memory from cuMemCreate, side by side.
-
-    Args:
-        device: Index of the GPU.
-        nbytes: At least so many.
-        kinds: Of handles that are asked for.
-    """
+    """Pieces of one GPU's memory from cuMemCreate, side by side."""
 
     def __init__(self, device, nbytes, kinds):
         torch.zeros(1, device=f"cuda:{device}")
@@ -355,11 +349,7 @@ def large():
 
 
 class OnPieces(Ranks):
-    """Ranks whose caches lie in memory that was made by hand.
-
-    Args:
-        kinds: Of handles that are asked for.
-    """
+    """Ranks whose caches lie in memory that was made by hand."""
 
     def __init__(self, kinds):
         super().__init__()

@@ -18,12 +18,7 @@ _WORST = ["done", "stopped", "failed", "in_doubt"]
 
 
 class Apart:
-    """In place of a flow: each step is submitted to `mover` when it may begin, until one of them does not end well.
-
-    Args:
-        mover: What it is submitted to, cancelled at and asked of.
-        job: As for `Mover.flow`, like the rest.
-    """
+    """In place of a flow: each step is submitted to `mover` when it may begin, until one of them does not end well."""
 
     def __init__(
         self,

@@ -308,11 +308,7 @@ def idle(ranks):
 
 
 class Far:
-    """Another process with `Ranks`; every method of theirs can be awaited here.
-
-    Args:
-        kind: Which ranks; a class of a module that can be imported there as well.
-    """
+    """Another process with `Ranks`; every method of theirs can be awaited here."""
 
     def __init__(self, kind: type[Ranks] = Ranks) -> None:
         self._wire, theirs = preloaded.CONTEXT.Pipe()

@@ -391,12 +391,7 @@ def note_rebuilt(worker: Any) -> None:
 
 
 class Taken:
-    """Memory of one side of a worker's arena that somebody else has.
-
-    Args:
-        desk: Whose it is.
-        extent: Which.
-    """
+    """Memory of one side of a worker's arena that somebody else has."""
 
     def __init__(self, desk: Any, extent: Any) -> None:
         self._desk, self._extent = desk, extent

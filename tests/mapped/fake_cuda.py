@@ -315,13 +315,7 @@ def remove():
 
 
 class Pool:
-    """Memory as an allocator of expandable segments has it: one reservation, with pieces mapped where there is need.
-
-    Args:
-        driver: From `install`.
-        mapped: By place in the reservation, whether a piece lies there.
-        kinds: Of handles that are asked for.
-    """
+    """Memory as an allocator of expandable segments has it: one reservation, with pieces mapped where there is need."""
 
     def __init__(self, driver, mapped="xxxx", kinds=FILE, granule=GRANULE):
         self.driver, self.granule, self.size = driver, granule, len(mapped) * granule

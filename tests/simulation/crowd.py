@@ -48,25 +48,17 @@ class Books:
 
 
 class Kept(Pair):
-    """A pair of machines with memory.
-
-    Attributes:
-        grants: Memory at the decode rank.
-        extents: What each chunk was granted; all of them the same where `Fetch` grants them in place.
-        copies: Chunks that are being scattered.
-        shipped: Memory at the prefill rank, by chunk.
-        dead: The prefill worker was killed; whoever answers now is another incarnation.
-        late: For so many steps the decode rank hears nothing: then it hears much at once.
-    """
+    """A pair of machines with memory."""
 
     def start(self, books, name, route, chunks, ahead, troubles, sticky):
         """Ask, with memory in the request itself if that is drawn and there is some."""
         self.books, self.name = books, name
-        self.grants = books.grants()
-        self.extents: dict[int, Extent] = {}
-        self.copies: set[int] = set()
-        self.shipped: dict[int, Extent] = {}
-        self.dead, self.late = False, 0
+        self.grants = books.grants()  # memory at the decode rank
+        self.extents: dict[int, Extent] = {}  # of each chunk; all of them the same where `Fetch` grants them in place
+        self.copies: set[int] = set()  # chunks that are being scattered
+        self.shipped: dict[int, Extent] = {}  # memory at the prefill rank, by chunk
+        self.dead = False  # the prefill worker was killed; whoever answers now is another incarnation
+        self.late = 0  # for so many steps the decode rank hears nothing: then it hears much at once
         books.custody.hold(name, {"g": [int(name)]})
         self.custody = "held"
         if ahead and route is Route.DIRECT:

@@ -108,14 +108,7 @@ class Part:
 
 
 class Request:
-    """Runs one request from its offers to the re-use of every block.
-
-    Args:
-        world: Where.
-        plan: What becomes of it.
-        source: The engine that offers it.
-        target: The engine that fetches it.
-    """
+    """Runs one request from its offers to the re-use of every block."""
 
     def __init__(self, world: World, plan: Plan, source: Engine, target: Engine):
         self.world, self.plan, self.source, self.target = world, plan, source, target

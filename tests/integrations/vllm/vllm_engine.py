@@ -92,20 +92,7 @@ class Blocks:
 
 
 class Engine:
-    """Scheduler and engine core.
-
-    Args:
-        name: The engine's.
-        workers: Its ranks.
-        block_tokens: Tokens a block.
-        layout: Of its caches; `vec` is that of vLLM's CPU attention.
-        layerwise: As the connector has it.
-        policy: Of loads that fail: `recompute` or `fail`.
-        budget: Tokens that a step computes at most.
-        depth: Steps under way.
-        prefix_caching: What vLLM's setting says.
-        **extra: More of `kv_connector_extra_config`.
-    """
+    """Scheduler and engine core."""
 
     def __init__(
         self,

@@ -42,13 +42,7 @@ class Gates:
 
 
 class Rank:
-    """One rank of one engine.
-
-    Args:
-        engine: Its name, number of ranks, block size, layout, role, settings.
-        rank: Which.
-        gates: Of this process.
-    """
+    """One rank of one engine."""
 
     def __init__(self, engine: dict[str, Any], rank: int, gates: Gates) -> None:
         self._gates, self._second = gates, rank == 1

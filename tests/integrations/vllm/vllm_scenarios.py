@@ -23,15 +23,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Pair:
-    """Two engines whose block sizes and layouts differ, and which two processes hold the ranks of.
-
-    Args:
-        wires: Those of each engine, one a process.
-        ranks: Of the prefill engine.
-        layouts: Of both engines.
-        prefill: Settings of the prefill engine.
-        **both: Settings of both.
-    """
+    """Two engines whose block sizes and layouts differ, and which two processes hold the ranks of."""
 
     def __init__(
         self, wires: list[list[Any]], *, ranks=2, layouts=("LBNHC", "LBHNC"), prefill=None, **both: Any

@@ -831,7 +831,8 @@ class Config(BaseSettings):
     spared."""
     grant_lease: Duration = 30.0
     """How long a grant may wait for its post: longer where work on its blocks takes longer. Where more is under way
-    than `window` chunks of `chunk_bytes`, in proportion longer, so that a slow wire gets to all of it."""
+    than `window` chunks of `chunk_bytes`, in proportion longer, so that a slow wire gets to all of it. As long staging
+    memory is waited for, where a fetch has no time-out."""
     offer_lease: Patience = 60.0
     """How long an offer lives after the last claim: shorter where blocks of lost requests are missed. The heartbeat is
     a tenth of it at most."""

@@ -46,7 +46,7 @@ from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, encode_sp
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import REPEAT_S, Failure, ReceiveState, Receiving
+from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
@@ -123,7 +123,6 @@ def _short(numbers: tuple[int, ...]) -> str:
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
-_UNTIMED: Final = wire.Timings()
 _TURNS: Final = 2
 """How many turns of a ring are granted at first, where the movers see to them; then as many as are begun in `REPEAT_S`.
 The loops have so long to grant more, and others who wait for memory wait so long.
@@ -329,6 +328,7 @@ class Receiver:
         self._copied = 0  # the first so many have been copied (`pull`: read)
         self._granted: Final = deque[tuple[int, float]]()  # up to which chunk, and when
         self._readable: Final = deque[tuple[int, float, int]]()  # up to which chunk, until when, through what
+        self._agreement = b""  # what is meant by what is granted with the question
         self._asked = 0.0  # since when memory is waited for
         self._request: Request | None = None
         self._room: Extent | None = None  # what was waited for
@@ -404,12 +404,17 @@ class Receiver:
         It may have accepted with that route, and announced chunks, though nothing of this was heard.
         """
         pull = Route.PULL in self._routes if self.route is Route.UNKNOWN else self.route is Route.PULL
-        return pull and self.machine.state is ReceiveState.LOST
+        return pull and self.is_lost
 
     @property
     def moving(self) -> bool:
         """Whether anything new may be begun."""
         return self.machine.state is ReceiveState.MOVING and not self._given_up
+
+    def _go_on_if_moving(self) -> None:
+        """End `run` where nothing new may be begun any more."""
+        if not self.moving:
+            raise asyncio.CancelledError
 
     def watch(self) -> None:
         """Hear of chunks soon: somebody waits for layers."""
@@ -574,8 +579,7 @@ class Receiver:
         the few chunks that are ready first.
         """
         machine, grants = self.machine, self.grants
-        if not self.moving:
-            raise asyncio.CancelledError
+        self._go_on_if_moving()
         more, free = machine.granted < machine.ready, self._copied
         most = min(self.site.config.window, grants.desk.share.most(bound.most_bytes), machine.ready - machine.granted)
         contended = grants.desk.contended
@@ -703,8 +707,8 @@ class Receiver:
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         steps = await self.site.plan(make, rows=rows) if rows else make()
-        if rows and not self.moving:
-            raise asyncio.CancelledError
+        if rows:
+            self._go_on_if_moving()
         self._go_by(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
     async def _read(self, bound: Bound) -> None:
@@ -797,7 +801,7 @@ class Receiver:
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
             tally.spent("scattering", now - copying, now)
-            self._count(machine.notified(moved), _UNTIMED)
+            self._count(machine.notified(moved), UNTIMED)
         elif moved > self._copied and self.moving:
             self.link.send(*machine.landed(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
@@ -886,11 +890,9 @@ class Receiver:
         if checking is None or not checking.wants(chunk, nbytes):
             return
         part = await self.site.plan(partial(bound.chunk, chunk), rows=bound.chunk_rows)
-        if not self.moving:
-            raise asyncio.CancelledError
+        self._go_on_if_moving()
         outcome = await self._copy(NOTHING, nbytes, sums=SumPlan.at_destination(part))
-        if not self.moving:
-            raise asyncio.CancelledError
+        self._go_on_if_moving()
         wrong = checking.compare(chunk, part, outcome.sums, self.peer.name)
         self.site.metrics.chunk_checked("damaged" if wrong else "ok")
         if wrong:
@@ -1068,7 +1070,7 @@ class Receiver:
             if not chunks:
                 return False
             self.tally.began(now)
-        elif chunks or timings != _UNTIMED:
+        elif chunks or timings != UNTIMED:
             self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
             while self._granted and self._granted[0][0] <= chunks.stop:
                 self._granted.popleft()
@@ -1098,8 +1100,7 @@ class Receiver:
             found = await mine
         finally:
             self._waits.discard(mine)
-        if not self.moving:
-            raise asyncio.CancelledError
+        self._go_on_if_moving()
         return found
 
     async def _until_news(self) -> None:
@@ -1118,8 +1119,7 @@ class Receiver:
 
     async def _until_writable(self) -> None:
         """The caller's blocks may be written."""
-        if not self.moving:
-            raise asyncio.CancelledError
+        self._go_on_if_moving()
         while not self._writes:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
             job = CopyJob(NOTHING, partial(resolve, asked), self._fetch.demand.after, owner=self._owner)
@@ -1159,7 +1159,7 @@ class Receiver:
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
         self.exposure.met(link.renewals)
-        if self.machine.state is ReceiveState.LOST:
+        if self.is_lost:
             if self.route is not Route.PULL and not self.finished:
                 self._help()
             if messages := self.machine.resume(reading=self.reading):
@@ -1201,7 +1201,7 @@ class Receiver:
             self._give_up()  # whoever ended it: no scatter begins any more
         if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
-        lost = machine.state is ReceiveState.LOST
+        lost = self.is_lost
         if machine.ended or lost:
             if self._run is None:  # else our own copies read it yet
                 stop = machine.granted

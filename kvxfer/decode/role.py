@@ -35,7 +35,7 @@ _log: Final = logger("kvxfer.receive")
 _MAX_CLAIMS: Final = 65_536
 _RETRY_SECONDS: Final = 1.0
 """After how long a rank that was not reached is tried again at most; or a heartbeat of ours, if that is shorter."""
-RETRY_SECONDS: Final = 2.0
+RETRY_WINDOW_SECONDS: Final = 2.0
 """How long after an error or a time-out of a fetch its request is kept for a retry, unless it is claimed."""
 _SLOWER: Final = 6
 """How often the pause doubles for a rank that answers, and is not the one that is meant."""
@@ -445,7 +445,7 @@ class Decode:
             self._give_back(ticket, links)
 
         self._close_window(ticket.key)
-        self._windows[ticket.key] = site.at(site.now() + RETRY_SECONDS, over), over
+        self._windows[ticket.key] = site.at(site.now() + RETRY_WINDOW_SECONDS, over), over
 
     def ended(self, fetch: Fetch) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""

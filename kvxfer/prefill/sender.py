@@ -70,7 +70,7 @@ from kvxfer.plans.routes import Choice, Means, choose, never
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import REPEAT_S, Failure, Sending, SendState, added, names_turns
+from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, Sending, SendState, added, names_turns
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import Callback, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
@@ -253,7 +253,6 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
-_UNTIMED: Final = wire.Timings()
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
@@ -349,7 +348,7 @@ class Sender:
         self._unsure: list[_Unsure] = []
         self._come = 0  # the first so many have arrived, and of those
         self._summing: dict[int, bytes | None] = {}  # these are being added up, or wait for ones before them
-        self._untold = _UNTIMED  # what those took that the machine was not told of
+        self._untold = UNTIMED  # what those took that the machine was not told of
         self._telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
         self._chunk_bytes = 1  # about so many, once there is a plan
         self._firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
@@ -874,7 +873,7 @@ class Sender:
         """
         bound, machine = self._bound, self.machine
         begin, self._come = self._come, chunks
-        self._untold = timings if self._untold is _UNTIMED else added(self._untold, timings)
+        self._untold = timings if self._untold is UNTIMED else added(self._untold, timings)
         if bound is None:
             return
         if self._sums_every and machine.state is SendState.MOVING:
@@ -890,7 +889,7 @@ class Sender:
             return
         nbytes = bound.carried(machine.arrived, chunks)
         self.tally.bytes += nbytes
-        timings, self._untold = self._untold, _UNTIMED
+        timings, self._untold = self._untold, UNTIMED
         self._say(machine.moved(chunks, nbytes, timings))
         if machine.state is SendState.MOVING and self._telling is None:
             self._say(machine.news())
@@ -905,7 +904,7 @@ class Sender:
             else:
                 del self._summing[chunk]
                 self._not_summed(outcome.error)
-            self._arrived(self._come, _UNTIMED)
+            self._arrived(self._come, UNTIMED)
 
         try:
             sums = SumPlan.at_source(bound.chunk(chunk))
@@ -950,7 +949,7 @@ class Sender:
     def landed(self, message: wire.Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
         if chunks := self.machine.landed(message):
-            self._arrived(chunks.stop, _UNTIMED)
+            self._arrived(chunks.stop, UNTIMED)
         self._wake()
 
     def cancelled(self, failure: Failure) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "RECEIVE_TRANSITIONS",
     "REPEAT_S",
     "SEND_TRANSITIONS",
+    "UNTIMED",
     "Failure",
     "ReceiveState",
     "Receiving",
@@ -43,6 +44,7 @@ __all__ = [
     "Sending",
     "added",
     "build_result",
+    "names_turns",
 ]
 
 # --- the prefill side
@@ -75,7 +77,8 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 """Legal events of `SendState`. ENDED is final."""
 
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
-_UNTIMED: Final = Timings()
+UNTIMED: Final = Timings()
+"""Of what has taken no time that anybody measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +134,15 @@ class Sending:
         self.state = SendState.PARKED  # see `SendState`
         self.route = Route.UNKNOWN  # chosen route once accepted
         self.failure: Failure | None = None  # why it stops, once it does
-        # chunks that it is cut into; 0 before it was accepted; the first so many were announced; the first so many were
-        # put into the shell's hands (`pull`: have been read); the first so many have arrived; bytes of those that have
-        # arrived
-        self.chunks = self.ready = self.granted = self.arrived = self.nbytes = 0
+        self.chunks = 0  # that it is cut into; 0 before it was accepted
+        self.ready = 0  # the first so many were announced
+        self.granted = 0  # the first so many were put into the shell's hands (`pull`: have been read)
+        self.arrived = 0  # the first so many have arrived
+        self.nbytes = 0  # of those
         self._dropped = 0  # chunks that the shell has given up
         self._doubts = 0  # how often it has not said that nothing of those is under way any more
         self._said = 0  # the first so many have arrived, as the decode rank was told
-        self._timings = _UNTIMED  # of those that have arrived since
+        self._timings = UNTIMED  # of those that have arrived since
         self.ring: Sequence[Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
         # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
         self.token = b""
@@ -208,7 +212,7 @@ class Sending:
     def reserve(self, message: Reserve) -> range:
         """The decode rank granted memory, or says which places are free again; returns the chunks that are new.
 
-        They go where `place` says, and of those that take turns in one place each when the one before has left it.
+        They go where `places` says, and of those that take turns in one place each when the one before has left it.
 
         Raises:
             ProtocolError: If a chunk was not announced or was granted before, or there is no place for it. Nothing has
@@ -265,7 +269,7 @@ class Sending:
                 self._doubts += 1
         return self._complete()
 
-    def moved(self, chunks: int, nbytes: int, timings: Timings = _UNTIMED) -> list[Message]:
+    def moved(self, chunks: int, nbytes: int, timings: Timings = UNTIMED) -> list[Message]:
         """The first so many chunks have arrived in full, with so many bytes more than were reported before.
 
         The decode rank is told by `news`, or with the last result.
@@ -274,7 +278,7 @@ class Sending:
             raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} cannot have arrived")
         self.arrived = chunks
         self.nbytes += nbytes
-        self._timings = timings if self._timings is _UNTIMED else added(self._timings, timings)
+        self._timings = timings if self._timings is UNTIMED else added(self._timings, timings)
         return self._complete()
 
     def news(self) -> list[Message]:
@@ -282,7 +286,7 @@ class Sending:
         arrived = self.arrived
         if arrived <= self._said or self.state is not SendState.MOVING:
             return []
-        self._said, timings, self._timings = arrived, self._timings, _UNTIMED
+        self._said, timings, self._timings = arrived, self._timings, UNTIMED
         return [Arrived(self.transfer, arrived, timings)]
 
     def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[Message]:
@@ -415,11 +419,7 @@ RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
 
 
 class Receiving:
-    """One transfer at the decode rank.
-
-    Chunks go in their order, so how it stands is told by counts: of so many, from the first on, the peer said that they
-    are ready; so many were granted to it (`pull`: have been read, and it is to confirm that they were unchanged); so
-    many have arrived; so many are where they belong.
+    """One transfer at the decode rank. Chunks go in their order, so how it stands is told by counts.
 
     Args:
         transfer: Its id, unique within this rank's incarnation.
@@ -430,18 +430,22 @@ class Receiving:
     def __init__(self, transfer: int, *, ahead: bool = False, staging: int = 0) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED  # see `ReceiveState`
-        # whether the peer is known to be through with it; whether it has ever been lost, though the peer may be back;
-        # whether the last result of a success is in
-        self.ended = self.was_lost = self.heard_last = False
+        self.ended = False  # whether the peer is known to be through with it
+        self.was_lost = False  # whether it has ever been lost, though the peer may be back
+        self.heard_last = False  # whether the last result of a success is in
         self.ahead = ahead  # whether that grant holds: the peer has neither used nor voided it by its first answer
         self.staging: Final = staging
         self.failure: Failure | None = None  # why it does not succeed, once that is known
         self.payload = b""  # the offer's payload, once the last result is in
         self.stale = 0  # frames that were dropped because nothing waited for them
-        # chunks that the peer has cut it into; 0 before it was accepted; the first so many are ready; of the first so
-        # many a read was begun (`pull`); the first so many are, or were, in the peer's hands; the first so many have
-        # arrived; the first so many are where they belong
-        self.chunks = self.ready = self.reading = self.granted = self.arrived = self.chunks_done = 0
+        self.chunks = 0  # that the peer has cut it into; 0 before it was accepted
+        self.ready = 0  # the first so many are ready
+        self.reading = 0  # of the first so many a read was begun (`pull`)
+        # the first so many are, or were, in the peer's hands (`pull`: have been read, and it is to confirm that they
+        # were unchanged)
+        self.granted = 0
+        self.arrived = 0  # the first so many have arrived
+        self.chunks_done = 0  # the first so many are where they belong
         self._accepted = False
         self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
 

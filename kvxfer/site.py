@@ -261,7 +261,7 @@ class Desk:
         self._again = False
         self._paused = False
 
-    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted, *, owner: object = None) -> Request | None:
+    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
 
         Args:
@@ -270,7 +270,6 @@ class Desk:
             timeout: Seconds to wait at most.
             then: Gets the extent; or an `ArenaError` when `timeout` has passed, or when so much of the share went into
                 quarantine that what remains cannot hold it.
-            owner: Who asks on the peer's behalf, such as a transfer: each gets its turn.
 
         Returns:
             For `withdraw`; None if `then` was called before this returned.
@@ -279,7 +278,7 @@ class Desk:
             ArenaError: It can never fit; `then` is not called.
         """
         now = self._now()
-        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout, owner=owner)
+        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
         self._waiting[request] = then
         self.advance()
         if request not in self._waiting:

@@ -651,8 +651,7 @@ class Receiver:
         self._asked = self.site.now()
         self._room = desk.take(account, nbytes)
         if self._room is None:
-            # its number: a request may be kept for a while, and would keep the whole transfer
-            self._request = desk.ask(account, nbytes, self._patience, self._admitted, owner=self.transfer)
+            self._request = desk.ask(account, nbytes, self._patience, self._admitted)
 
     def _admitted(self, found: Extent | KvxferError) -> None:
         """There is memory, or there will not be."""
@@ -1033,10 +1032,7 @@ class Receiver:
     def came(self, message: wire.Arrived) -> None:
         """Chunks have arrived."""
         stale = self.machine.stale
-        if self._count(self.machine.came(message), message.timings):
-            self._land_soon()
-        if self.machine.stale > stale:
-            self.site.metrics.result_dropped("stale")
+        self._heard(self.machine.came(message), message.timings, stale)
 
     def added_up(self, message: wire.Sums) -> None:
         """What a chunk adds up to at the peer that has been granted."""
@@ -1053,15 +1049,19 @@ class Receiver:
                 self.tally.bytes = message.bytes
             elif machine.chunks_done == machine.chunks and message.bytes != self.tally.bytes:
                 self._failed(self._differs())
-        if self._count(machine.result(message), message.timings):
-            self._land_soon()
-        if self.machine.stale > stale:
-            self.site.metrics.result_dropped("stale")
+        self._heard(machine.result(message), message.timings, stale)
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
             self.stop(machine.failure)
         if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
             self.exposure.told_in_doubt()
         self._settle()
+
+    def _heard(self, chunks: range, timings: wire.Timings, stale: int) -> None:
+        """The peer says that it is through with chunks; what nothing waits for (`stale`, before) counts for nothing."""
+        if self.machine.stale > stale:
+            self.site.metrics.result_dropped("stale")
+        elif self._count(chunks, timings):
+            self._land_soon()
 
     def _count(self, chunks: range, timings: wire.Timings) -> bool:
         """The peer is through with chunks; whether there is something to do about it that the mover does not."""

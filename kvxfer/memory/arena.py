@@ -193,19 +193,18 @@ class Request:
     number: int  # its place in the order of arrival at the share, from 1 upwards
     requested_at: float  # when it was asked for, in seconds of the caller's clock
     deadline: float  # when it expires if it still waits, in seconds of the same clock; infinity if never
-    owner: object = None  # which of those who ask for this peer it is of, such as a transfer: they take turns
 
 
 class WaitingQueue:
     """Waiting requests. The peer at the front of the round is the one that was served longest ago, or never.
 
     A peer that is served goes to the back of the round; a peer that cannot be served keeps its place, so it comes to
-    the front and stays there. Likewise the owners of a peer's requests; those of one owner are served in the order in
-    which they came. How often a request was overtaken is counted here; what follows from that is the share's matter.
+    the front and stays there. Requests of one peer are served in the order in which they came. How often a request was
+    overtaken is counted here; what follows from that is the share's matter.
     """
 
     def __init__(self) -> None:
-        self._round: OrderedDict[str, OrderedDict[object, OrderedDict[Request, None]]] = OrderedDict()
+        self._round: OrderedDict[str, dict[Request, None]] = OrderedDict()
         self._overtaken: dict[Request, int] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
 
@@ -219,21 +218,19 @@ class WaitingQueue:
 
     def waiting(self, peer: str) -> int:
         """How many requests of `peer` wait."""
-        owners = self._round.get(peer)
-        return sum(map(len, owners.values())) if owners else 0
+        return len(self._round.get(peer, ()))
 
     def heads(self) -> list[Request]:
         """The waiting request of each peer whose turn it is, in the order of the round."""
-        return [next(iter(next(iter(owners.values())))) for owners in self._round.values()]
+        return [next(iter(own)) for own in self._round.values()]
 
     def requests(self) -> list[Request]:
         """Every waiting request, peer by peer."""
-        return [request for owners in self._round.values() for own in owners.values() for request in own]
+        return [request for own in self._round.values() for request in own]
 
     def add(self, request: Request) -> None:
-        """Put `request` behind those of its owner; who did not wait, owner or peer, joins at the back of the round."""
-        owners = self._round.setdefault(request.peer, OrderedDict())
-        owners.setdefault(request.owner, OrderedDict())[request] = None
+        """Put `request` behind those of its peer; a peer that did not wait joins at the back of the round."""
+        self._round.setdefault(request.peer, {})[request] = None
         self._overtaken[request] = 0
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
@@ -242,12 +239,9 @@ class WaitingQueue:
         """Take `request` out, whatever its place. False if it does not wait."""
         if self._overtaken.pop(request, None) is None:
             return False
-        owners = self._round[request.peer]
-        own = owners[request.owner]
+        own = self._round[request.peer]
         del own[request]
         if not own:
-            del owners[request.owner]
-        if not owners:
             del self._round[request.peer]
         if len(self._deadlines) > 2 * len(self._overtaken) + _SLACK:
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._overtaken]
@@ -255,13 +249,10 @@ class WaitingQueue:
         return True
 
     def serve(self, request: Request) -> None:
-        """Take `request` out because it was granted; its peer, and its owner there, go to the back of the round."""
+        """Take `request` out because it was granted; its peer goes to the back of the round."""
         self.remove(request)
-        owners = self._round.get(request.peer)
-        if owners is not None:
+        if request.peer in self._round:
             self._round.move_to_end(request.peer)
-            if request.owner in owners:
-                owners.move_to_end(request.owner)
 
     def overtaken(self, request: Request) -> int:
         """How often a request behind this one was granted while this one could have been, but for want of a gap."""
@@ -336,8 +327,7 @@ class ShareSnapshot:
 # Synchronous and deterministic: no clock, no loop, no memory is touched. `request` and `withdraw` note what is wanted,
 # `advance(now)` decides, and the caller acts on the decisions.
 #
-# Who is served. Peers take turns; within a peer those who ask do (`owner`, such as a transfer), each by the order of
-# its requests. At its turn a request
+# Who is served. Peers take turns, each by the order of its requests. At its turn a request
 #
 # - is *held back*, and nobody waits for it, while its peer has more than a quarter of the share in quarantine, while
 #   its peer holds so much that this request would go beyond its cap, or while only the end of a quarantine can make
@@ -426,7 +416,7 @@ class Share:
 
     # --- asking
 
-    def request(self, peer: str, nbytes: int, *, now: float, deadline: float, owner: object = None) -> Request:
+    def request(self, peer: str, nbytes: int, *, now: float, deadline: float) -> Request:
         """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
 
         Args:
@@ -434,7 +424,6 @@ class Share:
             nbytes: Bytes, at least 1.
             now: Seconds of the caller's clock.
             deadline: Seconds of the same clock at which the request expires; infinity if never.
-            owner: Which of those who ask for the peer it is of; they take turns.
 
         Raises:
             ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
@@ -461,7 +450,7 @@ class Share:
         if self._hopeless(length):
             raise self._quarantine_error(nbytes, length)
         self._requests += 1
-        request = Request(peer, nbytes, length, self._requests, now, deadline, owner)
+        request = Request(peer, nbytes, length, self._requests, now, deadline)
         self._queue.add(request)
         return request
 

@@ -660,6 +660,9 @@ class Sender:
         if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped
             return
         run.stop = stop
+        for step in steps:
+            if step.post is not None:
+                self.tally.descriptors += len(step.post.local.pieces)
         if run.flow is not None:
             site.mover.add(run.flow, steps)
             return
@@ -714,7 +717,6 @@ class Sender:
         there = [place.address for place in places]
         local = staging_pieces(self.site.arena, staging, made.staged_bytes)
         remote = staging_pieces(peer.body.staging[0], there, made.staged_bytes)
-        self.tally.descriptors += len(chunks)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
     def _listed(self, bound: Bound, chunk: int, post: Post | None) -> CopyJob:
@@ -724,7 +726,6 @@ class Sender:
             return CopyJob(NOTHING, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
         remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
-        self.tally.descriptors += len(pieces)
         nbytes = bound.carried(chunk, chunk + 1)
         return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 

@@ -189,14 +189,9 @@ def scene(case: Case, *actors: Actor, **settings: Any) -> "Scene":
 
 
 class Scene:
-    """What both sides have in common.
+    """What both sides have in common."""
 
-    Attributes:
-        ours: Name of the survivor's worker.
-        theirs: Name of the victim's.
-    """
-
-    ours = theirs = ""
+    ours = theirs = ""  # names of the survivor's and the victim's worker
     card: dict[str, Any]
     """Of the sender's engine."""
     acquainted = False

@@ -334,7 +334,7 @@ async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
     await quiet(decode)
 
 
-async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target):
+async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target, caplog):
     prefill, decode = await stage.pair(source, target, route="staged")
     taken = take_all(prefill, "send")
     offer, transfer = stage.begin(prefill, decode)
@@ -344,3 +344,4 @@ async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(sta
     with pytest.raises(KvxferError, match="withdrawn"):
         await transfer
     await quiet(prefill, decode)
+    assert "task_failed" not in caplog.text, "nor is it used"

@@ -1,4 +1,4 @@
-"""The rule between the two routes that pairs on different hosts have."""
+"""What a decode rank accepts, and the rule between the two routes that pairs on different hosts have."""
 
 import pytest
 
@@ -22,3 +22,12 @@ def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, stag
         seconds=lambda route, _: direct if route is Route.DIRECT else staged,
     )
     assert choice.route is faster
+
+
+@pytest.mark.parametrize(("preference", "order"), [
+    ("auto", "mapped staged direct"), ("mapped", "mapped staged direct"), ("staged", "staged"),
+    ("direct", "direct mapped staged"), ("pull", "pull staged direct"),
+])  # fmt: skip
+def test_what_is_preferred_comes_first_and_then_what_it_falls_back_to(preference, order):
+    everything = Means(staged=True, direct=True, pull=True, mapped=True)
+    assert [route.name.lower() for route in acceptable(preference, everything)] == order.split()

@@ -40,22 +40,15 @@ Hook = Callable[[Halt], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """One step."""
 
-    Attributes:
-        side: `sender` or `receiver`: who stands still.
-        routes: On which it exists.
-        hook: Puts the hook there; given what to call at the step.
-        how: `whole`: all is on offer before it is fetched; `parked`: it is fetched before; `streamed`: layer by layer;
-            `late`: the blocks may be written only a while after they were asked for, so chunks are granted one by one.
-        exposed: The receiver's memory is in the sender's hands (on `pull`: the sender's in the receiver's) and nobody
-            has said yet that it is not any more.
-    """
-
-    side: str
-    routes: frozenset[str]
-    hook: Hook
+    side: str  # `sender` or `receiver`: who stands still
+    routes: frozenset[str]  # on which it exists
+    hook: Hook  # puts the hook there; given what to call at the step
+    # `whole`: all is on offer before it is fetched; `parked`: it is fetched before; `streamed`: layer by layer; `late`:
+    # the blocks may be written only a while after they were asked for, so chunks are granted one by one
     how: str = "whole"
+    # the receiver's memory is in the sender's hands (on `pull`: the other way round), and nobody has said it is not
     exposed: bool = False
 
 

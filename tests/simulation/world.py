@@ -101,11 +101,7 @@ class Engine:
 
 
 class World:
-    """Everything of one simulation.
-
-    Attributes:
-        errors: What went wrong, in words.
-    """
+    """Everything of one simulation."""
 
     def __init__(self, runtime: DeterministicRuntime, rnd: random.Random, ledger: Ledger, folder):
         self.runtime, self.rnd, self.ledger = runtime, rnd, ledger

@@ -223,7 +223,7 @@ class Entry:
     def grew(self) -> None:
         """Its owner has added to it."""
         for transfer in list(self.transfers):
-            transfer.offer_grew()
+            transfer.wake()
         self._book.grew(self)
 
     def end(self, ending: Ending, failure: Failure) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvxfer.copy.mover import _LATE_NS
 from kvxfer.decode.receiver import Grants, _Said
 from kvxfer.memory import ExtentState, Share
+from kvxfer.protocol.transfer import REPEAT_S
 from kvxfer.site import Desk
 from kvxfer.telemetry import Metrics
 
@@ -77,3 +79,4 @@ def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
     assert said.turns == 50
     said.restart(30, now + 1)
     assert said.turns == 2
+    assert _LATE_NS == REPEAT_S * 1e9 / 2, "a loop hears of turns before it is to repeat them"

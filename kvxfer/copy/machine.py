@@ -268,7 +268,7 @@ def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     What takes turns of which movers tell each other stands between any two, and goes on without the loop.
     """
     half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD]
-    stands = flow[r.ACTIVE] == 0 and flow[r.TOKEN] == 0
+    stands = flow[r.ACTIVE] == 0 and flow[r.QUIET] <= r.SOON_NS
     return half or stands or now - flow[r.TOLD_AT] >= flow[r.QUIET]
 
 

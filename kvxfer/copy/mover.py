@@ -60,10 +60,8 @@ _NO_LOCK: Final = (-1, 0, 0, 0, 0)
 _GAP: Final = 8 * (records.HEARD - records.QUIET - 1)
 _ON: Final = struct.Struct(f"<2q24xq80x4q{_GAP}xq{8 * (records.RECORD_WORDS - records.HEARD - 1)}x")
 _FLOW: Final = struct.Struct(f"<11q16x7q{_GAP}xq8x4q16s{8 * (records.RECORD_WORDS - records.TOKEN - 2)}x")
-_SOON_NS: Final = 1_000_000
-"""After which a loop hears at the latest that more of a flow is done, where it is to tell somebody of that."""
 _LATE_NS: Final = 25_000_000
-"""The same where movers tell each other, and the loops repeat it after twice as long."""
+"""After which a loop hears of steps of which movers tell each other: half of the time after which loops repeat that."""
 _ROOM: Final = 64
 """Steps of a flow that the machine may see ahead."""
 _MOST_AWAITING: Final = records.JOBS // 2
@@ -297,7 +295,7 @@ class Mover:
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
-        flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else _SOON_NS
+        flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
         flow.until, flow.awaits = _ns(job.until), flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
@@ -337,7 +335,7 @@ class Mover:
 
     def watch(self, flow: Flow) -> None:
         """Somebody waits for its steps, one by one: call `progress` soon from now on. Harmless if it is over."""
-        flow.quiet = _SOON_NS
+        flow.quiet = records.SOON_NS
         self._say(flow)
 
     def finish(self, flow: Flow) -> None:

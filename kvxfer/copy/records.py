@@ -57,8 +57,9 @@ READS, WRITES = 1, 2
 
 # a flow says what its steps have in common (direction, owner, lease, lock, peer); where their records are, and for how
 # many there is room; how many may be under way; and, as `ON` says anew, how many are there, may begin, will be in all,
-# and for how long, in ns, more may be done that the loop is not told of
+# and for how long, in ns, more may be done that the loop is not told of (up to `SOON_NS`: while some is under way)
 STEPS_AT, STEPS_ROOM, WIDTH, KNOWN, ALLOWED, TOTAL, QUIET = range(13, 20)
+SOON_NS: Final = 1_000_000
 # where it takes turns with a flow of the peer's: in how many places (0: it does not), how many steps the peer has done
 # by its word, which of all its first one is; what both name it by (0: they do not), at whose agent (`PEER`)
 HEARD, PLACES, BASE, TOKEN = 27, 31, 32, 33  # and the word behind

@@ -129,6 +129,8 @@ The loops have so long to grant more, and others who wait for memory wait so lon
 """
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
+_MOST_FED: Final = 64
+"""Chunks that the mover is given at once at most: it looks no further ahead."""
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
@@ -417,7 +419,7 @@ class Receiver:
             raise asyncio.CancelledError
 
     def watch(self) -> None:
-        """Hear of chunks soon: somebody waits for layers."""
+        """Hear of chunks soon: somebody waits for them one by one."""
         if self._run is not None:
             self.site.mover.watch(self._run.flow)
 
@@ -587,16 +589,19 @@ class Receiver:
             self._let_go()
         if grants.ring and more and not contended:
             ahead = self._ahead(most)
+            if ahead == len(grants.ring):  # a place is used again once this has heard that it is free
+                self.watch()
             if ahead == len(grants.ring) or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
                 self._reserve(min(machine.ready, free + ahead))
         elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)
         if self._room is not None:
-            token, agent = await self._named_turns()
-            if self.site.rebuilds.paused:  # since then: what is granted now would be for an agent that is about to go
-                self.site.rebuilds.when_open(self._wake)
+            rebuilds = self.site.rebuilds
+            named = None if rebuilds.paused else await self._named_turns()
+            if named is None or rebuilds.paused:  # what is granted now would be for an agent that is about to go
+                rebuilds.when_open(self._wake)
                 return
-            extent, self._room, contended = self._room, None, grants.desk.contended
+            (token, agent), extent, self._room, contended = named, self._room, None, grants.desk.contended
             ring = grants.hold(extent, most, machine.granted)
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
@@ -701,7 +706,7 @@ class Receiver:
         """Let the mover know how chunks that were granted are copied to where they belong."""
         run, begun = self._run, self._begun
         # a turn of the ring, two, four: the mover and the peer begin with these while others are made
-        more = max(1, len(self.grants.ring), begun - run.first if run is not None else 0)
+        more = max(1, len(self.grants.ring), min(_MOST_FED, begun - run.first) if run is not None else 0)
         chunks = range(begun, min(self.machine.granted, begun + more))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows

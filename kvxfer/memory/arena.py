@@ -334,8 +334,7 @@ class ShareSnapshot:
 #   room;
 # - is *granted* if a gap holds it;
 # - otherwise *blocks*: it keeps its place, and at most `max_overtakes` requests behind it may be granted before it.
-#   After
-#   that the share grants nothing before it: since every extent can be finished without another grant, what is in use
+#   Then the share grants nothing before it: since every extent can be finished without another grant, what is in use
 #   drains, the gaps join, and the request is served.
 #
 # A peer's cap is three quarters of the share while no other peer waits, and otherwise the share divided by the number

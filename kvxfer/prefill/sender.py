@@ -425,12 +425,12 @@ class Sender:
 
     async def _until(self, done: "asyncio.Future[Any]") -> None:
         """Wait for what others wait for too, but no longer once the transfer has failed."""
-        done.add_done_callback(self._wake)
+        done.add_done_callback(self.wake)
         try:
             while not done.done() and self.machine.state in _RUNNING:
                 await self._wait()
         finally:
-            done.remove_done_callback(self._wake)
+            done.remove_done_callback(self.wake)
 
     def _outside(self, offer: Entry) -> None:
         """There is less on offer than was asked for, and no more will come."""
@@ -517,7 +517,7 @@ class Sender:
         """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
         site, machine, fired = self.site, self.machine, self.machine.ready
         if site.rebuilds.paused:
-            site.rebuilds.when_open(self._wake)
+            site.rebuilds.when_open(self.wake)
             return
         while fired < ready and (self._prompt or has_fired(self._events(fired))):
             fired += 1
@@ -532,7 +532,7 @@ class Sender:
         self._firing = None
         if outcome.error is not None:
             self._deny(outcome.error.code, str(outcome.error))
-        self._wake()
+        self.wake()
 
     def _events(self, chunk: int) -> Event:
         """When a chunk may be read."""
@@ -821,7 +821,7 @@ class Sender:
         if self._run is run:
             self._run = None
         if self._news is not None:
-            self._wake()
+            self.wake()
 
     def _release(self, run: _Run) -> None:
         extents, run.extents = run.extents, []
@@ -934,7 +934,7 @@ class Sender:
             self.site.mover.hear(run.flow, message.copied - run.first)
         if chunks:
             self._take(chunks.stop, until, message.generation, fresh=bool(message.ring))
-            self._wake()
+            self.wake()
         else:
             self._renew(message.generation, until)
 
@@ -951,7 +951,7 @@ class Sender:
         """It has read chunks: confirm them if the offer was held without a gap."""
         if chunks := self.machine.landed(message):
             self._arrived(chunks.stop, UNTIMED)
-        self._wake()
+        self.wake()
 
     def cancelled(self, failure: Failure) -> None:
         """It gave up, or asks (after a lost session) what became of the transfer.
@@ -967,13 +967,10 @@ class Sender:
         """The offer is there."""
         self.offer = offer
         offer.transfers.add(self)
-        self._wake()
+        self.wake()
 
-    def offer_grew(self) -> None:
-        """More is ready, or the offer was finished."""
-        self._wake()
-
-    def _wake(self, _: object = None) -> None:
+    def wake(self, _: object = None) -> None:
+        """There is news: more of the offer is ready, or it was finished, or what was waited for is there."""
         if self._news is not None:
             resolve(self._news, None)
 
@@ -1006,7 +1003,7 @@ class Sender:
             if self._exposure is not None and machine.being_read:
                 self._exposure.seek()
         self._say(messages)
-        self._wake()
+        self.wake()
 
     def _deny(self, code: Code, reason: str) -> None:
         """Refuse if nothing was accepted yet, and stop otherwise."""
@@ -1161,7 +1158,7 @@ class Sender:
             self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if ours:
             self._unwant = want_end(self.site, self.peer, urgent=True)
-        self._wake()
+        self.wake()
 
     def _tell(self, stats: TransferStats, failure: Failure | None, *, reads: bool) -> None:
         """One call to who counts, and one line in the log; `reads` if the offered blocks may still be read."""

@@ -59,7 +59,7 @@ _NAME: Final = "kvxfer-gates"
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """`struct flock`: type, whence, start, length, process (0 for these locks)."""
 _LAST_GENERATION: Final = 0xFFFF_FFFF
-_GATE_BYTES: Final = 8
+_LOCK_BYTES: Final = 8
 _FORKED: Final = -2
 """Behind the gates, as a u32 from the end."""
 _NOBODY: Final = np.zeros(1, np.int64)
@@ -118,11 +118,11 @@ class LockFile:
 
     def __init__(self, gates: int) -> None:
         try:
-            self._descriptor: Final = create(_NAME, _GATE_BYTES * (gates + 1))
+            self._descriptor: Final = create(_NAME, _LOCK_BYTES * (gates + 1))
         except (AttributeError, OSError) as error:
             raise FabricError(f"this system has no anonymous files to lock: {error}") from error
         try:
-            self._pages: Final = mmap.mmap(self._descriptor, _GATE_BYTES * (gates + 1))
+            self._pages: Final = mmap.mmap(self._descriptor, _LOCK_BYTES * (gates + 1))
             _lock(self._descriptor, fcntl.F_UNLCK, 0)
         except (AttributeError, OSError, ValueError) as error:
             os.close(self._descriptor)
@@ -176,7 +176,7 @@ class Lineage:
     """
 
     def __init__(self, handle: bytes) -> None:
-        descriptor = open_handle(handle, _NAME, 2 * _GATE_BYTES)
+        descriptor = open_handle(handle, _NAME, 2 * _LOCK_BYTES)
         try:
             self._pages: Final = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -204,7 +204,7 @@ class Key:
     """
 
     def __init__(self, handle: bytes) -> None:
-        self._descriptor: Final = open_handle(handle, _NAME, 2 * _GATE_BYTES)
+        self._descriptor: Final = open_handle(handle, _NAME, 2 * _LOCK_BYTES)
         try:
             self._pages: Final = mmap.mmap(self._descriptor, 0)
         except (OSError, ValueError) as error:
@@ -244,7 +244,7 @@ class Key:
             if self._pages.closed:
                 return _NO_WAY
             granted = 0 if self._closing else generation  # which no gate has ever had
-            words_at, inside_at = self._words_at + _GATE_BYTES * number, self._inside_at + 8 * number
+            words_at, inside_at = self._words_at + _LOCK_BYTES * number, self._inside_at + 8 * number
             return self._descriptor, number, granted, words_at, inside_at
 
     def give_back(self) -> None:

@@ -27,11 +27,6 @@ class Company:
         """Play a scene. If it fails, and somebody got little time, that proves nothing: once more, patiently.
 
         Harm proves itself, however little time anybody got.
-
-        Args:
-            lane: What the bytes take.
-            scene: Makes it of the three processes, with a `patience`.
-            apart: Whether the victim is in another PID namespace.
         """
         for patience in PATIENCE:
             with suppress(_StarvedError), self.case(lane, apart=apart) as actors:
@@ -51,12 +46,7 @@ class Company:
 
     @contextmanager
     def case(self, lane: str, *, apart: bool = False) -> Iterator[tuple[Actor, Actor, Actor]]:
-        """Survivor, third, and a fresh victim, which is ended afterwards; after a failure all of them are.
-
-        Args:
-            lane: What the bytes take.
-            apart: Whether the victim is in another PID namespace.
-        """
+        """Survivor, third, and a fresh victim, which is ended afterwards; after a failure all of them are."""
         if lane not in self._pairs:
             self._pairs[lane] = (Actor(LANES[lane]), Actor(LANES[lane]))
         victim = Actor(LANES[lane], apart=apart)

@@ -11,14 +11,7 @@ SECONDS = 10.0
 
 
 async def play(side: str, kind: str, *, seconds: float = SECONDS, **settings: Any) -> None:
-    """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole.
-
-    Args:
-        side: `sender`, `receiver` or `both`.
-        kind: `held` (the interpreter) or `stopped` (the process).
-        seconds: How long.
-        settings: Of both, where they are not the default.
-    """
+    """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole."""
     sender, receiver = Actor(), Actor()
     try:
         card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES, **settings)

@@ -64,6 +64,9 @@ class Apart:
         self._heard = max(self._heard, steps)
         self._go_on()
 
+    def watch(self) -> None:
+        """See `Mover.watch`: each step is told of."""
+
     @property
     def _may_begin(self) -> int:
         if self._turns is None:
@@ -163,7 +166,7 @@ class Apart:
 
 def knows_apart(owner: Any) -> None:
     """Let a mover, or the class of all, know flows that were taken apart."""
-    for name in ("add", "allow", "hear", "finish", "cancel", "may_copy", "forget"):
+    for name in ("add", "allow", "hear", "watch", "finish", "cancel", "may_copy", "forget"):
         setattr(owner, name, _knowing(name, getattr(owner, name)))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from inside import keep_plans, pause_grants, resume_grants, take_all
+from inside import keep_plans, pause_grants, resume_grants, staging, take, take_all
 from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
@@ -153,6 +153,22 @@ async def test_whoever_waits_for_a_layer_hears_soon_that_it_is_there(stage, late
     await asyncio.wait_for(waiting or transfer.layers(0, 2), 5)
     stage.network.release("decode")
     await transfer
+    await quiet(*pair)
+
+
+async def test_a_ring_that_is_shorter_than_was_wished_for_is_kept_full(stage, monkeypatch):
+    """No more is granted of it than there are places, so each is used again by this side's word."""
+    monkeypatch.setattr("kvxfer.copy.mover._LATE_NS", 3600 * 10**9)
+    pair = await stage.pair(Cache(layers=range(16)), Cache(layers=range(16)), route="staged", window=4, **SMALL)
+    await stage.bring(*pair, "before")
+    taken = take(pair[1], "receive", staging(pair[1], "receive").length - 3 * 2048)
+    _, transfer = await stage.in_flight(*pair, to="decode", timeout=20)
+    for _ in range(8):
+        await eventually(lambda: stage.network.held("decode") == 3)
+        stage.network.release("decode", posts=1)
+    stage.network.release("decode")
+    await transfer
+    taken.release()
     await quiet(*pair)
 
 

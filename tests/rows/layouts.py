@@ -115,13 +115,7 @@ Layout: TypeAlias = Callable[[Room, Sequence[Share]], Iterable[CacheTensor]]
 
 
 def strided(text: str, *, offset: int = 0, v: str | None = None) -> Layout:
-    """Tensors of their own for every class.
-
-    Args:
-        text: See above.
-        offset: Elements of each allocation that are left out before its first.
-        v: The layout of V, where it is not that of K.
-    """
+    """Tensors of their own for every class; `offset` elements of each are left out, `v` is V's layout, if another."""
 
     def lay(room: Room, shares: Sequence[Share]) -> Iterator[CacheTensor]:
         for share in shares:

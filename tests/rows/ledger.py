@@ -51,14 +51,7 @@ class Ledger:
         self._due: list[_Due] = []
 
     def watch(self, base: int, nbytes: int, *, agent: str = "", staging: bool = False) -> None:
-        """Shadow some memory.
-
-        Args:
-            base: Its address.
-            nbytes: Its length.
-            agent: The decode rank of whose cache writes to it are.
-            staging: Whether chunks are gathered into it, or scattered from it.
-        """
+        """Shadow some memory."""
         insort(self._bases, base)
         self._watched[base] = (np.full(nbytes, NOTHING), agent, staging)
 

@@ -1,5 +1,6 @@
 """`kvxfer bench interference` at its smallest; its processes are spawned, as those of every benchmark are outside."""
 
+import asyncio
 import time
 
 import pytest
@@ -60,6 +61,11 @@ async def test_a_victim_goes_round_until_it_is_stopped(kind):
     assert await victim.rate(0.0) == 0.0
 
 
+async def begin(kind):
+    async with beside(kind, "cpu"):
+        pass
+
+
 @pytest.mark.parametrize("command", ["matrix", "latency"])
 def test_other_benchmarks_run_beside_one(bench, quick_processes, monkeypatch, command):
     begun = []
@@ -70,8 +76,8 @@ def test_other_benchmarks_run_beside_one(bench, quick_processes, monkeypatch, co
             super().__init__(kind, device)
 
     monkeypatch.setattr("kvxfer.tools.bench.victims.Victim", Noted)
-    with beside("engine", "cpu"):
-        assert begun == ["engine"]
+    asyncio.run(begin("engine"))
+    assert begun == ["engine"]
     small = {"matrix": ["--sizes", "2MiB", "--pieces", "8KiB", "--repetitions", "1"], "latency": ["--fetches", "3"]}
     arguments = ["--device", "cpu", "--routes", "staged", *small[command], "--beside"]
     code, output, found = bench(command, *arguments, "engine")

@@ -120,21 +120,16 @@ def stages(stats: TransferStats | None) -> dict[str, Any] | None:
 
 async def prefill(side: Side, matrix: "Matrix") -> None:
     """Open, serve and close as the decode process says."""
-    with beside(matrix.beside, side.device):
-        await _serve_all(side)
-
-
-async def _serve_all(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, await side.hear(), source=True)
     while isinstance(cell := await side.hear(), Cell):
-        await _serve(side, cell, slab.cache(*cell.pool, shared=cell.shared), reference)
+        await _serve(side, matrix, cell, slab.cache(*cell.pool, shared=cell.shared), reference)
     await reference.close()
     side.send("closed")
 
 
-async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> None:
+async def _serve(side: Side, matrix: "Matrix", cell: Cell, cache: Cache, reference: Source) -> None:
     """One cell: a worker, and requests until the decode process closes it."""
     layout = cell.layout
     blocks, pool = layout.blocks(cell.request_bytes), layout.pool(cell.request_bytes)
@@ -149,8 +144,9 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                     offer = worker.offer(name, np.array(request.ids), tokens=tokens, after=kvxfer.READY)
                     block = [] if first else [(f"{name}-0", request.ids[:1], layout.block_tokens)]
                     before = [worker.offer(who, ids, tokens=n, after=kvxfer.READY).ticket for who, ids, n in block]
-                    side.send((before, offer.ticket))
-                    ending = await offer.released()
+                    async with beside("" if first else matrix.beside, side.device):
+                        side.send((before, offer.ticket))
+                        ending = await offer.released()
                     stats = ending.stats if isinstance(ending, kvxfer.Released) else ()
                     side.send(stats[0] if stats else None)
                 case Refer(kind, nbytes):
@@ -165,11 +161,6 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
 
 async def decode(side: Side, matrix: "Matrix") -> None:
     """Measure every cell, and report each as it is done."""
-    with beside(matrix.beside, side.device):
-        await _measure_all(side, matrix)
-
-
-async def _measure_all(side: Side, matrix: "Matrix") -> None:
     free = available_bytes(side.device)
     cells = matrix.cells()
     reasons = [_reason(cell, side.device, free) for cell in cells]
@@ -284,9 +275,10 @@ class _Run:
             spare = [min(set(range(cell.pool[1])) - set(request.ids))]
             await worker.fetch(one, spare, tokens=range(cell.layout.block_tokens), after=kvxfer.READY)
             expected.append(Request(request.seed, tuple(spare)))
-        began = time.perf_counter()
-        result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        seconds = time.perf_counter() - began
+        async with beside("" if first else self.matrix.beside, side.device):
+            began = time.perf_counter()
+            result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+            seconds = time.perf_counter() - began
         sent = await side.hear()
         if self.matrix.sabotage:
             outside = max(set(range(cell.pool[1])) - set(request.ids))

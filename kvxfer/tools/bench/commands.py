@@ -111,6 +111,7 @@ def matrix(
     cell_seconds: Annotated[
         float | None, typer.Option(help="No further repetition of a cell once it has taken so long.")
     ] = None,
+    uvloop: Uvloop = False,
     beside: Beside = "",
     sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
     quick: Quick = False,
@@ -130,11 +131,12 @@ def matrix(
         ctas=_numbers("--ctas", ctas) if ctas else None,
         repetitions=repetitions,
         cell_seconds=cell_seconds,
+        uvloop=uvloop,
         beside=known_victim(beside) or None,
         sabotage=sabotage or None,
     )
     arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
-    arguments |= _given(beside=beside or None)
+    arguments |= _given(uvloop=uvloop, beside=beside or None)
     make = quick_matrix if quick else Matrix
     _perform("matrix", device, json_file, plot_folder, arguments, lambda kind: make(kind, **asked))
 

@@ -7,6 +7,7 @@ meanwhile; what an offer costs is said beside it. Fetches follow one another wit
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -62,11 +63,6 @@ class _Open:
 
 async def prefill(side: Side, spec: Latency) -> None:
     """Offer everything, then only answer."""
-    with beside(spec.beside, side.device):
-        await _offer(side)
-
-
-async def _offer(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=True)
@@ -81,7 +77,8 @@ async def _offer(side: Side) -> None:
             offers = [worker.offer(name, ids, tokens=tokens, after=kvxfer.READY) for name in names]
             each = (time.perf_counter() - began) / len(names)
             side.send(([worker.engine.ticket(name) for name in names], each))
-            await _answer(side, reference)
+            async with AsyncExitStack() as stack:
+                await _answer(side, spec, reference, stack)
             for offer in offers:
                 await offer.released()
         side.send("closed")
@@ -89,9 +86,12 @@ async def _offer(side: Side) -> None:
     side.send("closed")
 
 
-async def _answer(side: Side, reference: Source) -> None:
+async def _answer(side: Side, spec: Latency, reference: Source, stack: AsyncExitStack) -> None:
     while True:
         match await side.hear():
+            case "begin":  # what warms up is over
+                await stack.enter_async_context(beside(spec.beside, side.device))
+                side.send("begun")
             case "mark":
                 side.send(time.thread_time())  # of the loop, and nothing else
             case Refer(kind, nbytes):
@@ -102,11 +102,6 @@ async def _answer(side: Side, reference: Source) -> None:
 
 async def decode(side: Side, spec: Latency) -> None:
     """Fetch one block after the other, by each route."""
-    with beside(spec.beside, side.device):
-        await _fetch(side, spec)
-
-
-async def _fetch(side: Side, spec: Latency) -> None:
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(layout.block_bytes for layout in BLOCKS))
     await target.open()
     side.send(await target.card())
@@ -133,14 +128,16 @@ async def _measure(
     async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, None)) as worker:
         for ticket in tickets[:_WARMUPS]:
             await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        there, here = float(await side.ask("mark")), time.thread_time()
-        for ticket in tickets[_WARMUPS:]:
-            began = time.perf_counter()
-            result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-            seconds.append(time.perf_counter() - began)
-            last = result.stats
-        here = time.thread_time() - here
-        there = float(await side.ask("mark")) - there
+        await side.ask("begin")
+        async with beside(spec.beside, side.device):
+            there, here = float(await side.ask("mark")), time.thread_time()
+            for ticket in tickets[_WARMUPS:]:
+                began = time.perf_counter()
+                result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+                seconds.append(time.perf_counter() - began)
+                last = result.stats
+            here = time.thread_time() - here
+            there = float(await side.ask("mark")) - there
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)

@@ -50,6 +50,7 @@ class Matrix:
     ctas: tuple[int, ...] = ()  # empty leaves the setting alone
     repetitions: int = 5
     cell_seconds: float = 60.0  # when a cell has taken so long, it ends after the repetition under way
+    uvloop: bool = False
     beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
     sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
 
@@ -77,7 +78,7 @@ class Matrix:
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
         bodies, order = {"prefill": prefill, "decode": decode}, {cell: at for at, cell in enumerate(self.cells())}
-        done = collect(bodies, self, len(order), on_step, devices=sides(self.device))
+        done = collect(bodies, self, len(order), on_step, devices=sides(self.device), uvloop=self.uvloop)
         return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
 
 

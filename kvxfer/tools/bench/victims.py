@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 import torch
@@ -52,11 +52,6 @@ class Victim:
         """End it."""
         self._stop.set()
         await asyncio.to_thread(self._thread.join)
-
-    def end(self) -> None:
-        """The same, for whoever has no loop to keep."""
-        self._stop.set()
-        self._thread.join()
 
     def _run(self, loop: Callable[[], None]) -> None:
         try:
@@ -113,12 +108,17 @@ def known_victim(kind: str) -> str:
     return kind
 
 
-@contextmanager
-def beside(kind: str, device: str) -> Generator[None, None, None]:
-    """Run such a thread meanwhile, if there is to be one."""
+@asynccontextmanager
+async def beside(kind: str, device: str) -> AsyncGenerator[None, None]:
+    """Run such a thread meanwhile, if there is to be one, from when it has begun to go round.
+
+    What is not timed, as to compile a kernel and to compare every byte, could take minutes beside it.
+    """
     victim = Victim(kind, device) if kind else None
     try:
+        if victim is not None:
+            await victim.rate(0.0)
         yield
     finally:
         if victim is not None:
-            victim.end()
+            await victim.stop()

@@ -724,10 +724,12 @@ class Outbox:
                 self._live.discard(handle)
                 self._put(handle, event)
 
-    def settle(self, handle: _Handle, event: Settled | OfferSettled) -> None:
-        """What an end left in doubt is safe."""
-        with self._changed:
-            self._put(handle, event)
+    async def settle(self, handle: _Handle, error: MemoryInDoubtError, event: Settled | OfferSettled) -> None:
+        """Wait until what an end left in doubt is safe: for ever, if the worker closes before."""
+        with suppress(ClosedError):
+            await error.settled()
+            with self._changed:
+                self._put(handle, event)
 
     def abandon(self) -> None:
         """The worker is gone: whatever has not ended never will."""
@@ -889,12 +891,7 @@ class BlockingTransfer:
             error.report = self._inner.report if self._inner is not None else None
         self._outbox.end(self, FetchFailed(self.request, self, self._thread.moved(error)))
         if isinstance(error, MemoryInDoubtError):
-            self._thread.submit(self._settle(error))
-
-    async def _settle(self, error: MemoryInDoubtError) -> None:
-        with suppress(ClosedError):  # the worker closed before: the blocks stay in doubt for good
-            await error.settled()
-            self._outbox.settle(self, Settled(self.request, self))
+            self._thread.submit(self._outbox.settle(self, error, Settled(self.request, self)))
 
     def _cancel(self) -> None:
         if self._inner is not None:
@@ -1040,7 +1037,7 @@ class BlockingOffer:
         if isinstance(error, MemoryInDoubtError):
             moved = self._thread.moved(error)
             self._outbox.end(self, OfferInDoubt(self.request, self, moved))
-            self._thread.submit(self._settle(error))
+            self._thread.submit(self._outbox.settle(self, error, OfferSettled(self.request, self)))
             return
         ending = ended.result()
         match ending:
@@ -1054,11 +1051,6 @@ class BlockingOffer:
                 self._outbox.end(self, OfferWithdrawn(self.request, self))
             case _:
                 assert_never(ending)
-
-    async def _settle(self, error: MemoryInDoubtError) -> None:
-        with suppress(ClosedError):  # the worker closed before: the blocks stay in doubt for good
-            await error.settled()
-            self._outbox.settle(self, OfferSettled(self.request, self))
 
     def _check_unfinished(self, what: str) -> None:
         if self._finished:

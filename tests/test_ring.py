@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.copy.mover import _LATE_NS
-from kvxfer.decode.receiver import Grants, _Said
+from kvxfer.decode.receiver import Grants
 from kvxfer.memory import ExtentState, Share
 from kvxfer.protocol.transfer import REPEAT_S
 from kvxfer.site import Desk
@@ -21,7 +21,7 @@ PAGE = 4096
 async def grants():
     share = Share("receive", base=PAGE, capacity=12 * PAGE)
     desk = Desk(share, lambda: 0.0, asyncio.get_running_loop(), Metrics())
-    site: Any = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000)
+    site: Any = SimpleNamespace(receive_desk=desk, written=Counter(), paces={}, lease_ms=lambda held: 1000)
     peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
     yield Grants(site, peer)
     desk.close()
@@ -62,21 +62,32 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
     assert grants.desk.share.snapshot().free_bytes == 12 * PAGE
 
 
-def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
+async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants):
     """Others who wait for memory wait for all that is granted."""
-    said, now = _Said(), 5.0
-    said.restart(10, now)
-    assert said.turns == 2
-    said.note(13, now + 0.01, 4)  # not a whole turn yet
-    assert said.turns == 2
-    said.note(14, now + 1 / 64, 4)
-    assert said.turns == 4  # of 16 ms, in 50
-    said.note(18, now + 9 / 64, 4)
-    assert said.turns == 1
-    said.note(26, now + 10 / 64, 4)
-    assert said.turns == 7  # of 8 ms
-    said.note(30, now + 10 / 64, 4)
-    assert said.turns == 50
-    said.restart(30, now + 1)
-    assert said.turns == 2
+    hold(grants, 4, 10)
+    grants.begin_turns(10, 5.0)
+    for copied, later, turns in [
+        (13, 0.01, 2),  # not a whole turn yet, and nothing known of the peer
+        (14, 1 / 64, 4),  # of 16 ms, in 50
+        (18, 9 / 64, 2),
+        (26, 10 / 64, 7),  # of 8 ms
+        (30, 10 / 64, 7),  # in no time, by this clock
+        (34, 10 / 64 + 1e-4, 50),
+    ]:
+        grants.note(copied, 5.0 + later, stood=False)
+        assert grants.turns() == turns
     assert _LATE_NS == REPEAT_S * 1e9 / 2, "a loop hears of turns before it is to repeat them"
+
+
+async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer(grants):
+    hold(grants, 4)
+    grants.begin_turns(0, 5.0)
+    grants.note(4, 5.0 + 1 / 64, stood=False)
+    grants.let_go()
+    hold(grants, 2)
+    assert grants.turns() == 7, "it is half as long"
+    grants.begin_turns(0, 6.0)
+    grants.note(2, 6.5, stood=True)  # the loop was late: what it has seen says nothing
+    assert grants.turns() == 13
+    grants.note(4, 6.5 + 1 / 128, stood=True)
+    assert grants.turns() == 26

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Operation, Post, Turns, has_fired
-from kvxfer.copy.tables import NOTHING, Tables
+from kvxfer.copy.tables import NOTHING, Kind, Tables
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
 from kvxfer.geometry import (
     BlockLists,
@@ -124,9 +124,8 @@ _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
 _TURNS: Final = 2
-"""How many turns of a ring are granted at first, where the movers see to them; then as many as are begun in `REPEAT_S`.
-The loops have so long to grant more, and others who wait for memory wait so long.
-"""
+"""How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
+`REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
 _MOST_FED: Final = 64
@@ -150,9 +149,12 @@ class Grants:
         self.ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
         self.ring: Sequence[Extent] = ()  # what chunks take turns in
         self._first = 0  # the chunk that the first place was for
+        self._turn = 0  # the chunk with which the turn began that is under way
+        self._since = 0.0  # when that was
         self._in_place = 0  # bytes of blocks that the peer may write
         self._site: Final = site
         self._peer: Final = peer
+        self._key: Final = peer.identity.incarnation
 
     def __bool__(self) -> bool:
         """Whether it has any memory."""
@@ -169,7 +171,7 @@ class Grants:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
         if nbytes:
             self._in_place += nbytes
-            self._site.written[self._peer.identity.incarnation] += nbytes
+            self._site.written[self._key] += nbytes
 
     def use_ahead(self) -> None:
         """The peer uses what `Fetch` granted."""
@@ -186,7 +188,7 @@ class Grants:
         """The peer writes none of the caller's blocks any more."""
         nbytes, self._in_place = self._in_place, 0
         if nbytes:
-            written, key = self._site.written, self._peer.identity.incarnation
+            written, key = self._site.written, self._key
             written[key] -= nbytes
             if not written[key]:
                 del written[key]
@@ -196,9 +198,32 @@ class Grants:
         self.ring, self._first = self.desk.write(extent, most - 1), chunk
         return named(self.ring)
 
+    def turns(self) -> int:
+        """How many turns of the ring may be granted at once."""
+        ring, pace = self.ring or self.ahead, self._site.paces.get(self._key, 0.0)
+        return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace))) if pace else _TURNS
+
+    def begin_turns(self, chunk: int, now: float) -> None:
+        """There is a ring, from this chunk on."""
+        self._turn, self._since = chunk, now
+
+    def note(self, copied: int, now: float, *, stood: bool) -> None:
+        """So many chunks have left their places: see how fast turns are.
+
+        Args:
+            copied: The first so many.
+            now: When.
+            stood: Whether that is all that was granted, and not all there is: they are faster than the loops then.
+        """
+        chunks = copied - self._turn
+        if chunks >= len(self.ring) > 0 and now > self._since:
+            pace, paces, key = chunks * self.ring[0].nbytes / (now - self._since), self._site.paces, self._key
+            paces[key] = max(pace, 2 * paces.get(key, 0.0)) if stood else pace
+            self._turn, self._since = copied, now
+
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
-        written = self._site.written.get(self._peer.identity.incarnation, 0)
+        written = self._site.written.get(self._key, 0)
         return self._site.lease_ms(written + self.desk.share.held_bytes(self._peer.account))
 
     def places(self, chunks: range) -> list[Extent]:
@@ -264,19 +289,6 @@ class _Said(Struct, eq=False):
     renewal: float = 0.0  # when its lease is to be renewed
     again: asyncio.TimerHandle | None = None  # says it again
     news: bool = False  # whether that is because more have left, and not for the lease
-    turns: int = _TURNS  # how many turns of the ring may be granted at once
-    since: float = 0.0  # when the turn began that is under way
-    first: int = 0  # with which chunk
-
-    def restart(self, first: int, now: float) -> None:
-        """There is another ring."""
-        self.turns, self.first, self.since = _TURNS, first, now
-
-    def note(self, copied: int, now: float, places: int) -> None:
-        """So many chunks have left their places: see how long a turn of all takes."""
-        if (chunks := copied - self.first) >= places:
-            self.turns = math.ceil(REPEAT_S / max(_TURN_S, (now - self.since) * places / chunks))
-            self.first, self.since = copied, now
 
 
 class _Run(Struct, eq=False):
@@ -606,7 +618,7 @@ class Receiver:
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
             self._go_by([], 0, self._turns)
-            self._grant_said.restart(machine.granted, self.site.now())
+            grants.begin_turns(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
@@ -614,7 +626,7 @@ class Receiver:
     def _ahead(self, most: int) -> int:
         """How many chunks of a ring may be granted before the first of them has left it."""
         places = len(self.grants.ring)
-        return self._grant_said.turns * places if self._take_turns and places >= most else places
+        return self.grants.turns() * places if self._take_turns and places >= most else places
 
     @property
     def _take_turns(self) -> bool:
@@ -784,7 +796,7 @@ class Receiver:
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
         staging = [extent.address for extent in places]
-        made = bound.scatters(chunks, staging, from_nic=_by_nic(self, staged=True))
+        made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
         for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
             if extent.nbytes < need:
                 raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
@@ -810,7 +822,7 @@ class Receiver:
             self.link.send(*machine.landed(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
         if self._turns is not None:
-            self._grant_said.note(self._copied, now, self._turns.places)
+            self.grants.note(self._copied, now, stood=self._copied == machine.granted < machine.chunks)
             self._say_soon()
         if outcome.error is not None:
             self._failed(outcome.error)
@@ -965,7 +977,7 @@ class Receiver:
         places = len(grants.ahead) or 1
         if token:
             self._turns = Turns(places, 0, token, agent)
-        return _TURNS * places if token and places == most and has_fired(demand.after) else places
+        return grants.turns() * places if token and places == most and has_fired(demand.after) else places
 
     # --- messages
 
@@ -994,7 +1006,7 @@ class Receiver:
                 self._cut(self._agreed(message))
                 if self._turns is not None:
                     self._go_by([], 0, self._turns)
-                    self._grant_said.restart(0, site.now())
+                    grants.begin_turns(0, site.now())
                     self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()
             except KvxferError as error:

@@ -675,37 +675,30 @@ class Bound:
             total += nbytes if nbytes >= 0 else self.chunk(number).bytes
         return total
 
-    def copies(self, chunks: range, reached: Callable[[I64], I64] | None = None) -> "Batch":
-        """For each of these chunks, source blocks straight into destination blocks.
+    def tables(
+        self,
+        kind: Kind,
+        chunks: range,
+        addresses: Sequence[int] | None = None,
+        *,
+        reached: Callable[[I64], I64] | None = None,
+        from_nic: bool = False,
+    ) -> "Batch":
+        """What copies each of these chunks: to its place, out of it, or in place.
 
         Args:
+            kind: GATHER: source blocks into staging memory, every byte of which is written. SCATTER: staging memory
+                into destination blocks. COPY: source blocks straight into destination blocks.
             chunks: Which, one behind the other.
-            reached: Makes its regions where this process addresses the destination differently.
+            addresses: Where in staging memory each of them is; None in place.
+            reached: Makes the regions of copies in place where this process addresses the destination differently.
+            from_nic: As of tables.
 
         Raises:
             BlocksError: If a source block is not known yet.
             GeometryError: If a table is too large to be numbered.
         """
-        return self._tables(Kind.COPY, chunks, [0] * len(chunks), reached=reached)
-
-    def gathers(self, chunks: range, addresses: Sequence[int]) -> "Batch":
-        """For each of these chunks, source blocks into staging at an address, every byte of which is written."""
-        return self._tables(Kind.GATHER, chunks, addresses)
-
-    def scatters(self, chunks: range, addresses: Sequence[int], *, from_nic: bool = False) -> "Batch":
-        """For each of these chunks, staging at an address into destination blocks; as of tables `from_nic`."""
-        return self._tables(Kind.SCATTER, chunks, addresses, from_nic=from_nic)
-
-    def _tables(
-        self,
-        kind: Kind,
-        chunks: range,
-        addresses: Sequence[int],
-        *,
-        reached: Callable[[I64], I64] | None = None,
-        from_nic: bool = False,
-    ) -> "Batch":
-        cut = self.cut
+        cut, addresses = self.cut, [0] * len(chunks) if addresses is None else addresses
         if cut is not None:
             found = cut.tables(kind, chunks, addresses, reached=reached, from_nic=from_nic)
             if found is not None:

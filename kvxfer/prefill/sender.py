@@ -37,7 +37,7 @@ from kvxfer.copy.port import (
     has_fired,
     join,
 )
-from kvxfer.copy.tables import NOTHING
+from kvxfer.copy.tables import NOTHING, Kind
 from kvxfer.errors import (
     Code,
     FailureReport,
@@ -700,14 +700,12 @@ class Sender:
     def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
         """Chunks that are gathered and written, or copied in place."""
         event, peer = self._events(chunks.start), self.peer
-        if post is None:
-            return CopyJob(bound.copies(chunks, run.reached), after=event, gate=run.gate)
-        if not extents:  # windows in which no group has a row
-            return CopyJob(bound.copies(chunks), after=event)
+        if post is None or not extents:  # in place, or windows in which no group has a row
+            return CopyJob(bound.tables(Kind.COPY, chunks, reached=run.reached), after=event, gate=run.gate)
         places, first = self.machine.places(chunks), run.first
         ours = [extents[(chunk - first) % len(extents)] for chunk in chunks]
         staging = [extent.address for extent in ours]
-        made = bound.gathers(chunks, staging)
+        made = bound.tables(Kind.GATHER, chunks, staging)
         sizes: list[int] = made.staged_bytes.tolist()
         if not any(sizes):
             return CopyJob(made, after=event)

@@ -206,7 +206,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
             assert (theirs.rows, theirs.pieces) == (ours.rows, ours.pieces)
             for number in range(len(grid)):
                 expected = outcome(lambda: theirs.chunk(number))  # noqa: B023
-                made = outcome(lambda: ours.gathers(range(number, number + 1), [STAGING]))  # noqa: B023
+                made = outcome(lambda: ours.tables(Kind.GATHER, range(number, number + 1), [STAGING]))  # noqa: B023
                 carried = outcome(lambda: ours.carried(number, number + 1))  # noqa: B023
                 if isinstance(expected, tuple):  # a block of it is not known yet
                     assert made == carried == expected
@@ -271,7 +271,7 @@ def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
 
     for first in range(len(grid)):
         chunks = range(first, len(grid))
-        for chunk, tables in zip(chunks, opened(ours.copies(chunks, reached)), strict=True):
+        for chunk, tables in zip(chunks, opened(ours.tables(Kind.COPY, chunks, reached=reached)), strict=True):
             same(tables, pack(theirs.chunk(grid, chunk).copy().elsewhere(reached)))
 
 
@@ -295,7 +295,7 @@ def test_a_grid_of_other_tokens_or_layers_is_the_planners():
     assert cut_of(fit, replace(grid, start=0)) is None
     assert cut_of(fit, replace(grid, layers=(0, 1))) is None
     assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
-    (tables,) = opened(Bound(fit, replace(grid, start=0)).copies(range(1)))
+    (tables,) = opened(Bound(fit, replace(grid, start=0)).tables(Kind.COPY, range(1)))
     assert isinstance(tables, Tables)
 
 
@@ -307,4 +307,4 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     spans = {"default": Span(np.asarray([1]))}
     bound = Bound(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
-        bound.copies(range(1))
+        bound.tables(Kind.COPY, range(1))

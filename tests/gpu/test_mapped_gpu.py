@@ -294,12 +294,12 @@ def writer(exports, memory, words, answer):
             ended.wait(60)
 
 
-def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
-    memory = torch.full((SIZE,), CANARY, dtype=torch.uint8, device="cuda:0")
+def nothing_lands_after_the_death_of(work, memory, **more):
+    memory.fill_(CANARY)
     torch.cuda.synchronize(0)
     words = gate_words(0)
-    exports = exported(0, memory, words)
-    with process(writer, exports, memory.data_ptr(), words.address) as (child, pipe):
+    exports = exported(0, memory, words, **more)
+    with process(work, exports, memory.data_ptr(), words.address) as (child, pipe):
         assert pipe.recv() == "writing"
         gone = os.pidfd_open(int(child.pid or 0))
         child.kill()
@@ -311,3 +311,7 @@ def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
         while time.monotonic() < until:
             assert bool((memory == CANARY).all())
     words.close()
+
+
+def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
+    nothing_lands_after_the_death_of(writer, torch.empty(SIZE, dtype=torch.uint8, device="cuda:0"))

@@ -6,11 +6,9 @@ python -m pytest tests/gpu/test_vmm_gpu.py
 import contextlib
 import ctypes
 import os
-import select
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +35,7 @@ from test_mapped_gpu import (  # noqa: E402  # pyright: ignore[reportMissingImpo
     flipped,
     gate_words,
     located,
+    nothing_lands_after_the_death_of,
     plan,
     process,
     pytestmark,
@@ -314,23 +313,7 @@ def writer(exports, memory, words, answer):
 
 def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
     pieces, files = by_hand(0, BEFORE + SIZE), OpenFiles()
-    memory = pieces.memory[BEFORE : BEFORE + SIZE]
-    memory.fill_(CANARY)
-    torch.cuda.synchronize(0)
-    words = gate_words(0)
-    exports = exported(0, memory, words, files=files)
-    with process(writer, exports, memory.data_ptr(), words.address) as (child, pipe):
-        assert pipe.recv() == "writing"
-        gone = os.pidfd_open(int(child.pid or 0))
-        child.kill()
-        assert select.select([gone], [], [], 20)[0]
-        os.close(gone)
-        memory.fill_(CANARY)
-        torch.cuda.synchronize(0)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            assert bool((memory == CANARY).all())
-    words.close()
+    nothing_lands_after_the_death_of(writer, pieces.memory[BEFORE : BEFORE + SIZE], files=files)
     files.close()
     pieces.free()
 

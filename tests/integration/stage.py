@@ -121,9 +121,12 @@ class Copied:
             from_block, from_slot = source.at(source_ids, tokens, source_first)
             taken = source.view(layer)[:, from_block, from_slot]
             for head in set(cache.heads) & set(source.heads):
-                found = taken[:, :, source.heads.index(head)]
-                view[:, block, slot, cache.heads.index(head)] = found.to(view.dtype)
+                found = self.made(taken[:, :, source.heads.index(head)], source, layer, head, view.dtype)
+                view[:, block, slot, cache.heads.index(head)] = found
         return self
+
+    def made(self, values, source, layer, head, dtype):
+        return values.to(dtype)
 
     def check(self):
         for layer, expected in self.expected.items():

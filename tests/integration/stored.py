@@ -49,21 +49,12 @@ class Stored(Cache):
 class Converted(Copied):
     """What a fetch must make of a destination, by torch's own arithmetic."""
 
-    def bring(self, source, source_ids, ids, tokens, source_first=0, first=0):
-        cache = self.cache
-        block, slot = cache.at(ids, tokens, first)
-        for layer in set(cache.layers) & set(source.layers):
-            view = self.expected[layer].permute(cache._order)
-            from_block, from_slot = source.at(source_ids, tokens, source_first)
-            taken = source.view(layer)[:, from_block, from_slot]
-            for head in set(cache.heads) & set(source.heads):
-                mine, theirs = source.scale_of(layer, head), cache.scale_of(layer, head)
-                values = taken[:, :, source.heads.index(head)].float() * mine / theirs
-                if view.itemsize == 1:
-                    largest = torch.finfo(view.dtype).max
-                    values = values.clamp(-largest, largest)
-                view[:, block, slot, cache.heads.index(head)] = values.to(view.dtype)
-        return self
+    def made(self, values, source, layer, head, dtype):
+        values = values.float() * source.scale_of(layer, head) / self.cache.scale_of(layer, head)
+        if dtype.itemsize == 1:
+            largest = torch.finfo(dtype).max
+            values = values.clamp(-largest, largest)
+        return values.to(dtype)
 
     def check(self):
         for layer, expected in self.expected.items():

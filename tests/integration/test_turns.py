@@ -7,7 +7,7 @@ from inside import keep_plans, pause_grants, resume_grants, staging, take, take_
 from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
-from kvxfer.decode.receiver import _Said
+from kvxfer.decode.receiver import Grants
 from kvxfer.plans.planning import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.site import Site
@@ -131,7 +131,9 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
 
     monkeypatch.setattr(Bound, "__init__", with_rows)
     monkeypatch.setattr(Site, "plan", plan)
-    monkeypatch.setattr(_Said, "note", lambda said, *_: setattr(said, "turns", 4))  # one grant of few after the other
+    noted: list[int] = []
+    monkeypatch.setattr(Grants, "note", lambda _, copied, *__, **___: noted.append(copied))
+    monkeypatch.setattr(Grants, "turns", lambda _: 4 if noted else 2)  # one grant of few after the other
     await stage.bring(prefill, decode, "r", range(64), range(64), range(256))
     assert any(concluded)
     await quiet(prefill, decode)

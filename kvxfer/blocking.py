@@ -71,7 +71,6 @@ __all__ = [
     "OfferReleased",
     "OfferSettled",
     "OfferWithdrawn",
-    "Outbox",
     "OwnLoopOffer",
     "OwnLoopTransfer",
     "OwnLoopWorker",

@@ -514,8 +514,6 @@ class Site:
     lookouts: Tasks = field(default_factory=Tasks)
     # by incarnation of the peer, bytes of blocks that it may be writing in place
     written: Counter[bytes] = field(default_factory=Counter[bytes])
-    # by incarnation of the peer, bytes a second that went through a ring of staging memory last
-    paces: dict[bytes, float] = field(default_factory=dict[bytes, float])
     # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     # by incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped
@@ -729,7 +727,6 @@ class Site:
         self.fenced.discard(key)
         self.plans.forget(peer)
         self.estimates.forget(key)
-        self.paces.pop(key, None)
         for sending in (True, False):
             self.warming.pop((key, sending), None)
 

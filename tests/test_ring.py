@@ -3,13 +3,13 @@
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvxfer.copy.mover import _LATE_NS
 from kvxfer.decode.receiver import Grants
 from kvxfer.memory import ExtentState, Share
+from kvxfer.plans.routes import Estimates, profile_of
 from kvxfer.protocol.transfer import REPEAT_S
 from kvxfer.site import Desk
 from kvxfer.telemetry import Metrics
@@ -18,13 +18,17 @@ PAGE = 4096
 
 
 @pytest.fixture
-async def grants():
-    share = Share("receive", base=PAGE, capacity=12 * PAGE)
-    desk = Desk(share, lambda: 0.0, asyncio.get_running_loop(), Metrics())
-    site: Any = SimpleNamespace(receive_desk=desk, written=Counter(), paces={}, lease_ms=lambda held: 1000)
-    peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
-    yield Grants(site, peer)
+async def site():
+    desk = Desk(Share("receive", base=PAGE, capacity=12 * PAGE), lambda: 0.0, asyncio.get_running_loop(), Metrics())
+    site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000, here={b"peer"})
+    site.estimates, site.mover = Estimates(profile_of("cpu")), SimpleNamespace(crowded=False)
+    yield site
     desk.close()
+
+
+@pytest.fixture
+def grants(site):
+    return Grants(site, SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer")))
 
 
 def hold(grants, places, chunk=0):
@@ -74,20 +78,22 @@ async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants
         (30, 10 / 64, 7),  # in no time, by this clock
         (34, 10 / 64 + 1e-4, 50),
     ]:
-        grants.note(copied, 5.0 + later, stood=False)
+        grants.note(copied, 5.0 + later, PAGE)
         assert grants.turns() == turns
     assert _LATE_NS == REPEAT_S * 1e9 / 2, "a loop hears of turns before it is to repeat them"
 
 
-async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer(grants):
+async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer_that_is_here(grants, site):
     hold(grants, 4)
     grants.begin_turns(0, 5.0)
-    grants.note(4, 5.0 + 1 / 64, stood=False)
+    grants.note(4, 5.0 + 1 / 64, PAGE // 2)  # chunks are smaller than their places
+    assert grants.turns() == 2
     grants.let_go()
-    hold(grants, 2)
-    assert grants.turns() == 7, "it is half as long"
-    grants.begin_turns(0, 6.0)
-    grants.note(2, 6.5, stood=True)  # the loop was late: what it has seen says nothing
-    assert grants.turns() == 13
-    grants.note(4, 6.5 + 1 / 128, stood=True)
-    assert grants.turns() == 26
+    hold(grants, 1)  # a quarter as long
+    assert grants.turns() == 7
+    site.mover.crowded = True
+    assert grants.turns() == 2
+    site.here.clear()
+    site.estimates.forget(b"peer")
+    grants.note(9, 6.0, PAGE)
+    assert not site.estimates.paces

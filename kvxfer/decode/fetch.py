@@ -263,27 +263,17 @@ class Fetch:
             self._stop(error)
         except Exception as error:  # noqa: BLE001 - as in a task: a defect ends the fetch, which its caller has to await
             _log.error("task_failed", task=f"kvxfer fetch {self.transfer.id}", error=repr(error), exc_info=error)
-            self._abandoned(error)
-        name = f"kvxfer fetch {self.transfer.id}"
-        self._task = self._site.tasks.spawn(self._run(), name, self._abandoned, spare=True)
+            self.broken(error)
+        if not (self._asked or self.transfer.done):
+            name = f"kvxfer fetch {self.transfer.id}"
+            self._task = self._site.tasks.spawn(self._connect(), name, self.broken, spare=True)
 
-    async def _run(self) -> None:
+    async def _connect(self) -> None:
+        """Ask when all ranks that can be reached are."""
         try:
-            if not self._asked:
-                self._ask(*await self._divided())
-            if len(self.receivers) == 1:
-                (receiver,) = self.receivers
-                await receiver.run()
-            else:
-                await asyncio.gather(*[receiver.run() for receiver in self.receivers])
+            self._ask(*await self._divided())
         except KvxferError as error:
             self._stop(error)
-        if self.transfer.done:  # as whoever brought the last news has seen
-            return
-        if {receiver.machine.state for receiver in self.receivers} != {ReceiveState.DONE}:
-            text = f"fetch of {self.transfer.request!r} came to its end before every byte had"
-            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
-        self.changed()
 
     async def _divided(self) -> tuple[Sequence[tuple[Selection, ...]], Sequence[Link | None]]:
         """What is needed of each prefill rank, and the links to those that could be reached."""
@@ -352,6 +342,8 @@ class Fetch:
                     link.send(wire.Release(self.ref))
         finally:
             self._asked = True
+        if not self.receivers:
+            raise TransferFailedError(f"no rank that was reached has anything of {self.transfer.request!r}")
         if not sent:
             self.changed()
 
@@ -501,8 +493,8 @@ class Fetch:
                 self._fail(ClosedError(f"the fetch of {self.transfer.request!r} was abandoned"))
             self._silence()
 
-    def _abandoned(self, error: BaseException) -> None:
-        """Its task was cancelled, or met a defect."""
+    def broken(self, error: BaseException) -> None:
+        """A task of it was cancelled, or met a defect."""
         text = f"fetch of {self.transfer.request!r} could not go on: {error!r}"
         self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
 

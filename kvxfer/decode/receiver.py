@@ -199,26 +199,21 @@ class Grants:
         return named(self.ring)
 
     def turns(self) -> int:
-        """How many turns of the ring may be granted at once."""
-        ring, pace = self.ring or self.ahead, self._site.paces.get(self._key, 0.0)
-        return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace))) if pace else _TURNS
+        """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
+        ring, pace = self.ring or self.ahead, self._site.estimates.paces.get(self._key, 0.0)
+        if not pace or self.desk.contended or self._site.mover.crowded:
+            return _TURNS
+        return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace)))
 
     def begin_turns(self, chunk: int, now: float) -> None:
-        """There is a ring, from this chunk on."""
+        """From this chunk on places are granted, and none is under way."""
         self._turn, self._since = chunk, now
 
-    def note(self, copied: int, now: float, *, stood: bool) -> None:
-        """So many chunks have left their places: see how fast turns are.
-
-        Args:
-            copied: The first so many.
-            now: When.
-            stood: Whether that is all that was granted, and not all there is: they are faster than the loops then.
-        """
+    def note(self, copied: int, now: float, nbytes: int) -> None:
+        """So many chunks, of at most so many bytes each, have left their places: see how fast turns are."""
         chunks = copied - self._turn
-        if chunks >= len(self.ring) > 0 and now > self._since:
-            pace, paces, key = chunks * self.ring[0].nbytes / (now - self._since), self._site.paces, self._key
-            paces[key] = max(pace, 2 * paces.get(key, 0.0)) if stood else pace
+        if chunks >= len(self.ring) > 0 and now > self._since and self._key in self._site.here:
+            self._site.estimates.paces[self._key] = chunks * nbytes / (now - self._since)
             self._turn, self._since = copied, now
 
     def next_lease_ms(self) -> int:
@@ -348,7 +343,7 @@ class Receiver:
         self._room: Extent | None = None  # what was waited for
         self._nbytes: int | None = None  # that the peer has moved, as it says
         self._plans = True  # whether this side makes a plan of it
-        self._answer: wire.Accept | None = None
+        self._answer: wire.Accept | None = None  # with which `run` has not begun yet
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
         self._news: asyncio.Future[None] | None = None
         self._stirred = False  # whether there is news that `run` has not looked at
@@ -468,12 +463,10 @@ class Receiver:
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
 
-    async def run(self) -> None:
+    async def run(self, message: wire.Accept) -> None:
         """Receive what was asked for. What fails stops all of it."""
         machine, bound = self.machine, None
         try:
-            while (message := self._answer) is None:
-                await self._until_news()
             if self._plans:
                 self._bound = bound = await self._planned(message)
             while self.moving:
@@ -618,7 +611,6 @@ class Receiver:
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
             self._go_by([], 0, self._turns)
-            grants.begin_turns(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
             ahead = len(grants.ring) if contended else self._ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
@@ -686,6 +678,8 @@ class Receiver:
         machine = self.machine
         if chunks > machine.granted:
             self._granted.append((chunks, self.site.now()))
+            if self._copied == machine.granted:
+                self.grants.begin_turns(machine.granted, self.site.now())
             self._say(chunks, ring, token)
 
     def _say(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
@@ -822,7 +816,8 @@ class Receiver:
             self.link.send(*machine.landed(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
         if self._turns is not None:
-            self.grants.note(self._copied, now, stood=self._copied == machine.granted < machine.chunks)
+            if self._bound is not None:
+                self.grants.note(self._copied, now, self._bound.most_bytes)
             self._say_soon()
         if outcome.error is not None:
             self._failed(outcome.error)
@@ -1130,8 +1125,12 @@ class Receiver:
         self._stirred = False
 
     def _wake(self) -> None:
+        """There is news: `run` begins with the first that it has something to do about."""
         self._stirred = True
-        if self._news is not None and not self._news.done():
+        if self._answer is not None and self.moving:
+            answer, self._answer = self._answer, None
+            self.site.tasks.spawn(self.run(answer), self._owner, self._fetch.broken, spare=True)
+        elif self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def _until_writable(self) -> None:

@@ -288,6 +288,7 @@ class Estimates:
     """
 
     def __init__(self, profile: Profile) -> None:
+        self.paces: Final[dict[bytes, float]] = {}  # bytes a second that went through a ring of staging memory last
         self._profile: Final = profile
         self._factors: dict[bytes, dict[Route, float]] = {}  # logarithms
         self._spent: dict[bytes, float] = {}  # seconds of all transfers that taught something
@@ -348,6 +349,7 @@ class Estimates:
 
     def forget(self, peer: bytes) -> None:
         """The peer is gone."""
+        self.paces.pop(peer, None)
         self._factors.pop(peer, None)
         self._spent.pop(peer, None)
         self._chosen.pop(peer, None)

@@ -1,6 +1,6 @@
 """`kvxfer bench interference` at its smallest; its processes are spawned, as those of every benchmark are outside."""
 
-import asyncio
+import threading
 import time
 
 import pytest
@@ -61,23 +61,18 @@ async def test_a_victim_goes_round_until_it_is_stopped(kind):
     assert await victim.rate(0.0) == 0.0
 
 
-async def begin(kind):
+@pytest.mark.parametrize("kind", ["", *KINDS])
+async def test_it_goes_round_beside_what_is_timed(kind):
+    def running():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvxfer-bench-")]
+
     async with beside(kind, "cpu"):
-        pass
+        assert running() == [f"kvxfer-bench-{kind}"] * bool(kind)
+    assert not running()
 
 
 @pytest.mark.parametrize("command", ["matrix", "latency"])
-def test_other_benchmarks_run_beside_one(bench, quick_processes, monkeypatch, command):
-    begun = []
-
-    class Noted(Victim):
-        def __init__(self, kind, device):
-            begun.append(kind)
-            super().__init__(kind, device)
-
-    monkeypatch.setattr("kvxfer.tools.bench.victims.Victim", Noted)
-    asyncio.run(begin("engine"))
-    assert begun == ["engine"]
+def test_other_benchmarks_run_beside_one(bench, quick_processes, command):
     small = {"matrix": ["--sizes", "2MiB", "--pieces", "8KiB", "--repetitions", "1"], "latency": ["--fetches", "3"]}
     arguments = ["--device", "cpu", "--routes", "staged", *small[command], "--beside"]
     code, output, found = bench(command, *arguments, "engine")

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (13, 13),
     "modules in the core": (71, 65),
-    "lines in the core": (33_838, 18_000),
-    "lines in kvxfer/": (47_606, 30_000),
+    "lines in the core": (33_825, 18_000),
+    "lines in kvxfer/": (47_583, 30_000),
     "floors of imports": (15, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (44, 12),

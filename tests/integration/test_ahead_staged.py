@@ -1,7 +1,7 @@
 """Staging memory that rides with a fetch: a place for the only chunk, or a ring for the first ones."""
 
 import pytest
-from inside import keep_plans, plan_late, take_all
+from inside import keep_plans, kept_of_peers, plan_late, take_all
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, frames, quarantined, quiet
 from wire import virtual
@@ -43,11 +43,12 @@ async def test_a_transfer_of_one_chunk_needs_one_exchange(stage, tap, tokens):
 
 
 @pytest.mark.parametrize("chunk_bytes", ["2KiB", "1KiB"])
-async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stage, tap, chunk_bytes, begin):
+async def test_the_first_chunks_of_a_large_transfer_need_no_exchange(stage, tap, chunk_bytes, begin, monkeypatch):
     source, target = Cache(), Cache(layout="HND", block_tokens=8)
     sizes = {"chunk_bytes": chunk_bytes, "arena_bytes": "16KiB"}
     prefill, decode = await stage.pair(source, target, route="staged", **sizes)
     after = Gate()
+    monkeypatch.setattr("kvxfer.decode.receiver.Grants.turns", lambda _: 3)
     for number in range(4):
         tap.change[Fetch] = (lambda fetch: replace(fetch, token=bytes(16))) if number == 2 else (lambda fetch: fetch)
         copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
@@ -61,7 +62,8 @@ async def test_the_first_chunks_of_a_large_transfer_need_no_exchange_either(stag
         assert accept.ahead == (number in {1, 3}), "the agents do not know each other yet, or the token is none"
         if accept.ahead:
             assert 1 < len(fetch.ring) < result.stats.chunks == accept.chunks
-            assert (fetch.ring_chunks > len(fetch.ring)) == (number == 1)
+            assert kept_of_peers(decode)["estimates.paces"] == 1
+            assert fetch.ring_chunks == (3 if number == 1 else 1) * len(fetch.ring)
     assert len(tap.of(Want)) == sum(bool(message.ring) for message in tap.of(Reserve)) == 2
     await quiet(prefill, decode)
 

@@ -84,6 +84,7 @@ def withdraws(ranks, decode):
 async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     """The others are told to stop, the fetch fails once, every byte comes back, and the same ticket works again."""
     tap = Tap(monkeypatch)
+    monkeypatch.setattr("kvxfer.decode.receiver.Grants.turns", lambda _: 2)  # however quick they are
     sources, target = [Cache(heads=heads) for heads in split(4)], Cache(heads=range(8))
     small = {"route": route, "revoke_timeout": 5, "window": 1, "chunk_bytes": 512}
     ranks, _ = await stage.engine("prefill", sources, **small)

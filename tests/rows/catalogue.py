@@ -90,48 +90,46 @@ def even(layers: int, stages: int) -> tuple[range, ...]:
 
 # --- tensor parallelism
 
-TP = [
-    Case(
-        "TP ratios",
-        f"{prefill}:{decode} with {heads} heads",
-        (attention(heads),),
-        Engine(NHD, tp=prefill, block=4),
-        Engine(HND, tp=decode, block=8),
-        range(3, 22),
-        senders,
-    )
-    for prefill, decode, heads, senders in (
-        (1, 1, 8, ((0,),)),
-        (2, 1, 8, ((0, 1),)),
-        (1, 2, 8, ((0,), (0,))),
-        (4, 2, 8, ((0, 1), (2, 3))),
-        (2, 4, 8, ((0,), (0,), (1,), (1,))),
-        (4, 4, 8, ((0,), (1,), (2,), (3,))),
-        (8, 1, 8, ((0, 1, 2, 3, 4, 5, 6, 7),)),
-        (3, 1, 12, ((0, 1, 2),)),
-        (3, 2, 8, ((0, 1), (1, 2))),
-    )
-]
 
-GQA = [
-    Case(
-        "GQA replication",
-        f"{heads} heads, {prefill}:{decode}",
-        (attention(heads),),
-        Engine(NHD, tp=prefill, block=4),
-        Engine(HND, tp=decode, block=8),
-        range(1, 19),
-        senders,
-    )
-    for heads, prefill, decode, senders in (
-        (2, 4, 2, ((0,), (3,))),
-        (2, 4, 1, ((0, 2),)),
-        (2, 2, 4, ((0,), (0,), (1,), (1,))),
-        (2, 4, 4, ((0,), (1,), (2,), (3,))),
-        (1, 2, 4, ((0,), (1,), (0,), (1,))),
-        (2, 6, 4, ((0,), (1,), (5,), (3,))),
-    )
-]
+def _ratios(kind, tokens, *rows):
+    return [
+        Case(
+            kind,
+            f"{heads} heads, {prefill}:{decode}",
+            (attention(heads),),
+            Engine(NHD, tp=prefill, block=4),
+            Engine(HND, tp=decode, block=8),
+            tokens,
+            senders,
+        )
+        for heads, prefill, decode, senders in rows
+    ]
+
+
+TP = _ratios(
+    "TP ratios",
+    range(3, 22),
+    (8, 1, 1, ((0,),)),
+    (8, 2, 1, ((0, 1),)),
+    (8, 1, 2, ((0,), (0,))),
+    (8, 4, 2, ((0, 1), (2, 3))),
+    (8, 2, 4, ((0,), (0,), (1,), (1,))),
+    (8, 4, 4, ((0,), (1,), (2,), (3,))),
+    (8, 8, 1, ((0, 1, 2, 3, 4, 5, 6, 7),)),
+    (12, 3, 1, ((0, 1, 2),)),
+    (8, 3, 2, ((0, 1), (1, 2))),
+)
+
+GQA = _ratios(
+    "GQA replication",
+    range(1, 19),
+    (2, 4, 2, ((0,), (3,))),
+    (2, 4, 1, ((0, 2),)),
+    (2, 2, 4, ((0,), (0,), (1,), (1,))),
+    (2, 4, 4, ((0,), (1,), (2,), (3,))),
+    (1, 2, 4, ((0,), (1,), (0,), (1,))),
+    (2, 6, 4, ((0,), (1,), (5,), (3,))),
+)
 
 _DEEPSEEK = (
     latent(36, group="full"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 PROCESSES = 3
 """Besides this one, which is the first rank of the decode engine."""
 SERVED = [
-    ("TP ratios: 2:1 with 8 heads", "staged"),
+    ("TP ratios: 8 heads, 2:1", "staged"),
     ("hybrid state: TP 1:2", "direct"),
     ("pipeline stages: 2 of TP 1 into 1 of TP 2", "pull"),
 ]

@@ -370,14 +370,19 @@ def back_without_evidence(patch):
 
 def unread_places(patch):
     """A place is given back though a copy of ours reads it."""
-    settle = Receiver._settle
+    _blind(patch, "_settle")
 
-    def at_once(one):
+
+def _blind(patch, name):
+    """A method of receivers does not see what the mover has of theirs."""
+    called = getattr(Receiver, name)
+
+    def blind(one):
         run, one._run = one._run, None
-        settle(one)
+        called(one)
         one._run = run
 
-    patch.setattr(Receiver, "_settle", at_once)
+    patch.setattr(Receiver, name, blind)
 
 
 def any_generation(patch):
@@ -469,14 +474,7 @@ def nothing_lands(patch):
 
 def kept_flow(patch):
     """A transfer that is given up leaves its own copies alone."""
-    give_up = Receiver._give_up
-
-    def leave(one):
-        run, one._run = one._run, None
-        give_up(one)
-        one._run = run
-
-    patch.setattr(Receiver, "_give_up", leave)
+    _blind(patch, "_give_up")
 
 
 def kept_run(patch):

@@ -7,7 +7,6 @@ meanwhile; what an offer costs is said beside it. Fetches follow one another wit
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -77,8 +76,7 @@ async def prefill(side: Side, spec: Latency) -> None:
             offers = [worker.offer(name, ids, tokens=tokens, after=kvxfer.READY) for name in names]
             each = (time.perf_counter() - began) / len(names)
             side.send(([worker.engine.ticket(name) for name in names], each))
-            async with AsyncExitStack() as stack:
-                await _answer(side, spec, reference, stack)
+            await _answer(side, spec, reference)
             for offer in offers:
                 await offer.released()
         side.send("closed")
@@ -86,14 +84,14 @@ async def prefill(side: Side, spec: Latency) -> None:
     side.send("closed")
 
 
-async def _answer(side: Side, spec: Latency, reference: Source, stack: AsyncExitStack) -> None:
+async def _answer(side: Side, spec: Latency, reference: Source) -> None:
     while True:
         match await side.hear():
             case "begin":  # what warms up is over
-                await stack.enter_async_context(beside(spec.beside, side.device))
-                side.send("begun")
-            case "mark":
-                side.send(time.thread_time())  # of the loop, and nothing else
+                async with beside(spec.beside, side.device):
+                    side.send(time.thread_time())  # of the loop, and nothing else
+                    await side.hear()
+                    side.send(time.thread_time())
             case Refer(kind, nbytes):
                 side.send(await reference.measure(kind, nbytes))
             case _:
@@ -128,16 +126,16 @@ async def _measure(
     async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, None)) as worker:
         for ticket in tickets[:_WARMUPS]:
             await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        await side.ask("begin")
+        there = float(await side.ask("begin"))
         async with beside(spec.beside, side.device):
-            there, here = float(await side.ask("mark")), time.thread_time()
+            here = time.thread_time()
             for ticket in tickets[_WARMUPS:]:
                 began = time.perf_counter()
                 result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
                 seconds.append(time.perf_counter() - began)
                 last = result.stats
             here = time.thread_time() - here
-            there = float(await side.ask("mark")) - there
+        there = float(await side.ask("end")) - there
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)

@@ -724,7 +724,7 @@ class Outbox:
                 self._put(handle, event)
 
     async def settle(self, handle: _Handle, error: MemoryInDoubtError, event: Settled | OfferSettled) -> None:
-        """What an end left in doubt is safe, once that is known: never, if the worker closes before."""
+        """Wait until what an end left in doubt is safe, and say so. If the worker closes before, nobody ever knows."""
         with suppress(ClosedError):
             await error.settled()
             with self._changed:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ async def site():
 
 @pytest.fixture
 def grants(site):
-    return Grants(site, SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer")))
+    peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
+    return Grants(site, peer)
 
 
 def hold(grants, places, chunk=0):

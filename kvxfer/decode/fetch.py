@@ -1,6 +1,6 @@
 """One fetch over all prefill ranks: connect, divide what is needed among them, ask each, wait for all, and end once.
 
-It is a task of the worker's. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or
+It is the worker's. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or
 until it can say which blocks are in doubt.
 """
 
@@ -343,7 +343,7 @@ class Fetch:
         finally:
             self._asked = True
         if not self.receivers:
-            raise TransferFailedError(f"no rank that was reached has anything of {self.transfer.request!r}")
+            self.broken(TransferFailedError("no rank that was reached has anything of it"))
         if not sent:
             self.changed()
 

@@ -3,9 +3,10 @@
 On `staged` the chunks of a ring are one flow of the mover, which copies each to where it belongs once it has arrived.
 On `pull` one flow reads chunks that the peer lets us read, each under the lease that it was announced with.
 
-`Receiver.run` is that from top to bottom. Messages come in beside it: they are fed to the state machine
-(`protocol.receiving`) where the frame is handled, so that what breaks the protocol is raised there, and wake whoever
-waits for them. What counts memory is done where the news comes in, and not by whoever goes on with it a turn later.
+`Receiver.run` is that from the answer on, unless nothing is left to do here before the end: in place, granted with the
+question. Messages come in beside it: they are fed to the state machine (`protocol.receiving`) where the frame is
+handled, so that what breaks the protocol is raised there, and wake whoever waits for them. What counts memory is done
+where the news comes in, and not by whoever goes on with it a turn later.
 
 Whatever goes wrong ends in `stop` or `lost`. Then nothing new begins, and `_settle` gives back what the peer is through
 with, and quarantines what it may still write.
@@ -206,7 +207,7 @@ class Grants:
         return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace)))
 
     def begin_turns(self, chunk: int, now: float) -> None:
-        """From this chunk on places are granted, and none is under way."""
+        """The first chunk of this grant is this one, and those before it have left their places."""
         self._turn, self._since = chunk, now
 
     def note(self, copied: int, now: float, nbytes: int) -> None:
@@ -358,7 +359,6 @@ class Receiver:
         routes = (Route.STAGED,) if self._staged else self._routes
         # what the prefill rank may touch, and the gate before it
         self.exposure: Final = Exposure(site, link, name, self._safe, routes if ahead else ())
-
         self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self._staged else 0)
 
     # --- what others ask
@@ -457,7 +457,7 @@ class Receiver:
             trace=self._fetch.trace,
         )
         if self.link.send(message):
-            return True
+            return not self.is_lost  # what the peer has not read was too much
         self.machine.ahead = False
         self._void_ahead()
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
@@ -1125,7 +1125,7 @@ class Receiver:
         self._stirred = False
 
     def _wake(self) -> None:
-        """There is news: `run` begins with the first that it has something to do about."""
+        """There is news. The first after the peer's answer begins `run`."""
         self._stirred = True
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None

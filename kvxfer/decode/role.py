@@ -536,7 +536,7 @@ class Decode:
         for fetch in list(self._fetches):
             if not fetch.transfer.done:
                 fetch.close()
-        if ends := self.outcomes():  # the worker waits for its tasks, bounded; that of a fetch may outlast its end
+        if ends := self.outcomes():  # the worker waits for its tasks, bounded; those of fetches may outlast their ends
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     @property

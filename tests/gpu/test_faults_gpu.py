@@ -1,7 +1,5 @@
 """Processes that are killed or stopped, and fetches that are cancelled, in the midst of traffic over NIXL.
 
-    python -m pytest tests/gpu/test_faults_gpu.py
-
 The same tests run on CPU memory wherever NIXL is installed.
 """
 

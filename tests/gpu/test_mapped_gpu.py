@@ -1,7 +1,4 @@
-"""GPU memory of another process: mapped, written by our kernel through a gate, and what becomes of it when one dies.
-
-python -m pytest tests/gpu/test_mapped_gpu.py
-"""
+"""GPU memory of another process: mapped, written by our kernel through a gate, and what becomes of it when one dies."""
 
 import contextlib
 import multiprocessing as mp

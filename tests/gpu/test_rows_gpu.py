@@ -1,7 +1,4 @@
-"""Every case of the catalogue of rows in GPU memory: gathered, carried over, scattered, and compared byte by byte.
-
-python -m pytest tests/gpu/test_rows_gpu.py
-"""
+"""Every case of the catalogue of rows in GPU memory: gathered, carried over, scattered, and compared byte by byte."""
 
 import os
 import queue

@@ -1,7 +1,5 @@
 """Copies on a GPU that stand still, over NIXL: the agent is made anew meanwhile, fetches are cancelled, workers close.
 
-    python -m pytest tests/gpu/test_standing_gpu.py -x --tb=short
-
 A stream of the mover is held up, by a wait for a word in pinned memory or by a kernel that runs for some seconds.
 The same tests run on CPU memory, where what is launched moves nothing until it may go on.
 """

@@ -1,7 +1,4 @@
-"""GPU memory of CUDA's virtual memory management on `mapped`: many pieces, side by side in another process.
-
-python -m pytest tests/gpu/test_vmm_gpu.py
-"""
+"""GPU memory of CUDA's virtual memory management on `mapped`: many pieces, side by side in another process."""
 
 import contextlib
 import ctypes

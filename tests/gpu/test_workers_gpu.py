@@ -1,7 +1,5 @@
 """Whole workers on GPU memory, the prefill engine in another process, over NIXL: every byte, and events that fire late.
 
-    python -m pytest tests/gpu/test_workers_gpu.py
-
 The same tests run on CPU memory wherever NIXL is installed, so that what they expect is proved there.
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from stage import SOON, Cache, Copied, awake, eventually, frames, is_quiet, quarantined, quiet
+from stage import SOON, Cache, Copied, Gate, awake, eventually, frames, is_quiet, quarantined, quiet
 
 from kvxfer import (
     BlocksError,
@@ -181,6 +181,16 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
         await transfer
     await quiet(prefill, decode)
     assert not prefill.describe()["custody"].holders
+
+
+async def test_a_stream_that_is_cut_as_the_question_is_sent_ends_the_fetch(stage, source, target, route, monkeypatch):
+    """The peer reads nothing any more, and too much is unsent."""
+    prefill, decode = await stage.pair(source, target, route=route)
+    await stage.bring(prefill, decode, "before")
+    monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", -1)
+    _, transfer = stage.begin(prefill, decode, timeout=None, after=Gate())
+    with pytest.raises(PeerLostError):
+        await asyncio.wait_for(transfer.outcome, 5)
 
 
 async def test_lanes_of_lost_peers_are_given_back(stage, source, target):

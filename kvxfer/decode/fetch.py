@@ -1,7 +1,7 @@
 """One fetch over all prefill ranks: connect, divide what is needed among them, ask each, wait for all, and end once.
 
-It is the worker's. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or
-until it can say which blocks are in doubt.
+It is the worker's. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or until it can
+say which blocks are in doubt.
 """
 
 import asyncio

@@ -115,7 +115,6 @@ class Cable:
         self._lanes: dict[Way, _Lane] = {way: _Lane() for way in HOSTS}
         self._armed: dict[Way, Impairment] = {}
         self._transported = 0
-        self._opened: set[tuple[Way, int]] = set()
         self._late: list[tuple[float, int, Way, bytes]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -165,7 +164,6 @@ class Cable:
             ip(f"link set {way} up")
         with self._lock:
             self._armed = {}
-            self._opened.clear()
             self._transported = 0
             for lane in self._lanes.values():
                 lane.impairment, lane.fuse = Impairment(), None
@@ -179,11 +177,6 @@ class Cable:
         """Frames of the transport that passed since the cable was last mended."""
         with self._lock:
             return self._transported
-
-    def opened(self) -> list[tuple[Way, int]]:
-        """Connections that were attempted since the cable was last mended: who called, and which port."""
-        with self._lock:
-            return sorted(self._opened)
 
     # --- the thread that carries
 
@@ -231,8 +224,6 @@ class Cable:
         with self._lock:
             lane = self._lanes[way]
             tcp = _tcp(frame[_VNET_HDR_BYTES:])
-            if tcp is not None and tcp.opens:
-                self._opened.add((way, tcp.target))
             if lane.fuse is not None and tcp is not None and not tcp.control:
                 lane.fuse -= len(frame)
                 if lane.fuse <= 0:
@@ -253,7 +244,6 @@ class Cable:
 class _Tcp:
     """What rules look at."""
 
-    target: int
     control: bool
     opens: bool
 
@@ -263,8 +253,7 @@ def _tcp(frame: memoryview) -> _Tcp | None:
     if len(frame) < 54 or frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
         return None
     start = 14 + 4 * (frame[14] & 15)
-    source, target = _PORTS.unpack_from(frame, start)
-    return _Tcp(target, CONTROL_PORT in {source, target}, frame[start + 13] & (_SYN | _ACK) == _SYN)
+    return _Tcp(CONTROL_PORT in _PORTS.unpack_from(frame, start), frame[start + 13] & (_SYN | _ACK) == _SYN)
 
 
 _RULES: Final[dict[str, Callable[[_Tcp | None], bool]]] = {

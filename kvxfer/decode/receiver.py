@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -124,6 +125,8 @@ def _short(numbers: tuple[int, ...]) -> str:
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
+_layers_of: Final = attrgetter("layers")
+_group_of: Final = attrgetter("group")
 _TURNS: Final = 2
 """How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
 `REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
@@ -317,7 +320,7 @@ class Receiver:
         self.route = Route.UNKNOWN  # as the prefill rank chose it
         self.why = ""
         # every layer of which it sends something
-        self.layers: Final = sorted({layer for selection in selections for layer in selection.layers})
+        self.layers: Final = sorted(set[int]().union(*map(_layers_of, selections)))
         # what it says its chunks add up to, if that is compared
         self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
         self.grants: Final = Grants(site, link.peer)  # memory in its hands
@@ -441,7 +444,7 @@ class Receiver:
             transfer=self.transfer,
             ticket=self._fetch.ref,
             selections=list(map(selection_to_wire, self._selections)),
-            spans=encode_spans(demand.spans, sorted({selection.group for selection in self._selections})),
+            spans=encode_spans(demand.spans, sorted(set(map(_group_of, self._selections)))),
             token_start=demand.tokens.start,
             token_stop=demand.tokens.stop,
             routes=self._routes,
@@ -450,14 +453,14 @@ class Receiver:
             lease_ms=grants.lease_ms,
             generation=self.exposure.grant(mapped=Route.MAPPED in self._routes) if ahead else 0,
             agreement=self._agreement if ahead else b"",
-            ring=named(grants.ahead),
+            ring=named(grants.ahead) if grants.ahead else [],
             ring_chunks=self.machine.staging,
             token=b"" if turns is None else turns.token,
             fenced=site.keys.has(self.peer),
             trace=self._fetch.trace,
         )
         if self.link.send(message):
-            return not self.is_lost  # what the peer has not read was too much
+            return self.machine.state is not ReceiveState.LOST  # what the peer has not read was too much
         self.machine.ahead = False
         self._void_ahead()
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
@@ -1093,11 +1096,10 @@ class Receiver:
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
-        asked = {selection.group for selection in self._selections}
-        strange = [span.group for span in spans if span.group not in asked]
+        strange = set(map(_group_of, spans)).difference(map(_group_of, self._selections))
         try:
             if strange:
-                raise ProtocolError(f"the peer named blocks of group {strange[0]!r}, of which nothing was asked for")
+                raise ProtocolError(f"the peer named blocks of group {min(strange)!r}, of which nothing was asked for")
             self._source = joined_spans(self._source, spans)
         except KvxferError as error:
             self._failed(error)
@@ -1217,7 +1219,7 @@ class Receiver:
             self._give_up()  # whoever ended it: no scatter begins any more
         if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
-        lost = self.is_lost
+        lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
             if self._run is None:  # else our own copies read it yet
                 stop = machine.granted

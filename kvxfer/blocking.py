@@ -38,7 +38,7 @@ from kvxfer.errors import (
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
 from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn, as_event
-from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks, written_blocks
+from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks
 from kvxfer.prefill.offers import Awaited
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.telemetry import TransferStats, logger
@@ -1386,10 +1386,10 @@ class BlockingWorker:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
         service, parsed = self._open, Ticket.parse(ticket)
-        spans = wanted_blocks(blocks, service.geometry, tokens)
+        spans, written = wanted_blocks(blocks, service.geometry, tokens)
         event, limit = as_event(after, service.geometry), given_seconds(timeout, None)
-        written = {group: ids.tolist() for group, ids in written_blocks(spans, service.geometry, tokens).items()}
-        transfer = BlockingTransfer(parsed.request, written, service.thread, self._outbox)
+        ids = {group: blocks.tolist() for group, blocks in written.items()}
+        transfer = BlockingTransfer(parsed.request, ids, service.thread, self._outbox)
         self._begin(
             service,
             transfer,

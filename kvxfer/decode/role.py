@@ -14,7 +14,7 @@ from kvxfer.geometry import Blocks, Selection
 from kvxfer.offers import as_event
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import wanted_blocks, written_blocks
+from kvxfer.plans.planning import wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure
@@ -360,8 +360,7 @@ class Decode:
             raise ClosedError("this worker is draining: fetch on another one")
         if len(self._fetches) >= site.config.max_transfers:
             raise BusyError(f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
-        spans = wanted_blocks(blocks, site.geometry, tokens)
-        written = written_blocks(spans, site.geometry, tokens)
+        spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = as_event(after, site.geometry)
         limit = given_seconds(timeout, None)
         number = next(self._numbers)

@@ -175,44 +175,41 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
         BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
     """
     groups = geometry.groups
-    if not isinstance(blocks, Mapping):
-        if len(groups) == 1:
-            return {name: _normal_span(name, blocks) for name in groups}
+    if len(groups) != 1 and not isinstance(blocks, Mapping):
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
-    given = dict(blocks)
-    if set(given) != set(groups):
-        raise BlocksError(f"blocks= names the groups {sorted(given, key=str)}, but this cache has {sorted(groups)}")
-    return {name: _normal_span(name, given[name]) for name in groups}
-
-
-def _normal_span(group: str, value: "Ids | Span") -> Span:
-    given, first = (value.ids, value.first_token) if isinstance(value, Span) else (value, 0)
-    try:
-        count = len(given) if hasattr(given, "__len__") else 0
-        if count > _MAX_IDS:
-            raise ValueError(f"{count} of them are more than any pool has")
-        ids = np.asarray(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # ragged lists, tensors without CPU memory
-        raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
-    if ids.size == 0:
-        ids = ids.astype(np.int64).reshape(-1)
-    if ids.dtype.kind == "b":
-        raise BlocksError(
-            f"group {group!r}: block ids must be whole numbers, not bool of shape {ids.shape}; "
-            "of a mask over the pool give the positions that are true"
-        )
-    if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
-        _check_fit(group, given if isinstance(given, list | tuple) else ids.tolist())
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise BlocksError(
-            f"group {group!r}: block ids must be whole numbers in one dimension, not {ids.dtype} of shape {ids.shape}"
-        )
-    if isinstance(first, bool) or not hasattr(first, "__index__"):
-        raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
-    if not 0 <= first <= MAX_TOKENS:
-        rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
-        raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
-    return Span(ids.astype(np.int64), int(first))
+    of_group = dict(blocks) if isinstance(blocks, Mapping) else dict.fromkeys(groups, blocks)
+    if set(of_group) != set(groups):
+        raise BlocksError(f"blocks= names the groups {sorted(of_group, key=str)}, but this cache has {sorted(groups)}")
+    spans: dict[str, Span] = {}
+    for group in groups:
+        value = of_group[group]
+        given, first = (value.ids, value.first_token) if isinstance(value, Span) else (value, 0)
+        try:
+            count = len(given) if hasattr(given, "__len__") else 0
+            if count > _MAX_IDS:
+                raise ValueError(f"{count} of them are more than any pool has")
+            ids = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # ragged lists, tensors of a GPU
+            raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
+        if ids.size == 0:
+            ids = ids.astype(np.int64).reshape(-1)
+        if ids.dtype.kind == "b":
+            raise BlocksError(
+                f"group {group!r}: block ids must be whole numbers, not bool of shape {ids.shape}; "
+                "of a mask over the pool give the positions that are true"
+            )
+        if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
+            _check_fit(group, given if isinstance(given, list | tuple) else ids.tolist())
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            what = f"{ids.dtype} of shape {ids.shape}"
+            raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension, not {what}")
+        if isinstance(first, bool) or not hasattr(first, "__index__"):
+            raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
+        if not 0 <= first <= MAX_TOKENS:
+            rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
+            raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
+        spans[group] = Span(ids.astype(np.int64), int(first))
+    return spans
 
 
 def _check_fit(group: str, ids: Sequence[Any]) -> None:
@@ -243,7 +240,13 @@ def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool
             raise BlocksError(f"group {group!r} is state, which cannot be padding: its slot is the null block {null}")
         if not receiving:
             continue
-        if _repeats(ids, limit):
+        if len(ids) <= _FEW_IDS or limit > _SPARSE * len(ids):
+            distinct = len(set(ids.tolist()))
+        else:
+            seen = np.zeros(limit, np.bool_)
+            seen[ids] = True
+            distinct = int(np.count_nonzero(seen))
+        if distinct < len(ids):
             ordered = np.sort(ids)
             repeated = ordered[1:][ordered[1:] == ordered[:-1]]
             first, second = np.flatnonzero(ids == repeated[0])[:2]
@@ -254,15 +257,6 @@ def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool
             raise BlocksError(
                 f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
             )
-
-
-def _repeats(ids: I64, limit: int) -> bool:
-    """Whether an id below `limit` is there twice."""
-    if len(ids) <= _FEW_IDS or limit > _SPARSE * len(ids):
-        return len(set(ids.tolist())) < len(ids)
-    seen = np.zeros(limit, np.bool_)
-    seen[ids] = True
-    return int(np.count_nonzero(seen)) < len(ids)
 
 
 def meet(

@@ -598,8 +598,6 @@ class RowSide:
 
     def before(self, token: int) -> int:
         """The same of one token: for numbers, of which there are few, arrays take longer."""
-        if self.of == 1:
-            return token
         turns, rest = divmod(token, self.chunk * self.of)
         return turns * self.chunk + min(max(0, rest - self.rank * self.chunk), self.chunk)
 

@@ -79,7 +79,6 @@ __all__ = [
     "staging_pieces",
     "usual_chunks",
     "wanted_blocks",
-    "written_blocks",
 ]
 
 # --- block lists as callers give them
@@ -98,8 +97,11 @@ def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
     return spans
 
 
-def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> BlockLists:
-    """Destination blocks of a fetch in normal form, checked as far as that needs no peer.
+def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> tuple[BlockLists, dict[str, I64]]:
+    """Destination blocks of a fetch, checked as far as that needs no peer.
+
+    Returns:
+        All in normal form, and those that the fetch writes, by group.
 
     Raises:
         BlocksError: If ids are malformed, out of range or repeated, or do not cover the tokens.
@@ -108,25 +110,10 @@ def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> Blo
     check_tokens(tokens, may_be_empty=True)
     spans = normalise_blocks(blocks, geometry)
     check_spans(spans, geometry, receiving=True)
-    check_cover(spans, geometry, tokens)
-    return spans
+    return spans, check_cover(spans, geometry, tokens)
 
 
-def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> dict[str, I64]:
-    """Destination blocks that a fetch of these tokens writes, by group."""
-    written: dict[str, I64] = {}
-    for group, span in spans.items():
-        ids, side = np.asarray(span.ids, np.int64), geometry.sides[group]
-        if not side.is_state:
-            size = side.id_tokens
-            origin, stop = side.before(span.first_token) // size, -(-side.before(tokens.stop) // size)
-            first, last = max(0, side.before(tokens.start) // size - origin), max(0, stop - origin)
-            ids = ids[first : last if len(tokens) else first]
-        written[group] = ids
-    return written
-
-
-def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, complete: bool = True) -> None:
+def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, complete: bool = True) -> dict[str, I64]:
     """Check that block lists reach up to a range's end, as the planner will, with one slot for state.
 
     Args:
@@ -135,25 +122,34 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
         tokens: The range.
         complete: Whether nothing will be added. A slot of state may come last.
 
+    Returns:
+        The blocks that hold the range, by group.
+
     Raises:
         BlocksError: Naming the group and both numbers.
     """
+    found: dict[str, I64] = {}
     for group, span in spans.items():
-        side, count = geometry.sides[group], len(span.ids)
+        side, ids = geometry.sides[group], np.asarray(span.ids, np.int64)
         if side.is_state:
-            if count > 1 or (complete and not count):
-                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
+            if len(ids) > 1 or (complete and not len(ids)):
+                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {len(ids)} were given")
+            found[group] = ids
             continue
-        unit = side.tokens_per_row
-        id_rows = side.block_tokens * side.block_ratio
-        first, stop = side.before(span.first_token // unit), side.before(tokens.stop // unit)
-        cover = (first // id_rows + count) * id_rows
-        if len(tokens) and first < stop and cover < stop:
+        first, start, stop, size = span.first_token, tokens.start, tokens.stop, side.id_tokens
+        if side.of > 1:  # from here on those of this rank's turns are counted
+            first, start, stop = map(side.before, (first, start, stop))
+        origin, needed = first // size, stop - stop % side.tokens_per_row
+        cover = (origin + len(ids)) * size
+        if len(tokens) and first < needed and cover < needed:
             whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
-                f"group {group!r}: {count} blocks of {side.id_tokens} tokens reach up to token {cover * unit}{whose}, "
-                f"but {stop * unit} are needed"
+                f"group {group!r}: {len(ids)} blocks of {size} tokens reach up to token {cover}{whose}, "
+                f"but {needed} are needed"
             )
+        begin, end = max(0, start // size - origin), max(0, -(-stop // size) - origin)
+        found[group] = ids[begin : end if len(tokens) else begin]
+    return found
 
 
 # --- to and from the wire

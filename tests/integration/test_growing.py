@@ -18,7 +18,6 @@ from kvxfer import (
     TransferFailedError,
     TransferState,
 )
-from kvxfer.geometry import normalise_blocks
 from kvxfer.plans.planning import joined_spans
 from kvxfer.protocol.messages import Reserve
 
@@ -225,7 +224,8 @@ async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
 async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypatch, small_plan):
     """It names two slots of state where the request has one, which shows when the slot comes with the last step."""
     plan_steps_in_threads(small_plan, monkeypatch)
-    monkeypatch.setattr("kvxfer.decode.role.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
+    written = lambda spans, *_: {group: span.ids for group, span in spans.items()}  # noqa: E731
+    monkeypatch.setattr("kvxfer.plans.planning.check_cover", written)
 
     sources, targets = with_state(), with_state()
     prefill = await stage.worker("prefill", sources)

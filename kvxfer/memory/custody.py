@@ -5,9 +5,10 @@ A block is *held* while a fetch writes it, by that fetch alone. It is *in doubt*
 nothing, since requests that share a prefix offer the same blocks at once; they only `check`.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -54,35 +55,17 @@ class _Entry(Struct):
 class _GroupBooks:
     """One group's blocks."""
 
-    marks: I32  # int32, by id: not 0 while a fetch writes the block
+    # int32, by id, for as many as were asked about: not 0 while a fetch writes the block
+    marks: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
     # the offers after which an id may still be read
     readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-
-    def taken(self, ids: I64) -> int | None:
-        """The position of the first of `ids` that is in the books; None if there is none."""
-        found = self.marks[ids] != 0
-        if self.readers:
-            found |= np.fromiter((block in self.readers for block in ids.tolist()), np.bool_, len(ids))
-        first = int(found.argmax())
-        return first if found[first] else None
-
-    def write(self, ids: I64) -> bool:
-        """Mark `ids`, none of which is `taken`. False, and none is, if one of them is named twice."""
-        if not len(ids):
-            return True
-        numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
-        self.marks[ids] = numbers
-        once = self.marks[ids].tobytes() == numbers.tobytes()  # of an id named twice only the last number is left
-        if not once:
-            self.marks[ids] = 0
-        return once
 
 
 class Custody:
     """The books of the caller's blocks. A holder is the name of a transfer or an offer, as messages give it."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _GroupBooks] = {}
+        self._groups: defaultdict[str, _GroupBooks] = defaultdict(_GroupBooks)
         self._entries: dict[str, _Entry] = {}
 
     def check(self, blocks: Blocks) -> None:
@@ -91,8 +74,18 @@ class Custody:
         Raises:
             BlocksError: the first such block; the message names its group, position in the list, id and holder.
         """
-        for group, ids in blocks.items():
-            self._check(group, np.asarray(ids, np.int64))
+        for group, listed in blocks.items():
+            books, ids = self._groups[group], np.asarray(listed, np.int64)
+            if not len(ids):
+                continue
+            if (most := int(ids[ids.argmax()])) >= len(books.marks):
+                books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
+            taken = books.marks[ids] != 0
+            if books.readers:
+                taken |= np.fromiter((block in books.readers for block in ids.tolist()), np.bool_, len(ids))
+            first = int(taken.argmax())
+            if taken[first]:
+                self._refuse(group, first, int(ids[first]), books)
 
     def hold(self, holder: str, blocks: Blocks) -> None:
         """Note that the fetch `holder` writes `blocks`, alone, until `release`, or `doubt` and `settle`.
@@ -105,16 +98,17 @@ class Custody:
         """
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
-        held = {group: np.array(ids, np.int64) for group, ids in blocks.items()}
-        for group, ids in held.items():
-            self._check(group, ids)
-        done: list[str] = []
-        for group, ids in held.items():
-            if not self._groups[group].write(ids):
-                for other in done:
-                    self._groups[other].marks[held[other]] = 0
+        self.check(blocks)
+        held: dict[str, I64] = {}
+        for group, listed in blocks.items():
+            ids, marks = np.array(listed, np.int64), self._groups[group].marks
+            numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
+            marks[ids] = numbers
+            held[group] = ids
+            if marks[ids].tobytes() != numbers.tobytes():  # of an id named twice only the last number is left
+                for marked, those in held.items():
+                    self._groups[marked].marks[those] = 0
                 raise _repeated_error(group, ids.tolist())
-            done.append(group)
         self._entries[holder] = _Entry(held)
 
     def release(self, holder: str) -> None:
@@ -123,9 +117,12 @@ class Custody:
         Raises:
             InvariantError: `holder` holds nothing (any more), or its blocks are in doubt.
         """
-        if self._entry(holder).in_doubt:
+        entry = self._entry(holder)
+        if entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
-        self._drop(holder)
+        del self._entries[holder]
+        for group, ids in entry.blocks.items():
+            self._groups[group].marks[ids] = 0
 
     def doubt(self, holder: str) -> None:
         """A silent peer may still write the blocks that the fetch `holder` holds: refuse them until `settle`.
@@ -150,7 +147,7 @@ class Custody:
             raise InvariantError(f"{holder} has blocks in the books already")
         taken = {group: np.unique(np.asarray(ids, np.int64)) for group, ids in blocks.items()}
         for group, ids in taken.items():
-            readers = self._books(group, ids).readers
+            readers = self._groups[group].readers
             for block in ids.tolist():
                 readers.setdefault(block, []).append(holder)
         self._entries[holder] = _Entry(taken, in_doubt=True, reads=True)
@@ -161,9 +158,19 @@ class Custody:
         Raises:
             InvariantError: `holder` has no blocks in doubt (any more).
         """
-        if not self._entry(holder).in_doubt:
+        entry = self._entry(holder)
+        if not entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are not in doubt, so there is nothing to settle")
-        self._drop(holder)
+        del self._entries[holder]
+        for group, ids in entry.blocks.items():
+            books = self._groups[group]
+            if entry.reads:
+                for block in ids.tolist():
+                    books.readers[block].remove(holder)
+                    if not books.readers[block]:
+                        del books.readers[block]
+            else:
+                books.marks[ids] = 0
 
     def snapshot(self) -> CustodySnapshot:
         """Who holds how many blocks now."""
@@ -183,34 +190,7 @@ class Custody:
             raise InvariantError(f"{holder} has no blocks in the books (any more)")
         return entry
 
-    def _books(self, group: str, ids: I64) -> _GroupBooks:
-        """A group's, with a mark for each of these ids."""
-        books = self._groups.get(group)
-        if books is None:
-            books = self._groups[group] = _GroupBooks(np.zeros(0, np.int32))
-        if len(ids) and (most := int(ids[ids.argmax()])) >= len(books.marks):
-            books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
-        return books
-
-    def _check(self, group: str, ids: I64) -> None:
-        books = self._books(group, ids)
-        if len(ids) and (at := books.taken(ids)) is not None:
-            raise self._clash_error(group, at, int(ids[at]), books)
-
-    def _drop(self, holder: str) -> None:
-        """Forget every block of `holder`."""
-        entry = self._entries.pop(holder)
-        for group, ids in entry.blocks.items():
-            books = self._groups[group]
-            if entry.reads:
-                for block in ids.tolist():
-                    books.readers[block].remove(holder)
-                    if not books.readers[block]:
-                        del books.readers[block]
-            else:
-                books.marks[ids] = 0
-
-    def _clash_error(self, group: str, position: int, block: int, books: _GroupBooks) -> BlocksError:
+    def _refuse(self, group: str, position: int, block: int, books: _GroupBooks) -> NoReturn:
         written = block < len(books.marks) and bool(books.marks[block])
         holder = self._writer(group, block) if written else books.readers[block][0]
         if not self._entries[holder].in_doubt:
@@ -219,7 +199,7 @@ class Custody:
             why = f"a silent peer of {holder} may still write it; await settled() of its MemoryInDoubt"
         else:
             why = f"a silent peer of {holder} may still read it; await settled() of its MemoryInDoubt"
-        return BlocksError(f"block {block} of group {group!r} (position {position}) is in use: {why}")
+        raise BlocksError(f"block {block} of group {group!r} (position {position}) is in use: {why}")
 
     def _writer(self, group: str, block: int) -> str:
         """Whose a marked block is."""

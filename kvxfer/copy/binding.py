@@ -781,6 +781,6 @@ def told_words(variants: int) -> int:
     return TOLD + LAUNCH_WORDS * variants + BLANK_WORDS * BLANKS
 
 
-def scratch_words(meetings: int, classes: int, rows: int) -> int:
-    """Numbers that `fill` needs for itself."""
-    return 1 + MET_WORDS * meetings + PART_WORDS * SPLITS * classes + ROW_WORDS * rows
+def scratch_words(meetings: int, classes: int) -> int:
+    """Numbers that `fill` needs for itself, and `ROW_WORDS` more for each row."""
+    return 1 + MET_WORDS * meetings + PART_WORDS * SPLITS * classes

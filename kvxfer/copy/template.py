@@ -7,17 +7,18 @@
         Batch    tables of chunks that follow one another, of which the mover's records are made
 
 `Template.of` and `bind` answer None where the planner is to be asked: for a pair with nothing in it or with numbers
-beyond all memory, and for lists that are not as they should be, of which it knows to say what is wrong.
+beyond all memory, and for lists or tokens that are not as they should be, of which it knows to say what is wrong.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_char
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.copy import binding, records
@@ -28,7 +29,7 @@ from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
 from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists
 from kvxfer.geometry.spec import RowSide
-from kvxfer.names import lazy
+from kvxfer.names import MAX_TOKENS, lazy
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
@@ -43,7 +44,6 @@ _LARGEST: Final = 1 << 60
 _SPARE: Final = 8
 """Regions more than an even share that a class of a chunk may have before its tables are written again."""
 _first_byte: Final = cast("Callable[[Any], c_char]", c_char.from_buffer)  # as in the mover
-_KEPT: Final = "template"
 _NOWHERE: Final = (0, 0)
 
 
@@ -278,18 +278,12 @@ class Template:
     classes: tuple[int, ...]  # of each class, its meeting
     row_tokens: tuple[int, ...]  # of each meeting, tokens of a row; 0 of state
     padded: bool  # whether a group has a null block at the source
+    scratch: int  # numbers that `binding.fill` needs for itself, but those of rows
     shapes: Mapping[Kind, _Shapes]
 
     @classmethod
     def of(cls, pair: PairPlan) -> "Template | None":
-        """The template of a pair, the same each time; None if it has nothing, or numbers beyond all memory."""
-        if _KEPT not in pair.kept:
-            pair.kept[_KEPT] = cls._made(pair)
-        found: Template | None = pair.kept[_KEPT]
-        return found
-
-    @classmethod
-    def _made(cls, pair: PairPlan) -> "Template | None":
+        """Make a pair's; None if the pair has nothing, or numbers beyond all memory."""
         names, meetings = pair.groups, pair.meetings
         if not pair.classes or not all(c.key.token_bytes for c in pair.classes):
             return None
@@ -312,10 +306,13 @@ class Template:
             return None
         tokens = tuple(src.grid and src.tokens_per_row * src.common(dst) for _, src, dst in meetings)
         padded = any(src.null_block is not None for _, src, _ in meetings)
-        return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, shapes)
+        scratch = binding.scratch_words(len(meetings), len(slices))
+        return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, scratch, shapes)
 
     def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int) -> "Fitted | None":
-        """Add block lists and a token range, both in normal form; None where the planner is to be asked."""
+        """Add block lists in normal form and a token range; None where the planner is to be asked."""
+        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= MAX_TOKENS or not tokens.stop:
+            return None
         src_ids, dst_ids = list[I64](), list[I64]()
         request = [tokens.start, tokens.stop, covered, *(0,) * binding.TOTALS]
         from_src = from_dst = marks = 0
@@ -335,7 +332,17 @@ class Template:
         lists = np.array(request, np.int64), *both
         if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
             return None
-        return Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists)
+        counted: list[int] = lists[0].tolist()
+        at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.names)
+        rows = counted[met + binding.M_CELLS :: binding.MET_WORDS]
+        found = Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists, rows)
+        vars(found).update(  # what the planner finds out when it is asked is known
+            nbytes=counted[at],
+            staged_bytes=counted[at + 1],
+            pieces=counted[at + 2],
+            most_rows=counted[at + 3],
+        )
+        return found
 
 
 def _meeting_words(group: int, src: RowSide, dst: RowSide) -> list[int]:
@@ -358,18 +365,7 @@ class Fitted(TransferPlan):
     # its block lists, int64: as `binding` reads them, with what it has counted; ids of all groups at the source;
     # likewise at the destination
     lists: tuple[I64, I64, I64]
-    meeting_rows: Sequence[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        counted: list[int] = self.lists[0].tolist()
-        at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.template.names)
-        vars(self).update(  # what the planner finds out when it is asked is known
-            nbytes=counted[at],
-            staged_bytes=counted[at + 1],
-            pieces=counted[at + 2],
-            most_rows=counted[at + 3],
-            meeting_rows=counted[met + binding.M_CELLS :: binding.MET_WORDS],
-        )
+    meeting_rows: Sequence[int]  # of each meeting
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""
@@ -377,48 +373,46 @@ class Fitted(TransferPlan):
         return super().largest_chunk_bytes(grid) if cut is None else int(cut.measured(outline=True)[:, 1].max())
 
 
-class Cut:
-    """A request as it is cut: how large its chunks are, and their tables.
+class Cut(Struct, frozen=True, eq=False, dict=True):
+    """A request as it is cut: how large its chunks are, and their tables."""
 
-    Args:
-        plan: The request.
-        grid: Of its tokens and of all layers of its pair.
-    """
-
-    def __init__(self, plan: Fitted, grid: ChunkGrid) -> None:
-        template, most = plan.template, plan.meeting_rows
-        if grid.windows > 1:
-            step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
-            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
-        self._plan: Final = plan
-        self._grid: Final = grid
-        self._scratch: Final = np.empty(binding.scratch_words(len(most), len(template.classes), sum(most)), np.int64)
-        self._scratch[0] = 0
-        self._rows: Final = sum(map(most.__getitem__, template.classes))  # of all classes in a window, at most
+    plan: Fitted
+    grid: ChunkGrid  # of its tokens and of all layers of its pair
+    rows: int  # of all classes in a window, at most
+    scratch: I64  # where `binding.fill` finds the rows of a window again
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Cut | None":
         """A plan so cut; None if it is the planner's, or the grid another's."""
         if not isinstance(plan, Fitted) or grid.layers != plan.pair.layers:
             return None
-        return cls(plan, grid) if (grid.start, grid.stop) == (plan.tokens.start, plan.tokens.stop) else None
+        if (grid.start, grid.stop) != (plan.tokens.start, plan.tokens.stop):
+            return None
+        template, most = plan.template, plan.meeting_rows
+        if grid.windows > 1:
+            step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
+            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
+        scratch = np.empty(template.scratch + binding.ROW_WORDS * sum(most), np.int64)
+        scratch[0] = 0
+        return cls(plan, grid, sum(map(most.__getitem__, template.classes)), scratch)
 
     @lazy
     def sizes(self) -> Sequence[Sequence[int]]:
         """Of each chunk, bytes that it carries and staging that it takes; -1 where a source block is not known yet."""
-        plan = self._plan
-        if self._grid.chunks == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
+        plan = self.plan
+        if self.grid.chunks == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
             return [(plan.nbytes, plan.staged_bytes)]
         found: list[list[int]] = self.measured(outline=False).tolist()
         return found
 
     def measured(self, *, outline: bool) -> I64:
         """The same, int64 (chunks, 2); of an outline, if no source block is padding and all are known."""
-        chunks = self._grid.chunks
-        out = np.empty(binding.SIZES * chunks, np.int64)
+        shapes, grid = self.plan.template.shapes[Kind.COPY], self.grid
+        out = np.empty(binding.SIZES * grid.chunks, np.int64)
+        common = shapes.words, shapes.regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk
         what = binding.OUTLINE if outline else binding.SIZE
-        self._fill(Kind.COPY, what, np.arange(chunks), binding.SIZES, out)
-        return out.reshape(chunks, binding.SIZES)
+        binding.fill(what, *common, np.arange(grid.chunks), self.scratch, binding.SIZES, out)
+        return out.reshape(grid.chunks, binding.SIZES)
 
     def tables(
         self,
@@ -439,36 +433,21 @@ class Cut:
                 differently; it is given the same array for all requests of the pair.
             from_nic: As of tables.
         """
-        template, grid, count = self._plan.template, self._grid, len(chunks)
+        template, grid, count = self.plan.template, self.grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
         if not isinstance(grid.cells, range):
             cells = np.array([grid.cells[chunk] for chunk in chunks])
         told = shapes.variants.told
         said = count * told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
-        room += 3 * self._rows
+        room += 3 * self.rows
         regions = shapes.regions if reached is None else reached(shapes.regions)
+        common = shapes.words, regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk, cells
         while True:
             out = np.empty(said + count * room, np.int64)
             out[:said:told] = addresses
-            code = self._fill(kind, int(kind), cells, told, out, regions)
+            code = binding.fill(int(kind), *common, self.scratch, told, out)
             if code != binding.FULL:
                 break
             room *= 2
         return Batch(shapes.variants, count, out, from_nic=from_nic) if code == binding.FITS else None
-
-    def _fill(self, of: Kind, what: int, cells: I64, told: int, out: I64, regions: I64 | None = None) -> int:
-        """Have compiled code do something about chunks; returns its code."""
-        shapes, grid = self._plan.template.shapes[of], self._grid
-        return binding.fill(
-            what,
-            shapes.words,
-            shapes.regions if regions is None else regions,
-            *self._plan.lists,
-            grid.layers_per_chunk,
-            grid.tokens_per_chunk,
-            cells,
-            self._scratch,
-            told,
-            out,
-        )

@@ -565,7 +565,7 @@ def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
     if (compiled := _compiled()) is not None:
-        compiled[0].of(pair)
+        pair.template = compiled[0].of(pair)
     return pair
 
 
@@ -600,10 +600,8 @@ def bind(
         BlocksError: As `PairPlan.bind`.
         TokensError: Likewise.
     """
-    check_tokens(tokens, may_be_empty=True)
     covered = tokens.stop if covered is None else min(covered, tokens.stop)
-    compiled = _compiled()
-    template = None if compiled is None else compiled[0].of(pair)
+    template: Template | None = pair.template
     fitted = None if template is None else template.bind(src_spans, dst_spans, tokens, covered)
     return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
 

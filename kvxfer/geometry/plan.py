@@ -463,18 +463,14 @@ class TransferPlan:
         return min(self.tokens.start, self.tokens.stop - 1), self.tokens.stop
 
     @lazy
-    def agreement(self) -> bytes:
-        """As `PairPlan.agreement`."""
-        return self.pair.agreement(self.dst_spans, self.tokens)
-
-    @lazy
     def merged_pieces(self) -> int:
         """About how many pieces it has once neighbours are merged, counted in a part of it."""
         return max(1, round(sample(self.outline.copy(), _SAMPLED).count))
 
     def digest(self, grid: ChunkGrid) -> bytes:
         """SHA-256 over all that both sides must agree on: the agreement, and how it is cut."""
-        return cut_digest(self.agreement, grid.layers_per_chunk, grid.tokens_per_chunk)
+        agreement = self.pair.agreement(self.dst_spans, self.tokens)
+        return cut_digest(agreement, grid.layers_per_chunk, grid.tokens_per_chunk)
 
 
 def _two_rows(slices: Iterable[Slice]) -> ChunkPlan:

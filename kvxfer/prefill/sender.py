@@ -48,7 +48,7 @@ from kvxfer.errors import (
     Step,
     TransferFailedError,
 )
-from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan, TransferPlan, check_state, selected
+from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory import Extent
 from kvxfer.offers import Entry
 from kvxfer.peers.link import Link
@@ -138,7 +138,11 @@ def answer(
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
     check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
-    _check_agreement(fetch, plan)
+    agreement = pair.agreement(plan.dst_spans, tokens)
+    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != agreement:
+        # what was granted ahead is for the plan that the decode rank has made
+        reason = "the two sides do not mean the same by this transfer: their plans differ"
+        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
 
     def seconds(route: Route, pieces: int) -> float:
@@ -175,7 +179,7 @@ def answer(
         layers_per_chunk=grid.layers_per_chunk,
         tokens_per_chunk=grid.tokens_per_chunk,
         chunks=chunks,
-        digest=plan.digest(grid),
+        digest=cut_digest(agreement, grid.layers_per_chunk, grid.tokens_per_chunk),
         why=choice.why,
         ahead=ahead,
         pieces=bound.pieces,
@@ -184,13 +188,6 @@ def answer(
         windows_per_band=grid.band,
     )
     return Answer(bound, choice, message, plain)
-
-
-def _check_agreement(fetch: wire.Fetch, plan: TransferPlan) -> None:
-    """What was granted ahead is for the plan that the decode rank has made."""
-    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
-        reason = "the two sides do not mean the same by this transfer: their plans differ"
-        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
 def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fenced: bool) -> bool:

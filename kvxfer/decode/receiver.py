@@ -501,7 +501,7 @@ class Receiver:
 
         def make() -> Bound:
             try:
-                pair = site.plans.incoming(self.peer, self._selections)
+                pair = site.plans.pair(self.peer, self._selections, sending=False)
                 plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
                 grid = _grid(pair, message, demand.tokens)
                 if grid.chunks != message.chunks or plan.digest(grid) != message.digest or plan.nbytes != message.bytes:
@@ -957,7 +957,7 @@ class Receiver:
         in_place = bool(self._routes) and self._routes[0] in IN_PLACE
         if not (self._staged or (in_place and (self._writes or has_fired(demand.after)))) or site.rebuilds.paused:
             return 0
-        pair, most, token, agent = site.plans.incoming(self.peer, self._selections), 1, b"", ""
+        pair, most, token, agent = site.plans.pair(self.peer, self._selections, sending=False), 1, b"", ""
         agreement = pair.agreement(demand.spans, demand.tokens)  # first: if it raises nothing is taken
         if not self._staged:
             grants.write_in_place(pair.most_bytes(demand.spans, demand.tokens))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
+from operator import add
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -263,16 +264,15 @@ def joined_spans(before: BlockLists, more: Sequence[wire.Span]) -> dict[str, Spa
     Raises:
         ProtocolError: If packed ids are cut, a group is there twice, or a list grows beyond what a request can have.
     """
-    added = decode_spans(more)
-    for group, span in added.items():
-        if len(span.ids) + (len(before[group].ids) if group in before else 0) > _MAX_IDS:
+    joined = dict(before)
+    for group, span in decode_spans(more).items():
+        known = before.get(group)
+        if len(span.ids) + (0 if known is None else len(known.ids)) > _MAX_IDS:
             raise ProtocolError(f"the block list of group {group!r} has grown beyond {_MAX_IDS} ids")
-    joined = {
-        group: Span(np.concatenate([np.asarray(before[group].ids), np.asarray(span.ids)]), before[group].first_token)
-        for group, span in added.items()
-        if group in before
-    }
-    return {**before, **added, **joined}
+        joined[group] = span
+        if known is not None:
+            joined[group] = Span(np.concatenate([np.asarray(known.ids), np.asarray(span.ids)]), known.first_token)
+    return joined
 
 
 def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
@@ -453,16 +453,24 @@ class PairPlans:
         last = self._asked.get(peer.identity.incarnation)
         if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
             return last[1]
-        pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
+        pair = self.pair(peer, map(selection_from_wire, selections), sending=True)
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
             if len(self._asked) >= self._kept:
                 self._asked.clear()
             self._asked[peer.identity.incarnation] = selections, pair, _layers(selections)
         return pair
 
-    def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
-        """The plan from a peer to this rank."""
-        return self._pair(peer, tuple(sorted(selections)), sending=False)
+    def pair(self, peer: PeerInfo, selections: Iterable[Selection], *, sending: bool) -> PairPlan:
+        """The plan between this rank and a peer: of what this one sends, or of what it fetches."""
+        key = (peer.identity.incarnation, sending, tuple(sorted(selections)))
+        pair = self._pairs.get(key)
+        if pair is None:
+            src, dst = self._ends(peer, sending=sending)
+            convert = self.converts(peer, sending=sending)
+            pair = _planned(src, dst, key[-1], convert=convert)
+            if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
+                self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
+        return pair
 
     def known_shares(self, peers: Sequence[PeerInfo | None]) -> list[tuple[Selection, ...]] | None:
         """What `shares` returns, if that was found out before."""
@@ -485,7 +493,7 @@ class PairPlans:
             found = [of_rank.get(number, ()) for number in range(len(peers))]
             for number, (peer, _) in held.items():
                 if found[number]:
-                    self.incoming(peer, found[number])
+                    self.pair(peer, found[number], sending=False)
             if all(self._geometries.get(peer.identity.incarnation) is geometry for peer, geometry in held.values()):
                 self._shares[key] = found  # else one of them has gone, or holds something else since
                 if len(self._shares) > self._kept:
@@ -537,18 +545,7 @@ class PairPlans:
         selections = self._common.get(key)
         if selections is None:
             selections = common(*self._ends(peer, sending=sending))
-        return self._pair(peer, selections, sending=sending) if selections else None
-
-    def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
-        key = (peer.identity.incarnation, sending, selections)
-        pair = self._pairs.get(key)
-        if pair is None:
-            src, dst = self._ends(peer, sending=sending)
-            convert = self.converts(peer, sending=sending)
-            pair = _planned(src, dst, selections, convert=convert)
-            if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
-                self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
-        return pair
+        return self.pair(peer, selections, sending=sending) if selections else None
 
     def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:
         self._pairs[key] = pair
@@ -751,9 +748,11 @@ def fit_grid(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    if limit_bytes is None or (not plan.pair.has_state and plan.pair.chunk_bytes(grid) <= limit_bytes):
+    if limit_bytes is None:
         return grid
-    need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
+    need = plan.staged_bytes if grid.chunks == 1 else plan.pair.chunk_bytes(grid)
+    if grid.chunks > 1 and (plan.pair.has_state or need > limit_bytes):
+        need = plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
@@ -812,10 +811,10 @@ def staging_pieces(span: wire.MemorySpan, addresses: Sequence[int], nbytes: I64)
     Raises:
         ProtocolError: If one lies outside the span.
     """
-    ends = [address + size for address, size in zip(addresses, nbytes.tolist(), strict=True)]
-    if min(addresses) < span.address or max(ends) > span.address + span.length:
-        raise ProtocolError(f"{min(addresses):#x} .. {max(ends):#x} is outside the staging memory that was announced")
-    pieces = np.empty((len(ends), 2), np.int64)
+    first, last = min(addresses), max(map(add, addresses, nbytes.tolist()))
+    if first < span.address or last > span.address + span.length:
+        raise ProtocolError(f"{first:#x} .. {last:#x} is outside the staging memory that was announced")
+    pieces = np.empty((len(addresses), 2), np.int64)
     pieces[:, 0], pieces[:, 1] = addresses, nbytes
     return Descriptors(span.kind, span.device, pieces)
 

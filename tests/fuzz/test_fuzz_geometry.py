@@ -87,7 +87,7 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
             selections = plans._common[peer.identity.incarnation, sending]
             if not selections:
                 continue
-            pair = plans._pair(peer, selections, sending=sending)
+            pair = plans.pair(peer, selections, sending=sending)
             if not sending:
                 plans.shares([peer], rank=0)
             tokens = range(draw.randrange(4), draw.choice((5, 16, 30)))

@@ -313,7 +313,8 @@ class Template:
         """Add block lists in normal form and a token range; None where the planner is to be asked."""
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= MAX_TOKENS or not tokens.stop:
             return None
-        src_ids, dst_ids = list[I64](), list[I64]()
+        src_ids: list[I64] = []
+        dst_ids: list[I64] = []
         request = [tokens.start, tokens.stop, covered, *(0,) * binding.TOTALS]
         from_src = from_dst = marks = 0
         for name in self.names:
@@ -357,8 +358,7 @@ def _limits(geometry: CacheGeometry, group: str) -> list[int]:
     return [geometry.pool_ids[group], null, int(side.is_state)]
 
 
-@dataclass(frozen=True, eq=False)
-class Fitted(TransferPlan):
+class Fitted(TransferPlan, frozen=True, eq=False, dict=True):
     """A plan of a request whose numbers and tables compiled code makes; its rows only if somebody asks for them."""
 
     template: Template

@@ -418,7 +418,9 @@ class Fetch:
 
     def _counted(self) -> tuple[Tally, TransferStats]:
         """What all ranks' parts counted, and that as the caller sees it."""
-        routes, whys, peers = set[str](), dict[str, None](), list[str]()
+        routes: set[str] = set()
+        whys: dict[str, None] = {}
+        peers: list[str] = []
         tally = self.receivers[0].tally if len(self.receivers) == 1 else Tally()
         for receiver in self.receivers:
             routes.add(ROUTE_NAMES[receiver.route])

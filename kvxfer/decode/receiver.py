@@ -320,7 +320,7 @@ class Receiver:
         self.route = Route.UNKNOWN  # as the prefill rank chose it
         self.why = ""
         # every layer of which it sends something
-        self.layers: Final = sorted(set[int]().union(*map(_layers_of, selections)))
+        self.layers: Final = sorted(set().union(*map(_layers_of, selections)))
         # what it says its chunks add up to, if that is compared
         self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
         self.grants: Final = Grants(site, link.peer)  # memory in its hands
@@ -339,8 +339,9 @@ class Receiver:
         self._turns: Turns | None = None  # which it takes with the peer's
         self._begun = 0  # of the first so many chunks there are steps
         self._copied = 0  # the first so many have been copied (`pull`: read)
-        self._granted: Final = deque[tuple[int, float]]()  # up to which chunk, and when
-        self._readable: Final = deque[tuple[int, float, int]]()  # up to which chunk, until when, through what
+        self._granted: Final[deque[tuple[int, float]]] = deque()  # up to which chunk, and when
+        # up to which chunk, until when, through what
+        self._readable: Final[deque[tuple[int, float, int]]] = deque()
         self._agreement = b""  # what is meant by what is granted with the question
         self._asked = 0.0  # since when memory is waited for
         self._request: Request | None = None

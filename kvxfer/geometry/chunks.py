@@ -124,7 +124,8 @@ class ChunkGrid:
 
     def layers_of(self, first: int, stop: int) -> list[int]:
         """Layers of chunks that follow one another, each as often as it has a part in one of them."""
-        found, cells, runs, each = list[int](), self.cells, self.layer_runs, self.layers_per_chunk
+        cells, runs, each = self.cells, self.layer_runs, self.layers_per_chunk
+        found: list[int] = []
         for chunk in range(first, stop):
             begin = cells[chunk] % runs * each
             found += self.layers[begin : begin + each]

@@ -289,7 +289,7 @@ class Estimates:
 
     def __init__(self, profile: Profile) -> None:
         self.paces: Final[dict[bytes, float]] = {}  # bytes a second that went through a ring of staging memory last
-        self._profile: Final = profile
+        self.costs: Final = profile.routes  # by route, as if transfers had taught nothing
         self._factors: dict[bytes, dict[Route, float]] = {}  # logarithms
         self._spent: dict[bytes, float] = {}  # seconds of all transfers that taught something
         self._chosen: dict[bytes, dict[Route, float]] = {}  # how many those were when a route was last taken
@@ -301,10 +301,6 @@ class Estimates:
             return exp(known[route])
         return exp(sum(known.values()) / len(known)) if known else 1.0
 
-    def plain(self, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
-        """What the profile says, as if transfers with the peer had taught nothing. Arguments are those of `seconds`."""
-        return self._profile.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
-
     def seconds(self, peer: bytes, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
         """Predicted seconds from `fetch` to its return.
 
@@ -315,7 +311,7 @@ class Estimates:
             chunks: Chunks that it is cut into.
             pieces: Contiguous pieces, neighbours merged.
         """
-        return self.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
+        return self.costs[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
 
     def chose(self, peer: bytes, route: Route) -> None:
         """A transfer takes this route, and will tell what it is like."""

@@ -139,8 +139,7 @@ def answer(
     check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     agreement = pair.agreement(plan.dst_spans, tokens)
-    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != agreement:
-        # what was granted ahead is for the plan that the decode rank has made
+    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != agreement:  # granted ahead for another plan
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
@@ -169,7 +168,7 @@ def answer(
     ahead = ahead and offer.finished and _covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
     pieces = plan.merged_pieces if route in LISTED else bound.pieces
-    plain = site.estimates.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+    plain = site.estimates.costs[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
     predicted = plain * site.estimates.factor(incarnation, route)
     message = wire.Accept(
         transfer=fetch.transfer,

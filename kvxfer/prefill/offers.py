@@ -23,7 +23,7 @@ from kvxfer.telemetry import hears_info, logger
 if TYPE_CHECKING:
     from kvxfer.prefill.sender import Sender
 
-__all__ = ["TOO_MANY_ENGINES", "Awaited", "OfferBook"]
+__all__ = ["Awaited", "OfferBook"]
 
 _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
@@ -36,7 +36,6 @@ _LATE_SECONDS: Final = 0.05
 """A timer that is later than that may have been so for any time."""
 _RELEASED: Final = Released()
 _OVER: Final = Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released")
-TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to others already"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +127,7 @@ class OfferBook:
             for engine, world in early.claims.items():
                 self.renew(offer, engine, world)
             for fetch in early.fetches:
-                who = fetch.peer.identity
-                if not self.admits(offer, who.epoch):
-                    fetch.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
-                    continue
-                self.bind(offer, who.epoch, who.world)
-                fetch.attach(offer)
+                self.attach(offer, fetch)
             for who in early.releases.values():
                 self.release(offer.key, who)
         self._watch(offer.key, offer.lease)
@@ -182,17 +176,27 @@ class OfferBook:
 
     def renew(self, offer: Entry, engine: bytes, world: int) -> None:
         """A decode engine claims the offer. One that was superseded renews in vain: it does not know it yet."""
-        if engine not in offer.superseded and self.admits(offer, engine):
+        if engine not in offer.superseded:
             self.bind(offer, engine, world)
 
-    @staticmethod
-    def admits(offer: Entry, engine: bytes) -> bool:
-        """Whether a decode engine may bind the offer: of those that it was taken over from, a few are remembered."""
-        known = offer.engine in (None, engine) or engine in offer.superseded
-        return known or len(offer.superseded) < _ENGINES
+    def attach(self, offer: Entry, fetch: "Sender") -> None:
+        """A fetch reads the offer from now on."""
+        who = fetch.peer.identity
+        if self.bind(offer, who.epoch, who.world):
+            fetch.offer = offer
+            offer.transfers.add(fetch)
+            fetch.wake()
+        else:
+            fetch.refuse(Code.TOO_MANY, f"{_ENGINES} decode engines have lost this request to others already")
 
-    def bind(self, offer: Entry, engine: bytes, world: int) -> None:
-        """A decode engine claims or fetches the offer; renews its lease. Another engine takes it over."""
+    def bind(self, offer: Entry, engine: bytes, world: int) -> bool:
+        """A decode engine claims or fetches the offer; renews its lease. Another engine takes it over.
+
+        Returns:
+            False if it may not: of those that it was taken over from, a few are remembered.
+        """
+        if offer.engine not in (None, engine) and engine not in offer.superseded and len(offer.superseded) >= _ENGINES:
+            return False
         offer.superseded.discard(engine)
         if offer.engine is not None and offer.engine != engine:
             offer.superseded.add(offer.engine)
@@ -205,6 +209,7 @@ class OfferBook:
         offer.lease = lease if offer.engine != engine else max(offer.lease, lease)
         offer.engine, offer.world = engine, world
         self._watch(offer.key, offer.lease)
+        return True
 
     def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
         """One rank of a decode engine is done with the request; `declined` if it never wanted it."""

@@ -11,7 +11,7 @@ from kvxfer.errors import Code, ProtocolError
 from kvxfer.mapped import elsewhere
 from kvxfer.offers import Entry, Withdrawn
 from kvxfer.peers.link import Link
-from kvxfer.prefill.offers import TOO_MANY_ENGINES, OfferBook
+from kvxfer.prefill.offers import OfferBook
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
@@ -218,27 +218,33 @@ class Prefill:
         key = (link.peer.identity.incarnation, message.transfer)
         if key in self._transfers or self._doubtful.find(*key) is not None:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
-        offer_key = (message.ticket.request, message.ticket.attempt)
-        refusal, found = self._refusal(message.ticket), self.book.find(offer_key)
-        if refusal is None and found is None and self._site.draining:
-            refusal = Code.DRAINING
-        elif refusal is None and isinstance(found, Code):
+        site, offer_key = self._site, (message.ticket.request, message.ticket.attempt)
+        found, refusal = self.book.find(offer_key), None
+        if site.issuer is None:
+            refusal = Code.TICKET_UNKNOWN
+        elif not site.issuer.verify(message.ticket):
+            refusal = Code.TICKET_FORGED
+        elif isinstance(found, Code):
             refusal = found
-        elif refusal is None and not self._places.take(key[0]):
+        elif found is None and site.draining:
+            refusal = Code.DRAINING
+        elif not self._places.take(key[0]):
             refusal = Code.TOO_MANY
         if refusal is not None:
-            self._refuse(link, message.transfer, refusal)
+            site.metrics.refused(refusal, by_peer=False)
+            reason = _REASONS.get(refusal, refusal.name.lower())
+            link.send(wire.Refuse(message.transfer, refusal, reason, RETRY_MS.get(refusal, 0)))
             return
-        self._site.heard(link.peer, fenced=message.fenced)
+        site.heard(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
-        sender = self._transfers[key] = Sender(self._site, link, message, self._ended, sums_every=sums_every)
+        sender = self._transfers[key] = Sender(site, link, message, self._ended, sums_every=sums_every)
         if isinstance(found, Entry):
-            self._attach(sender, found)
+            self.book.attach(found, sender)
         elif not self.book.park(offer_key, sender):
             sender.refuse(
                 Code.TOO_MANY,
                 f"as many fetches wait for their offers as may, in all or of one peer "
-                f"(max_transfers={self._site.config.max_transfers})",
+                f"(max_transfers={site.config.max_transfers})",
             )
         self._waiting.append(sender)
         self._let_begin()
@@ -283,9 +289,9 @@ class Prefill:
 
     def claim(self, link: Link, message: wire.Claim) -> None:
         """Requests still wait for a place at the decode rank."""
-        who = link.peer.identity
+        who, issuer = link.peer.identity, self._site.issuer
         for ref in message.tickets:
-            if self._refusal(ref) is not None:
+            if issuer is None or not issuer.verify(ref):
                 continue
             key = (ref.request, ref.attempt)
             found = self.book.find(key)
@@ -296,10 +302,10 @@ class Prefill:
 
     def release(self, link: Link, message: wire.Release) -> None:
         """A decode rank is done with a request."""
-        who = link.peer.identity
-        if self._refusal(message.ticket) is None:
+        ref, issuer = message.ticket, self._site.issuer
+        if issuer is not None and issuer.verify(ref):
             declined = message.code is Code.CANCELLED
-            self.book.release((message.ticket.request, message.ticket.attempt), who, declined=declined)
+            self.book.release((ref.request, ref.attempt), link.peer.identity, declined=declined)
 
     def opened(self, link: Link) -> None:
         """A decode rank is there (again), and may still read what it was announced before."""
@@ -368,25 +374,6 @@ class Prefill:
                 sender.stop(failure)
 
     # --- inside
-
-    def _attach(self, sender: Sender, offer: Entry) -> None:
-        who = sender.peer.identity
-        if self.book.admits(offer, who.epoch):
-            self.book.bind(offer, who.epoch, who.world)
-            sender.attach(offer)
-        else:
-            sender.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
-
-    def _refusal(self, ref: wire.TicketRef) -> Code | None:
-        """Why a ticket is not honoured here, or None."""
-        site = self._site
-        if site.issuer is None:
-            return Code.TICKET_UNKNOWN
-        return None if site.issuer.verify(ref) else Code.TICKET_FORGED
-
-    def _refuse(self, link: Link, transfer: int, code: Code) -> None:
-        self._site.metrics.refused(code, by_peer=False)
-        link.send(wire.Refuse(transfer, code, _REASONS.get(code, code.name.lower()), RETRY_MS.get(code, 0)))
 
     def _moved(self, link: Link, transfer: int) -> Sender | None:
         """A transfer that its decode rank moves on, which renews the offer's lease.

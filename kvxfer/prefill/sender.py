@@ -957,12 +957,6 @@ class Sender:
 
     # --- what the offer's owner says
 
-    def attach(self, offer: Entry) -> None:
-        """The offer is there."""
-        self.offer = offer
-        offer.transfers.add(self)
-        self.wake()
-
     def wake(self, _: object = None) -> None:
         """There is news: more of the offer is ready, or it was finished, or what was waited for is there."""
         if self._news is not None:

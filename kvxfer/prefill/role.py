@@ -15,7 +15,7 @@ from kvxfer.prefill.offers import OfferBook
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.transfer import Failure, build_result
+from kvxfer.protocol.transfer import Failure, SendState, build_result
 from kvxfer.site import Callback, Quota, Site, no_hold
 from kvxfer.telemetry import logger
 
@@ -254,7 +254,9 @@ class Prefill:
         while self._waiting and self._beginning < _AT_ONCE:
             self._beginning += 1
             self._site.loop.call_soon(self._has_begun)
-            self._waiting.popleft().begin()
+            sender = self._waiting.popleft()
+            if sender.machine.state is SendState.PARKED:  # else it has ended already
+                self._site.tasks.spawn(sender.see_through(), f"kvxfer send {sender.machine.transfer}")
 
     def _has_begun(self) -> None:
         self._beginning -= 1

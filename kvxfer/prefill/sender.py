@@ -95,13 +95,6 @@ class Draft(Struct, frozen=True):
     by_layer: bool  # whether layers become ready one after the other
     prompt: bool  # whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is
 
-    @classmethod
-    def of(cls, offer: Entry) -> "Draft":
-        """Take it down."""
-        by_layer = not offer.finished and offer.readiness.by_layer
-        prompt = offer.finished and offer.readiness.fired
-        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, prompt)
-
 
 class Answer(Struct, frozen=True):
     """What becomes of it."""
@@ -361,23 +354,13 @@ class Sender:
 
     # --- a transfer, in order
 
-    def begin(self) -> None:
-        """Go, in the loop's next turn, unless it has ended already."""
-        if self.machine.state is SendState.PARKED:
-            self.site.tasks.spawn(self._see_through(), f"kvxfer send {self.machine.transfer}")
-
     async def run(self) -> None:
         """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
-        site, machine, stop = self.site, self.machine, self.machine.fetch.token_stop
+        machine, stop = self.machine, self.machine.fetch.token_stop
         offer = await self._offered()
         if offer is None:
             return
-        draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
-        means = site.means(self.peer, trusted=self.link.trusted, sending=True)
-        make = partial(answer, site, self.peer, machine.fetch, draft, means, self._ahead, self._sums_every > 0)
-        made = await site.plan(make, rows=self._rows(draft))
-        if machine.state is SendState.PARKED:  # else it ended meanwhile
-            self._accept(draft, made)
+        await self._accept(offer)
         while machine.state is SendState.MOVING and (bound := self._bound) is not None:
             if self._granted:
                 await self._ship(bound, self._granted[0])
@@ -387,7 +370,7 @@ class Sender:
                 reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {stop}"
                 self._deny(Code.TOKENS, reason)
             elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
-                self._bound = await site.plan(partial(bound.grown, offer.spans, offer.tokens), rows=bound.rows)
+                self._bound = await self.site.plan(partial(bound.grown, offer.spans, offer.tokens), rows=bound.rows)
             else:
                 self._announce(bound, offer)
                 if offer.finished and machine.granted == machine.chunks:
@@ -441,19 +424,25 @@ class Sender:
             self._ahead = False
             self.link.send(wire.Want(self.machine.transfer, 0))
 
-    def _rows(self, draft: Draft) -> int:
-        """As many table rows as take the time of the plan."""
-        fetch, wanted, offered = self.machine.fetch, 0, 0
+    async def _accept(self, offer: Entry) -> None:
+        """Plan, and say how it will be moved; begin with what `Fetch` grants, if that still holds and is needed."""
+        site, machine, fetch = self.site, self.machine, self.machine.fetch
+        by_layer = not offer.finished and offer.readiness.by_layer
+        self._prompt = offer.finished and offer.readiness.fired
+        # as it is now: the plan may be made in a thread, while the offer grows
+        draft = Draft(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, self._prompt)
+        wanted = offered = 0
         for asked in fetch.spans:
             wanted += len(asked.ids) // 4  # packed ids of 4 bytes
         for span in draft.spans.values():
             offered += len(span.ids)
-        return max(wanted, offered) + self.site.plans.outgoing_rows(self.peer, fetch.selections)
-
-    def _accept(self, draft: Draft, made: Answer) -> None:
-        """Say how it will be moved, and begin with what `Fetch` grants, if that still holds and is what is needed."""
-        site, machine, fetch, message, choice = self.site, self.machine, self.machine.fetch, made.message, made.choice
-        self._answer, self._bound, self._prompt = made, made.bound, draft.prompt
+        rows = max(wanted, offered) + site.plans.outgoing_rows(self.peer, fetch.selections)
+        means = site.means(self.peer, trusted=self.link.trusted, sending=True)
+        make = partial(answer, site, self.peer, fetch, draft, means, self._ahead, self._sums_every > 0)
+        made = await site.plan(make, rows=rows)
+        if machine.state is not SendState.PARKED:  # it ended meanwhile
+            return
+        self._answer, self._bound, message, choice = made, made.bound, made.message, made.choice
         if message.ahead and site.now() >= self._ahead_until:  # planning, or compiling before, took too long
             message = with_fields(message, ahead=False, spans=encode_spans(draft.spans, made.bound.plan.pair.groups))
         self._said = draft.spans
@@ -531,8 +520,8 @@ class Sender:
         self.wake()
 
     def _events(self, chunk: int) -> Event:
-        """When a chunk may be read."""
-        if self._prompt or self.offer is None or self._bound is None:
+        """When a chunk of an offer may be read that is waited for."""
+        if self.offer is None or self._bound is None:
             return READY
         events = self.offer.readiness.events(*self._bound.grid.of(chunk))
         if events is None:
@@ -563,7 +552,7 @@ class Sender:
 
     async def _ship(self, bound: Bound, terms: _Terms) -> None:
         """Hand chunks to the mover, as soon as there is all that it takes."""
-        run = self._run
+        machine, run = self.machine, self._run
         if run is not None and run.allowed < terms.stop and not self._goes_on(run, terms):
             self._conclude(run)
             if self._run is run:
@@ -571,20 +560,23 @@ class Sender:
             return
         if run is None:
             run = self._run = _Run(self._shipped, terms, stop=self._shipped, allowed=terms.stop)
-            await self._find_way(run, bound)
-        while run.stop < terms.stop and self._has(run, terms) and self.machine.state is SendState.MOVING:
+            if machine.route is Route.MAPPED:
+                windows, run.gate = self.site.mappings.way(self.peer, terms.generation)
+                run.reached = windows.reached
+            else:
+                await self._find_lane(run, bound)
+        while self._run is run and machine.state is SendState.MOVING and self._granted and self._granted[0] is terms:
+            if run.finished and run.allowed < terms.stop:  # it was concluded meanwhile, without these
+                return
+            if run.stop >= terms.stop:
+                self._granted.popleft()
+                if run.allowed < terms.stop:
+                    self._let_go_on(run, terms)
+                return
             # one, two, four: the mover begins while others are made
             await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
             if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
-        if self._has(run, terms) and self._granted and self._granted[0] is terms:
-            self._granted.popleft()
-            if run.allowed < terms.stop:
-                self._let_go_on(run, terms)
-
-    def _has(self, run: _Run, terms: _Terms) -> bool:
-        """Whether chunks are, or may still become, a part of what is moved: it may have been concluded meanwhile."""
-        return self._run is run and (run.allowed >= terms.stop or not run.finished)
 
     async def _look_ahead(self, bound: Bound) -> bool:
         """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""
@@ -597,21 +589,17 @@ class Sender:
         await self._make(run, bound, stop)
         return True
 
-    async def _find_way(self, run: _Run, bound: Bound) -> None:
-        """What chunks need on their way: a window into the peer's memory, or a lane to it and memory here."""
-        site, peer, route, machine = self.site, self.peer, self.machine.route, self.machine
-        if route is Route.MAPPED:
-            windows, run.gate = site.mappings.way(peer, run.terms.generation)
-            run.reached = windows.reached
-        else:
-            connected = site.lanes.connect(peer, run.terms.renewals)
-            if not connected.done():
-                await self._until(connected)
-            if self._run is not run:
-                return
-            run.post = self._post(run, connected.result())
-        if route is Route.STAGED and bound.most_bytes:
-            nbytes = bound.most_bytes
+    async def _find_lane(self, run: _Run, bound: Bound) -> None:
+        """What chunks need that are posted: a lane to the peer, and memory here to gather them into."""
+        site, peer, machine = self.site, self.peer, self.machine
+        connected = site.lanes.connect(peer, run.terms.renewals)
+        if not connected.done():
+            await self._until(connected)
+        if self._run is not run:
+            return
+        late = partial(self._late, run)
+        run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(site, peer), late)
+        if machine.route is Route.STAGED and (nbytes := bound.most_bytes):
             extent = site.send_desk.take(peer.account, nbytes) or await self._room(nbytes)
             if extent is not None:
                 most = min(len(machine.ring), machine.chunks - run.first)
@@ -642,10 +630,6 @@ class Sender:
         if isinstance(extent, KvxferError):
             raise extent
         return extent
-
-    def _post(self, run: _Run, lane: str) -> Post:
-        late = partial(self._late, run)
-        return Post(lane, Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(self.site, self.peer), late)
 
     async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
         """Make steps of chunks, in a thread where that takes long, and give them to the mover."""
@@ -687,35 +671,42 @@ class Sender:
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
-        if self.machine.route is Route.DIRECT:
-            return [self._listed(bound, chunk, post) for chunk in chunks]
-        if self._prompt:
-            return [self._job(run, bound, chunks, post, extents)]
-        return [self._job(run, bound, range(chunk, chunk + 1), post, extents) for chunk in chunks]
+        listed, steps = self.machine.route is Route.DIRECT, list[CopyJob]()
+        for part in [chunks] if self._prompt and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
+            event = READY if self._prompt else self._events(part.start)
+            if listed:
+                steps.append(self._listed(bound, part.start, post, event))
+            elif post is None or not extents:  # in place, or windows in which no group has a row
+                tables = bound.tables(Kind.COPY, part, reached=run.reached)
+                steps.append(CopyJob(tables, after=event, gate=run.gate))
+            else:
+                steps.append(self._gathered(run, bound, part, post, extents, event))
+        return steps
 
-    def _job(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> CopyJob:
-        """Chunks that are gathered and written, or copied in place."""
-        event, peer = self._events(chunks.start), self.peer
-        if post is None or not extents:  # in place, or windows in which no group has a row
-            return CopyJob(bound.tables(Kind.COPY, chunks, reached=run.reached), after=event, gate=run.gate)
-        places, first = self.machine.places(chunks), run.first
-        ours = [extents[(chunk - first) % len(extents)] for chunk in chunks]
-        staging = [extent.address for extent in ours]
-        made = bound.tables(Kind.GATHER, chunks, staging)
+    def _gathered(
+        self, run: _Run, bound: Bound, chunks: range, post: Post, extents: list[Extent], event: Event
+    ) -> CopyJob:
+        """Chunks that are gathered into staging memory, in whose extents they take turns, and written from there."""
+        peer, room, near, far = self.peer, list[int](), list[int](), list[int]()
+        for chunk, place in zip(chunks, self.machine.places(chunks), strict=True):
+            extent = extents[(chunk - run.first) % len(extents)]
+            room.append(min(place.length, extent.nbytes))
+            near.append(extent.address)
+            far.append(place.address)
+        made = bound.tables(Kind.GATHER, chunks, near)
         sizes: list[int] = made.staged_bytes.tolist()
         if not any(sizes):
             return CopyJob(made, after=event)
-        for place, extent, need in zip(places, ours, sizes, strict=True):
-            if not peer.body.staging or min(place.length, extent.nbytes) < need:
-                raise ProtocolError(f"{place.length} bytes were granted for a chunk of {need}")
-        there = [place.address for place in places]
-        local = staging_pieces(self.site.arena, staging, made.staged_bytes)
-        remote = staging_pieces(peer.body.staging[0], there, made.staged_bytes)
+        for most, need in zip(room, sizes, strict=True):
+            if not peer.body.staging or most < need:
+                raise ProtocolError(f"{most} bytes were granted for a chunk of {need}")
+        local = staging_pieces(self.site.arena, near, made.staged_bytes)
+        remote = staging_pieces(peer.body.staging[0], far, made.staged_bytes)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
-    def _listed(self, bound: Bound, chunk: int, post: Post | None) -> CopyJob:
+    def _listed(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:
         """A chunk whose pieces are listed for the transport."""
-        pieces, event = bound.listed(chunk), self._events(chunk)
+        pieces = bound.listed(chunk)
         if post is None or not len(pieces):
             return CopyJob(NOTHING, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
@@ -1094,7 +1085,7 @@ class Sender:
         step = self.machine.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
-    async def _see_through(self) -> None:
+    async def see_through(self) -> None:
         """Do all of it. What fails is the transfer, whoever brought the news."""
         try:
             await self.run()

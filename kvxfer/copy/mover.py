@@ -48,7 +48,6 @@ __all__ = ["Copy", "Mover", "usual_threads"]
 I64: TypeAlias = NDArray[np.int64]
 
 _NS: Final = 1_000_000_000
-_FOREVER_NS: Final = (1 << 63) - 1
 _FOREVER_S: Final = 1e9
 _BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
 _POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")
@@ -297,7 +296,8 @@ class Mover:
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
         flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
-        flow.until, flow.awaits = _ns(job.until), flow.lane == _LANES[Direction.SCATTER]
+        flow.until = int(min(job.until, _FOREVER_S) * _NS)
+        flow.awaits = flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
         self._untold += 1
         if job.post is not None and job.post.peer in self._gone:
@@ -321,7 +321,7 @@ class Mover:
         """The first so many steps may begin, none of them later than `until`, or its own. Harmless if it is over."""
         flow.allowed = max(flow.allowed, min(steps, flow.total))
         if until is not None:
-            flow.until = _ns(until)
+            flow.until = int(min(until, _FOREVER_S) * _NS)
         self._say(flow)
 
     def hear(self, flow: Flow, steps: int) -> None:
@@ -700,7 +700,7 @@ class Mover:
         batch = copy.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
         met = None if job.post is None else self.ready(job.post.peer)
         if met is None and (gpu is None or job.sums is None or sums is not None):
-            until = _FOREVER_NS if job.until >= _FOREVER_S else _ns(job.until)
+            until = int(min(job.until, _FOREVER_S) * _NS)
             common = (
                 *(records.COPY, 0, copy.lane, 0, job.nbytes, until),
                 *(*_NO_LOCK, *(_listed(kept, copy.handles) if copy.handles else _NOWHERE), 0, 0, 0, 0),
@@ -904,7 +904,10 @@ class Mover:
     def _read(self) -> None:
         """Take what the machine says."""
         first = not self._news
-        self._news.extend(_EVENT.iter_unpack(self._machine.read()))
+        try:
+            self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
+        except BlockingIOError:  # there is none after all
+            return
         if first:
             self._deliver()
 
@@ -1202,13 +1205,6 @@ class _Machine:
             self._loop.remove_writer(self._commands)
         self._service.wake()
 
-    def read(self) -> bytes:
-        """Events that have come."""
-        try:
-            return os.read(self.news, _READ_BYTES)
-        except BlockingIOError:
-            return b""
-
     def batch_of(self, tables: Tables) -> "Batch":
         """Tables as compiled code has them."""
         found: Batch = self._template.Batch.of([tables])
@@ -1308,10 +1304,6 @@ def _turns(turns: Turns, kept: list[Any], peer: int) -> tuple[int, int, int, int
 def _named(agent: str) -> "ctypes.Array[ctypes.c_char]":
     """An agent's name as C reads it. To make one takes long: its type is made with it, and is garbage after it."""
     return ctypes.create_string_buffer(agent.encode())
-
-
-def _ns(until: float) -> int:
-    return _FOREVER_NS if until >= _FOREVER_NS / _NS else int(until * _NS)
 
 
 @cache

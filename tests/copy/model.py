@@ -20,7 +20,7 @@ from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.compiler import load
-from kvxfer.copy.mover import _EVENT, _Machine
+from kvxfer.copy.mover import _EVENT, _READ_BYTES, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
 from kvxfer.safety.fence import Key, LockFile
 
@@ -208,7 +208,7 @@ class Model:
             self.away -= 1
             if not self.away:
                 self.ports[records.WRITE] = self.really_writes
-        for slot, outcome, code, started, copied, posted, finished, posting in _EVENT.iter_unpack(self.machine.read()):
+        for slot, outcome, code, started, copied, posted, finished, posting in self.news():
             assert (copied <= finished, posted, posting) == (True, 0, 0)
             self.tell(slot, outcome, code, started, finished)
         assert self.state[records.LIVE] == len(self.jobs)
@@ -218,6 +218,13 @@ class Model:
             assert self.key._words[2 * number + 1] == (inside > 0)
         assert (delay == -1) == (len(self.jobs) == 0) or not self.jobs
         return delay
+
+    def news(self):
+        """Events that the machine has written."""
+        try:
+            return list(_EVENT.iter_unpack(os.read(self.machine.news, _READ_BYTES)))
+        except BlockingIOError:
+            return []
 
     def before(self) -> None:
         """What is remembered for the time behind a step."""

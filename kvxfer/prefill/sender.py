@@ -1026,7 +1026,7 @@ class Sender:
     def in_doubt(self) -> bool:
         """It is over, but a post of ours may still be under way, or the decode rank may still be reading."""
         read = self._exposure is not None and self._exposure.ended
-        return self.machine.in_doubt and not read
+        return self.machine.doubts > 0 and not read
 
     @property
     def failure(self) -> Failure | None:
@@ -1110,38 +1110,20 @@ class Sender:
 
     def _finish(self) -> None:
         """The last result was said: count, log, and let everything go."""
-        machine, failure, made, route = self.machine, self.machine.failure, self._answer, self.machine.route
+        site, machine, made = self.site, self.machine, self._answer
+        fetch, failure, route = machine.fetch, machine.failure, machine.route
         stats = self.stats = self.tally.stats(
             route=ROUTE_NAMES[route],
             why=made.choice.why if made is not None else "",
             peers=(self.peer.name,),
             started=self.began,
-            finished=self.site.now(),
+            finished=site.now(),
         )
         if failure is None and self._prompt and made is not None:
             incarnation = self.peer.identity.incarnation
-            self.site.estimates.took(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
+            site.estimates.took(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
         ours = route is Route.DIRECT and self._reads  # a post of ours may read the blocks
-        reads = ours or (route is Route.PULL and machine.in_doubt)
-        self._tell(stats, failure, reads=reads)
-        self.link.moved[route] += stats.bytes
-        self._way()
-        if self._exposure is not None and not machine.in_doubt:
-            self._exposure.end()
-        for timer in (self._revoke, self._patience, self._telling):
-            if timer is not None:
-                timer.cancel()
-        self._ended(self)
-        if self.offer is not None:
-            self.offer.stats.append(stats)
-            self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
-        if ours:
-            self._unwant = want_end(self.site, self.peer, urgent=True)
-        self.wake()
-
-    def _tell(self, stats: TransferStats, failure: Failure | None, *, reads: bool) -> None:
-        """One call to who counts, and one line in the log; `reads` if the offered blocks may still be read."""
-        machine, fetch = self.machine, self.machine.fetch
+        reads = ours or (route is Route.PULL and machine.doubts > 0)
         if failure is not None:
             self.report = FailureReport(
                 request=fetch.ticket.request,
@@ -1158,7 +1140,7 @@ class Sender:
                 blocks=self.offer.block_ids() if self.offer is not None else {},
                 memory_safe=not reads,
             )
-        self.site.metrics.transfer_ended(
+        site.metrics.transfer_ended(
             Ended(
                 side="send",
                 code=None if failure is None else failure.code,
@@ -1176,3 +1158,18 @@ class Sender:
         elif _hears_info():
             request = fetch.ticket.request
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())
+        self.link.moved[route] += stats.bytes
+        self._way()
+        if self._exposure is not None and not machine.doubts:
+            self._exposure.end()
+        for timer in (self._revoke, self._patience, self._telling):
+            if timer is not None:
+                timer.cancel()
+        self._ended(self)
+        if self.offer is not None:
+            self.offer.stats.append(stats)
+            self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
+        if ours:
+            self._unwant = want_end(site, self.peer, urgent=True)
+        if self._news is not None:
+            self.wake()

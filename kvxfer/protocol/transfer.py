@@ -140,7 +140,8 @@ class Sending:
         self.arrived = 0  # the first so many have arrived
         self.nbytes = 0  # of those
         self._dropped = 0  # chunks that the shell has given up
-        self._doubts = 0  # how often it has not said that nothing of those is under way any more
+        # how often it has not said that nothing of those is under way any more, nor (`pull`) the decode rank
+        self.doubts = 0
         self._said = 0  # the first so many have arrived, as the decode rank was told
         self._timings = UNTIMED  # of those that have arrived since
         self.ring: Sequence[Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
@@ -161,16 +162,11 @@ class Sending:
         """What it waits for."""
         if self.state is SendState.PARKED:
             return Step.ASKING
-        if self.moving or self._doubts or self.being_read:
+        if self.moving or self.doubts or self.being_read:
             return Step.MOVING
         if self.granted < self.ready:
             return Step.RESERVING
         return Step.WAITING if self.ready < self.chunks else Step.ENDING
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
-        return self._doubts > 0
 
     @property
     def being_read(self) -> bool:
@@ -266,7 +262,7 @@ class Sending:
         if self.being_read:
             self._unread = True
             if in_doubt:
-                self._doubts += 1
+                self.doubts += 1
         return self._complete()
 
     def moved(self, chunks: int, nbytes: int, timings: Timings = UNTIMED) -> list[Message]:
@@ -297,7 +293,7 @@ class Sending:
         if not 0 < chunks <= self.moving:
             raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} are not under way")
         self._dropped += chunks
-        self._doubts += in_doubt
+        self.doubts += in_doubt
         if self.state is SendState.MOVING:
             return self.stop(
                 Failure(Status.FAILED, Code.FAILED, f"chunk {self.granted - self._dropped} could not be moved")
@@ -306,9 +302,9 @@ class Sending:
 
     def settled(self) -> None:
         """Nothing of what was dropped in doubt, in one call, is in flight any more."""
-        if not self._doubts:
+        if not self.doubts:
             raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
-        self._doubts -= 1
+        self.doubts -= 1
 
     def stop(self, failure: Failure) -> list[Message]:
         """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
@@ -335,17 +331,18 @@ class Sending:
 
     def _complete(self) -> list[Message]:
         """End the transfer if nothing is left to wait for."""
-        if self.granted > self.arrived + self._dropped or self.state not in (SendState.MOVING, SendState.STOPPING):
+        over = SEND_TRANSITIONS.get((self.state, "finish"))
+        if over is None or self.granted > self.arrived + self._dropped:
             return []
         if self.state is SendState.STOPPING:
             if self.being_read:
                 return []
-            self._event("finish")
-            status = Status.IN_DOUBT if self.in_doubt else (self.failure.status if self.failure else Status.FAILED)
+            self.state = over
+            status = Status.IN_DOUBT if self.doubts else (self.failure.status if self.failure else Status.FAILED)
             return [build_result(self.transfer, status, last=True, failure=self.failure)]
         if self.granted < self.chunks or self._payload is None:
             return []
-        self._event("finish")
+        self.state = over
         return [
             build_result(
                 self.transfer,

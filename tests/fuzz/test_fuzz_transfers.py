@@ -194,7 +194,7 @@ class Sender:
             machine.state,
             counts,
             machine.being_read,
-            machine.in_doubt,
+            machine.doubts,
             [*machine.ring],
             machine._ring_at,
             machine.copied,
@@ -236,7 +236,7 @@ class Sender:
         assert machine.chunks in (0, self.chunks)
         assert (machine.ready, machine.granted) == (self.announced, self.granted)
         assert machine.arrived == self.arrived
-        assert machine.in_doubt == bool(self.doubts)
+        assert machine.doubts == self.doubts
         if self.route is Route.STAGED:
             assert len(self.machine.ring) == len(self.ring)
             places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]

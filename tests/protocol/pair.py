@@ -257,7 +257,7 @@ class Pair(RuleBasedStateMachine):
             self.say(self.sender.unread())
             self.say(self.sender.stop(THEIRS))
             return
-        doubt = self.sender is not None and self.sender.in_doubt and self.route is not Route.PULL
+        doubt = self.sender is not None and self.sender.doubts > 0 and self.route is not Route.PULL
         answer = build_result(1, Status.IN_DOUBT if doubt else Status.CANCELLED, last=True, failure=THEIRS)
         self.promised(answer)
         if self.connected:
@@ -489,7 +489,7 @@ class Pair(RuleBasedStateMachine):
         if not self.given_up:
             self.give_up(CALLER)
             self.drain()
-        assert self.sender is None or (self.sender.state is SendState.ENDED and self.sender.in_doubt)
+        assert self.sender is None or (self.sender.state is SendState.ENDED and self.sender.doubts)
         self.reads, self.stuck = self.stuck, set()
         self.drain()
 

@@ -62,7 +62,7 @@ def test_a_read_that_does_not_end_keeps_no_offer():
     pair.cancel()
     pair.drain()
     assert pair.sender.state is SendState.ENDED
-    assert pair.sender.in_doubt
+    assert pair.sender.doubts
     assert pair.receiver.state is ReceiveState.LOST
     pair.teardown()
     assert pair.receiver.state is ReceiveState.STOPPED

@@ -63,7 +63,7 @@ def reserve(chunks, *, places=0, start=0):
 def known(sending):
     """What it knows, for comparison."""
     counts = sending.state, sending.ready, sending.granted, sending.arrived, sending.moving, sending.nbytes
-    return *counts, sending.being_read, sending.in_doubt, [*sending.ring], sending._ring_at
+    return *counts, sending.being_read, sending.doubts, [*sending.ring], sending._ring_at
 
 
 def stopping():
@@ -270,7 +270,7 @@ def test_a_doubt_that_is_settled_is_none():
     sending.stop(STOP)
     sending.dropped(2, in_doubt=True)
     sending.settled()
-    assert not sending.in_doubt
+    assert not sending.doubts
     (terminal,) = sending.dropped(1)
     assert terminal.status is Status.EXPIRED
 

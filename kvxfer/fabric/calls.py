@@ -495,7 +495,8 @@ class Lanes:
             lane.users.discard(user)
             for _, users in lane.old:
                 users.discard(user)
-            self._prune(key, lane)
+            if lane.old or not lane.wanted:
+                self._prune(key, lane)
 
         return leave
 
@@ -566,7 +567,7 @@ class Lanes:
             lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
-        if self._lanes.get(key) is not lane or (lane.wanted and not lane.old):
+        if self._lanes.get(key) is not lane:
             return
         over = not lane.wanted and not lane.users
         gone = [name for name, users in lane.old if not users]

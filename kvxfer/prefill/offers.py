@@ -101,7 +101,10 @@ class OfferBook:
         except TicketError as error:
             raise RequestError(f"no ticket can be made for request {request!r}, attempt {attempt}: {error}") from error
         key = (request, attempt)
-        self._forget()
+        # old ids are forgotten: by age, and so that the memory of them stays bounded, as each of them was opened once
+        oldest, limit = self._site.now() - REMEMBERED_SECONDS, 16 * self._most
+        while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
+            self._past.popitem(last=False)
         if key in self._offers or key in self._past:
             when = "live" if key in self._offers else "just used"
             raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
@@ -251,7 +254,6 @@ class OfferBook:
         code = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
         self._offers.pop(offer.key, None)
         self._past[offer.key] = (self._site.now(), code[type(ending)])
-        self._forget()
         outcome = type(ending).__name__.lower()
         self._site.metrics.offer_ended(offer.key, outcome, self._site.now())
         if _hears_info():
@@ -338,10 +340,3 @@ class OfferBook:
         who = "its decode engine stopped renewing it" if offer.engine else "nobody claimed it"
         failure = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the offer's lease ran out")
         offer.end(Expired(f"{who} for {waited:g} s"), failure)
-
-    def _forget(self) -> None:
-        """Forget old ids: by age, and so that the memory of them stays bounded."""
-        oldest = self._site.now() - REMEMBERED_SECONDS
-        limit = 16 * self._most
-        while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
-            self._past.popitem(last=False)

@@ -261,7 +261,8 @@ class Mappings:
 
         def leave() -> None:  # of no effect when called again
             mapping.users.discard(user)
-            self._prune(key, mapping)
+            if not mapping.wanted:
+                self._prune(key, mapping)
 
         return leave
 

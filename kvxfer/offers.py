@@ -220,6 +220,10 @@ class Entry:
         """See `Offer.wait_end`."""
         return follow(self._ended)
 
+    def touched(self) -> None:
+        """Its decode engine moves it: that renews the lease as a claim would."""
+        self.lease = max(self.lease, self.site.now() + self.site.config.offer_lease)
+
     def grew(self) -> None:
         """Its owner has added to it."""
         for transfer in list(self.transfers):
@@ -265,10 +269,12 @@ class Entry:
         self.doubtful.pop(transfer, None)
         if in_doubt:
             self.doubtful[transfer] = in_doubt
-        if self.state is OfferState.LIVE:
-            self._book.left(self, moved=moved)
-        else:
+        if moved:
+            self.touched()
+        if self.state is not OfferState.LIVE:
             self.settle()
+        elif not self.transfers:  # none keeps it any more: its lease counts again
+            self._book.watch(self.key, self.lease)
 
     def forsake(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""

@@ -131,9 +131,10 @@ class OfferBook:
                 self.renew(offer, engine, world)
             for fetch in early.fetches:
                 self.attach(offer, fetch)
+                fetch.wake()
             for who in early.releases.values():
                 self.release(offer.key, who)
-        self._watch(offer.key, offer.lease)
+        self.watch(offer.key, offer.lease)
 
     def find(self, key: OfferKey) -> Entry | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
@@ -188,7 +189,6 @@ class OfferBook:
         if self.bind(offer, who.epoch, who.world):
             fetch.offer = offer
             offer.transfers.add(fetch)
-            fetch.wake()
         else:
             fetch.refuse(Code.TOO_MANY, f"{_ENGINES} decode engines have lost this request to others already")
 
@@ -211,7 +211,7 @@ class OfferBook:
         # the first claim begins the lease, whatever was left of the wait for one; a renewal never shortens it
         offer.lease = lease if offer.engine != engine else max(offer.lease, lease)
         offer.engine, offer.world = engine, world
-        self._watch(offer.key, offer.lease)
+        self.watch(offer.key, offer.lease)
         return True
 
     def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
@@ -236,18 +236,7 @@ class OfferBook:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
         if offer.engine is None:
             offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
-            self._watch(offer.key, offer.lease)
-
-    def touched(self, offer: Entry) -> None:
-        """Its decode engine moves it: that renews the lease as a claim would."""
-        offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
-
-    def left(self, offer: Entry, *, moved: bool) -> None:
-        """A transfer is over, in which its decode engine `moved` it: once none keeps it, its lease counts again."""
-        if moved:
-            self.touched(offer)
-        if not offer.transfers:
-            self._watch(offer.key, offer.lease)
+            self.watch(offer.key, offer.lease)
 
     def ended(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""
@@ -266,7 +255,7 @@ class OfferBook:
         for offer in self.offers:
             offer.forsake()
 
-    def _watch(self, key: OfferKey, until: float) -> None:
+    def watch(self, key: OfferKey, until: float) -> None:
         """Look at a request at `until`, or before: whoever is renewed meanwhile is then watched anew."""
         if self._watched.get(key, math.inf) <= until:
             return
@@ -297,7 +286,7 @@ class OfferBook:
                     try:
                         self._look_at(key, now)
                     except BaseException:
-                        self._watch(key, now + heartbeat)
+                        self.watch(key, now + heartbeat)
                         raise
         finally:  # whatever one of them meets, others end
             self._arm()
@@ -306,14 +295,14 @@ class OfferBook:
         """End what has run out, or watch it on."""
         offer, early = self._offers.get(key), self._early.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
-            if offer.transfers:  # they keep it, and their own leases bound them; `left` has it watched earlier
-                self._watch(key, max(offer.lease, now + self._site.config.heartbeat))
+            if offer.transfers:  # they keep it, and their own leases bound them; the last that leaves looks earlier
+                self.watch(key, max(offer.lease, now + self._site.config.heartbeat))
             elif offer.lease > now:
-                self._watch(key, offer.lease)
+                self.watch(key, offer.lease)
             else:
                 self._expire(offer)
         if early is not None and early.until > now:
-            self._watch(key, early.until)
+            self.watch(key, early.until)
         elif early is not None:
             self._forget_early(key)
             reason = f"the request was not offered within {self._site.config.unclaimed_timeout:g} s"
@@ -325,7 +314,7 @@ class OfferBook:
         early = self._early.get(key)
         if early is None and self._places.take(peer):
             early = self._early[key] = Early(self._site.now() + self._site.config.unclaimed_timeout, peer)
-            self._watch(key, early.until)
+            self.watch(key, early.until)
         return early
 
     def _forget_early(self, key: OfferKey) -> Early | None:

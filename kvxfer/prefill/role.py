@@ -384,7 +384,7 @@ class Prefill:
         """
         sender = self._transfers.get((link.peer.identity.incarnation, transfer))
         if sender is not None and sender.offer is not None:
-            self.book.touched(sender.offer)
+            sender.offer.touched()
         return sender
 
     def _ended(self, sender: Sender) -> None:

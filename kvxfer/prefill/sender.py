@@ -325,7 +325,6 @@ class Sender:
         self._sums_every: Final = sums_every
         self._news: asyncio.Future[None] | None = None  # which `run` waits for
         self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
-        self._ahead_until = self.began + fetch.lease_ms / 1000
         self._bound: Bound | None = None
         self._answer: Answer | None = None
         self._prompt = False  # nothing of it is waited for, as of `Draft`
@@ -443,7 +442,8 @@ class Sender:
         if machine.state is not SendState.PARKED:  # it ended meanwhile
             return
         self._answer, self._bound, message, choice = made, made.bound, made.message, made.choice
-        if message.ahead and site.now() >= self._ahead_until:  # planning, or compiling before, took too long
+        until = self.began + fetch.lease_ms / 1000
+        if message.ahead and site.now() >= until:  # planning, or compiling before, took too long
             message = with_fields(message, ahead=False, spans=encode_spans(draft.spans, made.bound.plan.pair.groups))
         self._said = draft.spans
         tally = self.tally
@@ -462,7 +462,7 @@ class Sender:
         # in place nothing waits for that: to move it is more urgent
         self._say(machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
-            self._take(machine.granted, self._ahead_until, fetch.generation, fresh=True)
+            self._take(machine.granted, until, fetch.generation, fresh=True)
 
     def _announce(self, bound: Bound, offer: Entry) -> None:
         """Tell the decode rank which chunks may go now."""

@@ -96,24 +96,12 @@ def build_result(
     status: Status,
     *,
     chunk: int = WHOLE,
-    nbytes: int = 0,
     last: bool = False,
     failure: Failure | None = None,
-    timings: Timings | None = None,
-    payload: bytes = b"",
 ) -> KvAgentResult:
-    """The one builder of results, for every outcome."""
-    return KvAgentResult(
-        transfer=transfer,
-        chunk=chunk,
-        status=status,
-        bytes=nbytes,
-        last=last,
-        code=failure.code if failure else Code.UNKNOWN,
-        reason=failure.reason[:1024] if failure else "",
-        timings=timings or Timings(),
-        payload=payload,
-    )
+    """The one builder of results that are no success."""
+    code, reason = (Code.UNKNOWN, "") if failure is None else (failure.code, failure.reason[:1024])
+    return KvAgentResult(transfer, chunk, status, 0, last, code, reason)
 
 
 def names_turns(token: bytes) -> bool:
@@ -185,7 +173,7 @@ class Sending:
             if message.route is Route.STAGED:
                 self.ring, self.token = self.fetch.ring, self.fetch.token
                 self.granted = min(self.chunks, self.fetch.ring_chunks)
-        return [message, *self._complete()]
+        return [message]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
         """This transfer will not happen."""
@@ -201,7 +189,9 @@ class Sending:
         return [Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
 
     def finish_offer(self, payload: bytes) -> list[Message]:
-        """The offer is complete: no chunk will be added, and this is the payload."""
+        """The offer is complete, and the plan of it was accepted: no chunk will be added, and this is the payload."""
+        if self.state is SendState.PARKED:
+            raise ProtocolError(f"finish is illegal for a transfer that is {self.state.value}")
         self._payload = payload
         return self._complete()
 
@@ -343,16 +333,8 @@ class Sending:
         if self.granted < self.chunks or self._payload is None:
             return []
         self.state = over
-        return [
-            build_result(
-                self.transfer,
-                Status.OK,
-                nbytes=self.nbytes,
-                last=True,
-                timings=self._timings,
-                payload=self._payload,
-            )
-        ]
+        took, payload = self._timings, self._payload
+        return [KvAgentResult(self.transfer, WHOLE, Status.OK, self.nbytes, last=True, timings=took, payload=payload)]
 
     def _fresh(self, chunks: int) -> range:
         """The chunks that a count adds.

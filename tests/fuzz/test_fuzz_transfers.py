@@ -294,7 +294,7 @@ PREFILL_RANK = Peer(
         *(Want(1, count, 100) for count in range(4)),
         *(Arrived(1, count, Timings(1, 2, 3, 4)) for count in range(5)),
         *(build_result(1, status, chunk=chunk) for status in Status for chunk in (0, 1, WHOLE)),
-        *(build_result(1, Status.OK, chunk=chunk, last=True, payload=b"p") for chunk in (0, 2, WHOLE)),
+        *(KvAgentResult(1, chunk, Status.OK, 0, True, payload=b"p") for chunk in (0, 2, WHOLE)),
         Refuse(1, Code.TOO_MANY, "no"),
     ],
 )

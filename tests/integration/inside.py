@@ -813,7 +813,7 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    worker._service.prefill.book.left(entry(offer), moved=False)
+    worker._service.prefill.book.watch(offer.key, entry(offer).lease)
 
 
 def counters(worker: Any) -> Any:

@@ -29,7 +29,7 @@ DOUBT = build_result(5, Status.IN_DOUBT, last=True, failure=THERE)
 
 
 def ok(chunk=WHOLE, *, last=True, payload=b""):
-    return build_result(5, Status.OK, chunk=chunk, last=last, payload=payload)
+    return KvAgentResult(5, chunk, Status.OK, 0, last, payload=payload)
 
 
 def failed(chunk):

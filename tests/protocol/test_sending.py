@@ -10,6 +10,7 @@ from kvxfer.protocol.messages import (
     Accept,
     Fetch,
     Grant,
+    KvAgentResult,
     Landed,
     Refuse,
     Reserve,
@@ -17,17 +18,18 @@ from kvxfer.protocol.messages import (
     Span,
     Status,
     TicketRef,
+    Timings,
     Want,
     pack_u32,
 )
-from kvxfer.protocol.transfer import SEND_TRANSITIONS, Failure, Sending, SendState, build_result
+from kvxfer.protocol.transfer import SEND_TRANSITIONS, Failure, Sending, SendState
 
 STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 SECOND = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled")
 
 
 def ok(nbytes=0, timings=None):
-    return build_result(9, Status.OK, nbytes=nbytes, last=True, timings=timings, payload=b"token")
+    return KvAgentResult(9, WHOLE, Status.OK, nbytes, True, timings=timings or Timings(), payload=b"token")
 
 
 def make(chunks=3, route=Route.STAGED, *, wanted=0, moving=0, payload=None):
@@ -246,13 +248,12 @@ def test_what_was_granted_ahead_is_in_our_hands_at_once():
 # --- success
 
 
-@pytest.mark.parametrize("first", ["accept", "finish"])
-def test_a_transfer_without_chunks_succeeds(first):
+def test_a_transfer_without_chunks_succeeds_as_its_offer_is_complete():
     sending = parked()
-    messages = [] if first == "accept" else sending.finish_offer(b"token")
-    messages += sending.accept(accept(0))
-    messages += [] if first == "finish" else sending.finish_offer(b"token")
-    assert messages == [accept(0), ok()]
+    with pytest.raises(ProtocolError, match="finish is illegal for a transfer that is parked"):
+        sending.finish_offer(b"token")
+    assert sending.accept(accept(0)) == [accept(0)]
+    assert sending.finish_offer(b"token") == [ok()]
 
 
 # --- giving up

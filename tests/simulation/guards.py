@@ -28,8 +28,8 @@ from kvxfer.offers import Entry
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session
-from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState, build_result
+from kvxfer.protocol.messages import WHOLE, KvAgentResult, Route, Status
+from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState
 from kvxfer.safety.doubt import Exposure
 from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.site import Desk
@@ -236,7 +236,7 @@ def no_confirmation(patch):
         await read(one, bound)
         if one.machine.granted == one.machine.chunks:
             nbytes = bound.carried(0, one.machine.chunks)
-            one.result(build_result(one.transfer, Status.OK, nbytes=nbytes, last=True))
+            one.result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
 
     patch.setattr(Receiver, "_read", confirm)
 

@@ -256,7 +256,7 @@ class Prefill:
             self._site.loop.call_soon(self._has_begun)
             sender = self._waiting.popleft()
             if sender.machine.state is SendState.PARKED:  # else it has ended already
-                self._site.tasks.spawn(sender.see_through(), f"kvxfer send {sender.machine.transfer}")
+                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.machine.transfer}")
 
     def _has_begun(self) -> None:
         self._beginning -= 1

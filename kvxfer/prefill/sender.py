@@ -313,7 +313,6 @@ class Sender:
         self.peer: Final = link.peer
         # its id, as the decode rank says it too
         self.name: Final = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
-        self.first_token: Final = fetch.token_start  # where what it wants begins
         self.offer: Entry | None = None  # the offer that it reads, once there is one
         self.tally: Final = Tally()
         self.began: Final = site.now()  # when it was asked for
@@ -354,32 +353,44 @@ class Sender:
     # --- a transfer, in order
 
     async def run(self) -> None:
-        """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
+        """Wait for the offer, plan, accept; then announce what may be read, and move what is granted.
+
+        What fails is the transfer, whoever brought the news.
+        """
         machine, stop = self.machine, self.machine.fetch.token_stop
-        offer = await self._offered()
-        if offer is None:
-            return
-        await self._accept(offer)
-        while machine.state is SendState.MOVING and (bound := self._bound) is not None:
-            if self._granted:
-                await self._ship(bound, self._granted[0])
-            elif offer.finished and offer.tokens < stop:
-                self._outside(offer)
-            elif bound.plan.pair.has_state and offer.tokens > stop:
-                reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {stop}"
-                self._deny(Code.TOKENS, reason)
-            elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
-                self._bound = await self.site.plan(partial(bound.grown, offer.spans, offer.tokens), rows=bound.rows)
-            else:
-                self._announce(bound, offer)
-                if offer.finished and machine.granted == machine.chunks:
-                    return  # the rest is in the mover's hands
-                if not await self._look_ahead(bound):
-                    await self._wait()
+        try:
+            await self._accept()
+            while machine.state is SendState.MOVING and (bound := self._bound) and (offer := self.offer):
+                if self._granted:
+                    await self._ship(bound, self._granted[0])
+                elif offer.finished and offer.tokens < stop:
+                    self._outside(offer)
+                elif bound.plan.pair.has_state and offer.tokens > stop:
+                    reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {stop}"
+                    self._deny(Code.TOKENS, reason)
+                elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
+                    make = partial(bound.grown, offer.spans, offer.tokens)
+                    self._bound = await self.site.plan(make, rows=bound.rows)
+                else:
+                    self._announce(bound, offer)
+                    if offer.finished and machine.granted == machine.chunks:
+                        return  # the rest is in the mover's hands
+                    if not await self._look_ahead(bound):
+                        await self._wait()
+        except KvxferError as error:
+            self._deny(error.reason if isinstance(error, RefusedError) else error.code, str(error))
+        except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
+            self._forgo()
+            if self._run is not None and self._run.flow is None:
+                self._end_run(self._run)
+            raise
+        except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
+            _log.error("task_failed", task=f"kvxfer send {machine.transfer}", error=repr(error), exc_info=error)
+            self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
     async def _offered(self) -> Entry | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
-        machine, first, stop = self.machine, self.first_token, self.machine.fetch.token_stop
+        machine, first, stop = self.machine, self.machine.fetch.token_start, self.machine.fetch.token_stop
         while machine.state is SendState.PARKED:
             offer = self.offer
             if offer is not None and offer.finished and offer.tokens < stop:
@@ -423,9 +434,12 @@ class Sender:
             self._ahead = False
             self.link.send(wire.Want(self.machine.transfer, 0))
 
-    async def _accept(self, offer: Entry) -> None:
+    async def _accept(self) -> None:
         """Plan, and say how it will be moved; begin with what `Fetch` grants, if that still holds and is needed."""
         site, machine, fetch = self.site, self.machine, self.machine.fetch
+        offer = await self._offered()
+        if offer is None:
+            return
         by_layer = not offer.finished and offer.readiness.by_layer
         self._prompt = offer.finished and offer.readiness.fired
         # as it is now: the plan may be made in a thread, while the offer grows
@@ -460,7 +474,7 @@ class Sender:
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         # in place nothing waits for that: to move it is more urgent
-        self._say(machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
+        self.link.send(*machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
             self._take(machine.granted, until, fetch.generation, fresh=True)
 
@@ -1077,7 +1091,7 @@ class Sender:
             self.offer.left(self)
         self._ended(self)
 
-    # --- supervision, and the end
+    # --- the end
 
     @property
     def step(self) -> Step:
@@ -1085,26 +1099,9 @@ class Sender:
         step = self.machine.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
-    async def see_through(self) -> None:
-        """Do all of it. What fails is the transfer, whoever brought the news."""
-        try:
-            await self.run()
-        except RefusedError as error:
-            self._deny(error.reason, str(error))
-        except KvxferError as error:
-            self._deny(error.code, str(error))
-        except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
-            self._forgo()
-            if self._run is not None and self._run.flow is None:
-                self._end_run(self._run)
-            raise
-        except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            _log.error("task_failed", task=f"kvxfer send {self.machine.transfer}", error=repr(error), exc_info=error)
-            self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
-
-    def _say(self, messages: list[wire.Message], *, soon: bool = False) -> None:
+    def _say(self, messages: list[wire.Message]) -> None:
         if messages:
-            self.link.send(*messages, soon=soon)
+            self.link.send(*messages)
         if self.machine.state is SendState.ENDED and self.stats is None:
             self._finish()
 

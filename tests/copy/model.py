@@ -9,6 +9,7 @@ import os
 import random
 import struct
 from collections import deque
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,9 +209,11 @@ class Model:
             self.away -= 1
             if not self.away:
                 self.ports[records.WRITE] = self.really_writes
-        for slot, outcome, code, started, copied, posted, finished, posting in self.news():
-            assert (copied <= finished, posted, posting) == (True, 0, 0)
-            self.tell(slot, outcome, code, started, finished)
+        with suppress(BlockingIOError):  # it may have said nothing
+            news = os.read(self.machine.news, _READ_BYTES)
+            for slot, outcome, code, started, copied, posted, finished, posting in _EVENT.iter_unpack(news):
+                assert (copied <= finished, posted, posting) == (True, 0, 0)
+                self.tell(slot, outcome, code, started, finished)
         assert self.state[records.LIVE] == len(self.jobs)
         for number in range(GATES):
             inside = self.inside(number)
@@ -218,13 +221,6 @@ class Model:
             assert self.key._words[2 * number + 1] == (inside > 0)
         assert (delay == -1) == (len(self.jobs) == 0) or not self.jobs
         return delay
-
-    def news(self):
-        """Events that the machine has written."""
-        try:
-            return list(_EVENT.iter_unpack(os.read(self.machine.news, _READ_BYTES)))
-        except BlockingIOError:
-            return []
 
     def before(self) -> None:
         """What is remembered for the time behind a step."""

@@ -33,7 +33,7 @@ BROAD = {
     ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the runner is supervised there
     ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the runner
     ("kvxfer/fabric/loopback.py", "_Ported._call"): 1,  # nobody is above a C function
-    ("kvxfer/prefill/sender.py", "Sender.see_through"): 1,  # likewise
+    ("kvxfer/prefill/sender.py", "Sender.run"): 1,  # likewise
     (
         "kvxfer/integrations/opentelemetry.py",
         "_harmless.guarded",

@@ -18,7 +18,6 @@ from kvxfer.protocol.messages import (
     Span,
     Status,
     TicketRef,
-    Timings,
     Want,
     pack_u32,
 )
@@ -28,8 +27,8 @@ STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 SECOND = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled")
 
 
-def ok(nbytes=0, timings=None):
-    return KvAgentResult(9, WHOLE, Status.OK, nbytes, True, timings=timings or Timings(), payload=b"token")
+def ok(nbytes=0):
+    return KvAgentResult(9, WHOLE, Status.OK, nbytes, True, payload=b"token")
 
 
 def make(chunks=3, route=Route.STAGED, *, wanted=0, moving=0, payload=None):

@@ -50,7 +50,7 @@ class Frames:
             yield Opened(PEER) if number == 253 else Received(number)
 
     def excuse(self, now):
-        self.liveness.hear(now)
+        self.liveness.heard = self.liveness.looked = now
 
     def tick(self, now):
         self.liveness.look(now)

@@ -266,26 +266,6 @@ def decode_body(data: bytes | memoryview) -> AgentBody:
         raise ProtocolError(f"the peer's agent body cannot be decoded: {error}") from error
 
 
-def decode(payload: bytes | memoryview) -> Message | None:
-    """One message from a frame's payload, or None for an unknown tag that may be ignored.
-
-    Raises:
-        ProtocolError: If the payload is no message of this protocol.
-    """
-    if len(payload) > _SAFE_RECURSION:
-        _refuse_nesting(payload)
-    try:
-        return _decoder.decode(payload)
-    except _MALFORMED as error:
-        tag = peek_tag(payload)
-        if isinstance(error, msgspec.ValidationError) and tag is not None and tag >= IGNORABLE_TAG:
-            return None
-        size, begin = len(payload), bytes(payload[:_QUOTED_BYTES]).hex()
-        raise ProtocolError(
-            f"a frame of {size} bytes cannot be decoded (tag {tag}, begins {begin}): {error}"
-        ) from error
-
-
 class FrameReader:
     """Cuts a byte stream into messages.
 
@@ -309,26 +289,22 @@ class FrameReader:
         return len(self._buffer) + self._filled
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Take in bytes at once, and yield every message that is complete, each decoded only when it is asked for.
+        """Take in bytes, and yield every message that is complete, each decoded only when it is asked for.
 
-        Who stops early loses nothing: the next `feed` goes on after the last message that was yielded.
+        Nothing is taken in before the first message is asked for. Who stops early loses nothing: the next `feed` goes
+        on after the last message that was yielded. A message of an unknown tag that may be ignored is left out.
 
         Raises:
             ProtocolError: If a frame is larger than the limit or cannot be decoded. The stream is unusable afterwards,
                 and every later call says so again.
             BufferError: If more than a whole frame is left over from calls that were not iterated to their end.
         """
-        if not self._broken:
-            if len(self._buffer) > self.limit + _LENGTH.size:
-                raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
-            self._buffer += data if self._long is None else data[self._fill(data) :]
-        return self._messages()
-
-    def _messages(self) -> Iterator[Message]:
-        """Take one whole frame after the other out of the buffer, which is consistent whenever one is yielded."""
-        while True:
-            if self._broken:
-                raise ProtocolError(f"the stream is unusable: {self._broken}")
+        if self._broken:
+            raise ProtocolError(f"the stream is unusable: {self._broken}")
+        if len(self._buffer) > self.limit + _LENGTH.size:
+            raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
+        self._buffer += data if self._long is None else data[self._fill(data) :]
+        while True:  # whenever a message is yielded, the buffer begins with the frame behind it
             buffer, long = self._buffer, self._long
             if long is not None:
                 if self._filled < len(long):
@@ -343,8 +319,7 @@ class FrameReader:
                 if size > self.limit:
                     tls = "; it begins as TLS does: set `tls` on both sides, or on none"
                     looks = tls if buffer.startswith(_TLS_RECORDS) else ""
-                    self._break(f"a frame of {size} bytes is over the limit of {self.limit}{looks}")
-                    raise ProtocolError(self._broken)
+                    raise self._break(f"a frame of {size} bytes is over the limit of {self.limit}{looks}")
                 if len(buffer) < end:
                     if size > _LONG_BYTES:
                         self._long = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))  # takes memory as bytes come
@@ -355,12 +330,13 @@ class FrameReader:
                     payload = bytes(view[_LENGTH.size : end])
                 del buffer[:end]
             try:
-                message = decode(payload)
-            except ProtocolError as error:
-                self._break(str(error))
-                raise
-            if message is not None:
-                yield message
+                if len(payload) > _SAFE_RECURSION:
+                    _refuse_nesting(payload)
+                message = _decoder.decode(payload)
+            except (ProtocolError, *_MALFORMED) as error:
+                self._leave_out(payload, error)
+                continue
+            yield message
 
     def _fill(self, data: bytes | bytearray) -> int:
         """Put the first of these bytes where they belong to a long frame that is under way; how many they were."""
@@ -371,9 +347,32 @@ class FrameReader:
         self._filled = end
         return end - begin
 
-    def _break(self, reason: str) -> None:
+    def _leave_out(self, payload: bytes | memoryview, error: Exception) -> None:
+        """Go on behind a frame that cannot be decoded: its tag is unknown, and may be ignored.
+
+        Raises:
+            ProtocolError: If that is not so.
+        """
+        tag, begin = peek_tag(payload), bytes(payload[:_QUOTED_BYTES]).hex()
+        if isinstance(error, ProtocolError):
+            raise self._break(str(error))
+        if not isinstance(error, msgspec.ValidationError) or tag is None or tag < IGNORABLE_TAG:
+            what = f"a frame of {len(payload)} bytes cannot be decoded (tag {tag}, begins {begin})"
+            raise self._break(f"{what}: {error}") from error
+
+    def _break(self, reason: str) -> ProtocolError:
         self._broken = reason
         self._buffer.clear()
+        return ProtocolError(reason)
+
+
+def decode(payload: bytes | memoryview) -> Message | None:
+    """One message from a frame's payload, or None for an unknown tag that may be ignored.
+
+    Raises:
+        ProtocolError: If the payload is no message of this protocol.
+    """
+    return next(FrameReader(len(payload)).feed(_LENGTH.pack(len(payload)) + payload), None)
 
 
 def peek_tag(payload: bytes | memoryview) -> int | None:

@@ -173,10 +173,6 @@ class Liveness:
         """Speak as often as the peer does: what it waits for, and its leases, are longer than twice that."""
         self.heartbeat = min(self.heartbeat, max(heartbeat, _SHORTEST_SECONDS))
 
-    def hear(self, now: float) -> None:
-        """The peer said something, or what it has said is still being handled."""
-        self.heard = self.looked = now
-
     def look(self, now: float) -> None:
         """Of the time for which this side stood still, a part counts as silence of the peer: it may have as well."""
         counted = max(self.heartbeat, self.peer_timeout / 4)  # so that it is noticed however often that happens
@@ -365,7 +361,7 @@ class Session:
         """
         if self.state is _OVER:
             return
-        self._liveness.hear(now)
+        self._liveness.heard = self._liveness.looked = now
         try:
             for message in self._reader.feed(data):
                 if self.state is _OVER:  # closed by whoever handled the last event
@@ -400,11 +396,12 @@ class Session:
         """
         if self.state is not State.OPEN:
             raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
-        self._liveness.look(now)
-        frame = encode(message)
+        alive, frame = self._liveness, encode(message)
+        if now - alive.looked > alive.heartbeat:  # else this side has not stood still
+            alive.look(now)
+        alive.spoke = alive.looked = now
         self._unsent.append(frame)
         self.unsent_bytes += len(frame)
-        self._liveness.spoke = now
 
     def take_output(self, most: int = sys.maxsize) -> bytes:
         """Bytes to write to the stream now, so many at most: there may be more (`unsent_bytes`)."""
@@ -468,7 +465,7 @@ class Session:
 
     def excuse(self, now: float) -> None:
         """What the peer says is not read for now, as much of it is still being handled: its silence says nothing."""
-        self._liveness.hear(now)
+        self._liveness.heard = self._liveness.looked = now
 
     def close(self) -> None:
         """The stream is gone, or is to go. Nothing is sent or received any more. Idempotent."""

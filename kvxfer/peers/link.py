@@ -96,6 +96,8 @@ class Link(asyncio.Protocol):
         self.endpoint: Final = endpoint  # where the peer is, as far as it is known
         self.trusted = False  # whether this side shares addresses with the peer
         self.encrypted = False  # whether the stream is TLS
+        self.is_open = False  # whether messages can be sent
+        self.failure: KvxferError | None = None  # why it is gone; None as long as it is not
         self.renewals = 0  # how often the peer has made its agent anew, as far as it has said so here
         # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
@@ -116,7 +118,6 @@ class Link(asyncio.Protocol):
         self._writable = True  # the stream takes more
         self._slicing = False  # the loop has a turn before more is written
         self._end: KvxferError | None = None
-        self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
 
     @lazy
@@ -140,16 +141,6 @@ class Link(asyncio.Protocol):
     def proved_to(self) -> bytes:
         """The incarnation to which this side has shown who it is, also when the link is gone; empty before."""
         return b"" if self._session is None else self._session.proved_to
-
-    @property
-    def failure(self) -> KvxferError | None:
-        """Why it is gone; None as long as it is not."""
-        return self._failure
-
-    @property
-    def is_open(self) -> bool:
-        """Whether messages can be sent."""
-        return self._session is not None and self._session.state is State.OPEN
 
     @property
     def admitted(self) -> bool:
@@ -221,7 +212,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The stream is connected; begin the handshake."""
         self._transport = stream = cast("asyncio.Transport", transport)  # uvloop's derive from nothing of asyncio's
-        if self._failure is not None:  # it was closed while TLS was being agreed upon
+        if self.failure is not None:  # it was closed while TLS was being agreed upon
             stream.abort()
             return
         self.encrypted = stream.get_extra_info("ssl_object") is not None
@@ -263,11 +254,9 @@ class Link(asyncio.Protocol):
                     self._handler.received(self, event.message)
                 else:
                     self._meet(event)
-                if self._meeting is not None:
-                    self._rest = events
-                    break
-                if self._runtime.now() >= until:
-                    self._rest = events if self._session is not None and self._session.unread_bytes else None
+                if self._meeting is not None or self._runtime.now() >= until:
+                    unread = self._session is not None and self._session.unread_bytes
+                    self._rest = events if unread or self._meeting is not None else None
                     break
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -280,7 +269,8 @@ class Link(asyncio.Protocol):
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         finally:
             self._handling = False
-        self._flush()
+        if self._session is not None and self._session.unsent_bytes:
+            self._flush()
         if self._rest is not None and self._transport is not None and self._meeting is None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
@@ -289,6 +279,7 @@ class Link(asyncio.Protocol):
     def _meet(self, event: "Opened | _Met") -> None:
         match event:
             case Opened(peer):
+                self.is_open = True
                 self._arm()  # this side speaks while it looks at the peer, and does not listen
                 self._meeting = self._handler.meet(self, peer)
                 self._meeting.add_done_callback(partial(self._met, peer))
@@ -299,7 +290,7 @@ class Link(asyncio.Protocol):
         self._meeting = None
         if task.cancelled():
             self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
-        elif self._failure is not None:
+        elif self.failure is not None:
             task.exception()  # nobody wants to know any more
         elif self._session is not None and self._rest is not None:
             self._rest = chain((_Met(peer, task),), self._rest)
@@ -368,9 +359,7 @@ class Link(asyncio.Protocol):
     def _flush(self) -> None:
         """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
-        if session is None or not (session.unsent_bytes or self._failure):
-            return
-        if transport is None or transport.is_closing():
+        if session is None or transport is None or transport.is_closing():
             return
         if session.unsent_bytes and self._writable and not self._slicing:
             data = session.take_output(_SLICE_BYTES)
@@ -378,7 +367,7 @@ class Link(asyncio.Protocol):
                 self._slicing = True
                 self._loop.call_soon(self._write_on)
             transport.write(data)
-        if self._failure is not None and not session.unsent_bytes:
+        if self.failure is not None and not session.unsent_bytes:
             transport.close()
         elif session.unsent_bytes > _UNSENT_BYTES:
             error = ProtocolError(f"the peer let {_UNSENT_BYTES} bytes of replies pile up", peer=self.endpoint)
@@ -413,9 +402,9 @@ class Link(asyncio.Protocol):
 
     def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
         """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = error
+        self.failure, self.is_open = error, False
         if self._timer is not None:
             self._timer.cancel()
         if self._session is not None:

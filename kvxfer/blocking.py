@@ -110,7 +110,8 @@ class ServedWorker(Worker):
         keep: bool,
     ) -> Progress:
         """`start_fetch` for whoever holds the fetch for its caller."""
-        return self._begin_fetch(ticket, blocks, tokens, after, timeout, keep=keep)
+        decode, parsed = self._shown(ticket)
+        return decode.start(parsed, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
@@ -523,7 +524,7 @@ class OwnLoopTransfer(Transfer):
             thread.post(inner.cancel)
 
         here = Progress(inner.id, inner.request, loop, cancel, inner.blocks)
-        super().__init__(here)
+        super().__init__(here, Home(loop))
         self._inner = inner
         self._thread = thread
         inner.outcome.add_done_callback(partial(_over, inner, thread, here))  # nothing here keeps what is dropped

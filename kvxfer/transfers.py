@@ -348,9 +348,9 @@ class Transfer:
     `ForkedError`, and in another thread or on another loop `UsageError`.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, home: Home) -> None:
         self._progress: Final = progress
-        self._home: Final = Home(progress.loop)
+        self._home: Final = home
         self._warned = self._entered = False
 
     async def __aenter__(self) -> Self:
@@ -363,12 +363,18 @@ class Transfer:
     ) -> None:
         self._entered = False
         if error is None:
-            await self._wait()
+            await self
         else:
             await self._give_up(error)
 
     def __await__(self) -> Generator[Any, None, FetchResult]:
-        return self._wait().__await__()
+        self._home.own(self)
+        try:
+            yield from self._progress.ended().__await__()
+        except asyncio.CancelledError as cancelled:
+            yield from self._give_up(cancelled).__await__()
+            raise
+        return self._progress.result()
 
     def __del__(self) -> None:
         if not self._progress.done and self._home.here:
@@ -451,15 +457,6 @@ class Transfer:
             KvxferError: If it failed.
             asyncio.InvalidStateError: If it is not done.
         """
-        return self._progress.result()
-
-    async def _wait(self) -> FetchResult:
-        self._home.own(self)
-        try:
-            await self._progress.ended()
-        except asyncio.CancelledError as cancelled:
-            await self._give_up(cancelled)
-            raise
         return self._progress.result()
 
     async def _give_up(self, cause: BaseException) -> None:

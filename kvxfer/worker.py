@@ -64,7 +64,7 @@ from kvxfer.site import Desk, Site, Tasks
 from kvxfer.telemetry import Metrics, Observer, logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
-from kvxfer.transfers import FetchResult, Progress, Transfer, given_seconds, see_through, soon
+from kvxfer.transfers import FetchResult, Transfer, given_seconds, see_through, soon
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
@@ -1087,7 +1087,7 @@ class Worker:
         """
         joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
         joined.check_member(self.card)
-        service, issuer = self._open, Issuer(joined, key)
+        service, issuer = self._assembly.home.own(self._entered), Issuer(joined, key)
         site = service.site
         if site.issuer is None or site.issuer.card.epoch != joined.epoch:
             for link in [*service.links, *service.greeting]:  # these were told another epoch
@@ -1129,7 +1129,7 @@ class Worker:
             EventError: If `after` is missing or was never recorded.
             ClosedError: If the worker is draining.
         """
-        service = self._open
+        service = self._assembly.home.own(self._entered)
         book = service.prefill.book
         if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
@@ -1164,8 +1164,8 @@ class Worker:
             BusyError: If there are too many claims.
             ClosedError: If the worker is not open.
         """
-        service = self._open
-        return service.decode.claim(self._ticket(service.site, ticket))
+        decode, parsed = self._shown(ticket)
+        return decode.claim(parsed)
 
     async def fetch(
         self,
@@ -1221,7 +1221,9 @@ class Worker:
         It returns at once; leaving the block waits for the fetch's end, or cancels it, as `Transfer` says. See `fetch`
         for arguments and errors, and for what a cancellation frees.
         """
-        return Transfer(self._begin_fetch(ticket, blocks, tokens, after, timeout, keep=keep))
+        decode, parsed = self._shown(ticket)
+        progress = decode.start(parsed, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
+        return Transfer(progress, self._assembly.home)
 
     async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """No fetch will come: every prefill rank frees the request's blocks at once. Also while this worker drains.
@@ -1229,8 +1231,8 @@ class Worker:
         Raises:
             PeerError: If a rank could not be told; its lease bounds the wait.
         """
-        service = self._open
-        await service.decode.decline(self._ticket(service.site, ticket, ends=True))
+        decode, parsed = self._shown(ticket, ends=True)
+        await decode.decline(parsed)
 
     # --- watching and closing
 
@@ -1252,7 +1254,7 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        return overview(self.card, self._open, self._assembly)
+        return overview(self.card, self._assembly.home.own(self._entered), self._assembly)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
@@ -1263,7 +1265,7 @@ class Worker:
 
         Requests that are on offer may still be fetched. Fetches that wait for an offer are refused: it cannot come.
         """
-        self._open.begin_drain()
+        self._assembly.home.own(self._entered).begin_drain()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new work, tell every peer, and wait for what is under way.
@@ -1274,7 +1276,7 @@ class Worker:
         Returns:
             False if some of it did not end in time; it goes on until the worker is closed.
         """
-        service = self._open
+        service = self._assembly.home.own(self._entered)
         site = service.site
         deadline = site.now() + given_seconds(timeout, site.config.drain_timeout)
         self.begin_drain()
@@ -1324,34 +1326,18 @@ class Worker:
     # --- inside
 
     @property
-    def _open(self) -> Service:
-        return self._assembly.home.own(self._entered)
-
-    @property
     def _entered(self) -> Service:
         if self._service is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
         return self._service
 
-    def _begin_fetch(
-        self,
-        ticket: Mapping[str, Any] | Ticket,
-        blocks: Blocks,
-        tokens: range,
-        after: Any,
-        timeout: float | None,
-        *,
-        keep: bool,
-    ) -> Progress:
-        service = self._open
-        checked = self._ticket(service.site, ticket)
-        return service.decode.start(checked, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
-
-    def _ticket(self, site: Site, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
-        if self._closing is not None or (site.draining and not ends):
+    def _shown(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> tuple[Decode, Ticket]:
+        """The side that fetches, and the ticket of what it is to fetch, or to leave (`ends`): also while it drains."""
+        service = self._assembly.home.own(self._entered)
+        if self._closing is not None or (service.site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
-        _ = site.joined  # ranks of one engine must be known as such before they fetch
-        return Ticket.parse(ticket)
+        _ = service.site.joined  # ranks of one engine must be known as such before they fetch
+        return service.decode, Ticket.parse(ticket)
 
 
 def _own_loop_worker() -> type[Worker]:

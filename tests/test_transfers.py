@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from kvxfer.errors import MemoryInDoubtError, PeerLostError
+from kvxfer.runtime import Home
 from kvxfer.site import Tally
 from kvxfer.transfers import FetchResult, Progress, Transfer
 
@@ -20,9 +21,10 @@ async def turns(count=5):
 
 def begun(cancel=lambda: None):
     """A transfer as its caller has it, and as the worker has it."""
-    progress = Progress("0-1", "r", asyncio.get_running_loop(), cancel, lambda: "{default: [3, 4]}")
+    loop = asyncio.get_running_loop()
+    progress = Progress("0-1", "r", loop, cancel, lambda: "{default: [3, 4]}")
     progress.expect({0: 1, 1: 1})
-    return Transfer(progress), progress
+    return Transfer(progress, Home(loop)), progress
 
 
 async def waited(transfer, name, heard, layers=None):

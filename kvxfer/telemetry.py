@@ -441,41 +441,20 @@ class _Account:
     """What one side counts of the transfers that ended there."""
 
     def __init__(self) -> None:
-        self._transfers: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._pieces = self._chunks = 0
-        self._durations: defaultdict[str, _Histogram] = defaultdict(_Histogram)
-        self._stages: defaultdict[str, _Histogram] = defaultdict(_Histogram)
-
-    def ended(self, code: Code | None, stats: TransferStats) -> None:
-        self._transfers["ok" if code is None else code.name.lower()] += 1
-        if stats.bytes:
-            self._bytes[stats.route] += stats.bytes
-        if code is not None:
-            return  # how long a failure took says what was set, not how fast anything is
-        self._pieces += stats.pieces
-        self._chunks += stats.chunks
-        self._durations[stats.route].add(stats.finished - stats.started)
-        for stage, seconds in (
-            ("queued", stats.queued),
-            ("gathering", stats.gathering),
-            ("posting", stats.posting),
-            ("wire", stats.wire),
-            ("scattering", stats.scattering),
-        ):
-            if seconds:  # not every route has every stage, and not every side sees it
-                histogram = self._stages[stage]
-                histogram.counts[bisect_left(SECONDS, seconds)] += 1  # as `add`: a transfer has up to five of them
-                histogram.sum += seconds
+        self.transfers: Final[Counter[str]] = Counter()
+        self.bytes: Final[Counter[str]] = Counter()
+        self.pieces = self.chunks = 0
+        self.durations: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
+        self.stages: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
 
     def snapshot(self) -> SideSnapshot:
         return {
-            "transfers": dict(self._transfers),
-            "bytes": dict(self._bytes),
-            "pieces": self._pieces,
-            "chunks": self._chunks,
-            "durations": {route: histogram.snapshot() for route, histogram in self._durations.items()},
-            "stages": {stage: histogram.snapshot() for stage, histogram in self._stages.items()},
+            "transfers": dict(self.transfers),
+            "bytes": dict(self.bytes),
+            "pieces": self.pieces,
+            "chunks": self.chunks,
+            "durations": {route: histogram.snapshot() for route, histogram in self.durations.items()},
+            "stages": {stage: histogram.snapshot() for stage, histogram in self.stages.items()},
         }
 
 
@@ -515,7 +494,25 @@ class Metrics:
 
     def transfer_ended(self, ended: Ended) -> None:
         """Count one transfer: its outcome, its bytes, and if it succeeded where its time went."""
-        self._sides[ended.side].ended(ended.code, ended.stats)
+        side, stats, code = self._sides[ended.side], ended.stats, ended.code
+        side.transfers["ok" if code is None else code.name.lower()] += 1
+        if stats.bytes:
+            side.bytes[stats.route] += stats.bytes
+        if code is None:  # how long a failure took says what was set, not how fast anything is
+            side.pieces += stats.pieces
+            side.chunks += stats.chunks
+            for histograms, name, seconds in (
+                (side.durations, stats.route, stats.finished - stats.started),
+                (side.stages, "queued", stats.queued),
+                (side.stages, "gathering", stats.gathering),
+                (side.stages, "posting", stats.posting),
+                (side.stages, "wire", stats.wire),
+                (side.stages, "scattering", stats.scattering),
+            ):
+                if seconds or histograms is side.durations:  # not every route or side has each stage
+                    histogram = histograms[name]
+                    histogram.counts[bisect_left(SECONDS, seconds)] += 1  # as `add`: a transfer has up to six of them
+                    histogram.sum += seconds
         if self._observer is not None:
             self._observer.transfer_ended(ended)
 

@@ -11,7 +11,7 @@ import pytest
 from kvxfer.errors import PeerLostError, ProtocolError, UnreachableError
 from kvxfer.peers.link import _SLICE_BYTES, Link
 from kvxfer.protocol.messages import Goodbye
-from kvxfer.protocol.session import Liveness, Opened, Received, Role, State
+from kvxfer.protocol.session import Liveness, Opened, Role, State
 from kvxfer.runtime import TURN_SECONDS
 
 PEER_TIMEOUT = 8 * TURN_SECONDS
@@ -47,7 +47,7 @@ class Frames:
                 return
             if number == 255:
                 raise ProtocolError("no such frame")
-            yield Opened(PEER) if number == 253 else Received(number)
+            yield Opened(PEER) if number == 253 else number
 
     def excuse(self, now):
         self.liveness.heard = self.liveness.looked = now

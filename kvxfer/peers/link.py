@@ -23,7 +23,7 @@ from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Route
-from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
@@ -250,10 +250,10 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             for event in events:
-                if isinstance(event, Received):
-                    self._handler.received(self, event.message)
-                else:
+                if isinstance(event, (Opened, _Met)):
                     self._meet(event)
+                else:
+                    self._handler.received(self, event)
                 if self._meeting is not None or self._runtime.now() >= until:
                     unread = self._session is not None and self._session.unread_bytes
                     self._rest = events if unread or self._meeting is not None else None

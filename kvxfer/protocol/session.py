@@ -67,7 +67,6 @@ __all__ = [
     "Liveness",
     "Opened",
     "PeerInfo",
-    "Received",
     "Role",
     "Session",
     "SessionEvent",
@@ -283,13 +282,8 @@ class Opened:
     peer: PeerInfo
 
 
-class Received(msgspec.Struct, frozen=True):
-    """A message for the layers above."""
-
-    message: Message
-
-
-SessionEvent: TypeAlias = Opened | Received
+SessionEvent: TypeAlias = Opened | Message
+"""That, or a message for the layers above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +345,7 @@ class Session:
         """Take in bytes from the stream.
 
         Yields:
-            `Opened` once, then `Received` for every message.
+            `Opened` once, then every message.
 
         Raises:
             ProtocolError: If the peer broke the protocol.
@@ -373,7 +367,7 @@ class Session:
                     raise self._illegal(message)
                 elif not isinstance(message, Ping):
                     self.draining = self.draining or isinstance(message, Goodbye)
-                    yield Received(message)
+                    yield message
         except KvxferError:
             self.state = State.CLOSED
             raise

@@ -19,7 +19,6 @@ from kvxfer.protocol.session import (
     Identity,
     IdentityKey,
     Opened,
-    Received,
     Role,
     Session,
     State,
@@ -96,7 +95,7 @@ class Hostile:
                         self.opened += 1
                         assert self.opened == 1
                         assert session.peer is peer
-                    case Received(message):
+                    case message:
                         assert type(message) in RECEIVED_WHEN_OPEN[self.role] - {Ping}
                         assert session.draining or not isinstance(message, Goodbye)
         except (ProtocolError, MismatchError, IdentityError, UnreachableError) as error:

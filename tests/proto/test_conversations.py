@@ -24,7 +24,7 @@ from kvxfer.protocol.messages import (
     Want,
     Welcome,
 )
-from kvxfer.protocol.session import Identity, IdentityKey, Opened, Received, Role, Session, State, Terms
+from kvxfer.protocol.session import Identity, IdentityKey, Opened, Role, Session, State, Terms
 from kvxfer.protocol.transfer import Failure, Receiving, Sending, SendState
 from kvxfer.tools.inspect import registry_name
 from proto.generate import HERE
@@ -115,7 +115,7 @@ def test_two_sessions_write_the_same_handshake(conversation):
     for side, receiver in (("decode", server), ("prefill", client)):
         after = [line for line in conversation["frames"][4:] if line["from"] == side]
         received = [event for line in after for event in receiver.receive(bytes.fromhex(line["frame"]), 2.0)]
-        assert received == [Received(m) for m in messages({"frames": after}) if m is not None]
+        assert received == [m for m in messages({"frames": after}) if m is not None]
 
 
 FETCHED = [c for c in CONVERSATIONS if any(isinstance(m, Fetch) for m in messages(c))]

@@ -60,7 +60,6 @@ from kvxfer.protocol.session import (
     Identity,
     IdentityKey,
     Opened,
-    Received,
     Role,
     Session,
     State,
@@ -202,7 +201,7 @@ def test_every_message_in_every_state(role, state, kind):
     if state is State.CLOSED:
         assert list(side.receive(frame, 1.0)) == []
     elif state is State.OPEN and kind in RECEIVED_WHEN_OPEN[role]:
-        assert list(side.receive(frame, 1.0)) == ([] if kind is Ping else [Received(SAMPLES[kind])])
+        assert list(side.receive(frame, 1.0)) == ([] if kind is Ping else [SAMPLES[kind]])
         assert side.state is State.OPEN
         assert side.draining == (kind is Goodbye)
     elif kind is Goodbye:
@@ -222,7 +221,7 @@ def test_every_message_in_every_state(role, state, kind):
 def test_an_illegal_message_does_not_undo_what_came_before_it():
     _, server = opened()
     events = iter(server.receive(encode(Cancel(1)) + encode(SAMPLES[Accept]) + encode(Cancel(2)), 1.0))
-    assert next(events) == Received(Cancel(1))
+    assert next(events) == Cancel(1)
     with pytest.raises(ProtocolError):
         next(events)
     assert next(events, None) is None
@@ -604,7 +603,7 @@ def test_nothing_can_be_sent_before_it_is_open(role, state):
 def test_closing_in_the_middle_of_a_read_drops_the_rest():
     _, server = opened()
     events = server.receive(encode(Cancel(1)) + encode(Cancel(2)), 1.0)
-    assert next(iter(events)) == Received(Cancel(1))
+    assert next(iter(events)) == Cancel(1)
     server.close()
     assert list(events) == []
 
@@ -629,8 +628,8 @@ def test_bytes_may_be_cut_anywhere(sizes, secret):
             sent = True
         elif sent and not any(wire.values()):
             break
-    assert seen[Role.CLIENT] == [Opened(client.peer), Received(LONG)]
-    assert seen[Role.SERVER] == [Opened(server.peer), Received(Cancel(3))]
+    assert seen[Role.CLIENT] == [Opened(client.peer), LONG]
+    assert seen[Role.SERVER] == [Opened(server.peer), Cancel(3)]
 
 
 def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():

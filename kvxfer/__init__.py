@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from kvxfer.geometry import Interleave as Interleave
     from kvxfer.geometry import Span as Span
     from kvxfer.mapped.cpu import shared_empty as shared_empty
-    from kvxfer.offers import Expired as Expired
-    from kvxfer.offers import Offer as Offer
-    from kvxfer.offers import Released as Released
-    from kvxfer.offers import Withdrawn as Withdrawn
+    from kvxfer.prefill.offers import Expired as Expired
+    from kvxfer.prefill.offers import Offer as Offer
+    from kvxfer.prefill.offers import Released as Released
+    from kvxfer.prefill.offers import Withdrawn as Withdrawn
     from kvxfer.transfers import Claim as Claim
     from kvxfer.transfers import FetchResult as FetchResult
     from kvxfer.transfers import Transfer as Transfer
@@ -144,14 +144,14 @@ _HOMES = {
     "CacheTensor": "kvxfer.geometry",
     "Claim": "kvxfer.transfers",
     "Config": "kvxfer.config",
-    "Expired": "kvxfer.offers",
+    "Expired": "kvxfer.prefill.offers",
     "FabricConfig": "kvxfer.config",
     "Fetched": "kvxfer.blocking",
     "FetchFailed": "kvxfer.blocking",
     "FetchResult": "kvxfer.transfers",
     "Group": "kvxfer.geometry",
     "Interleave": "kvxfer.geometry",
-    "Offer": "kvxfer.offers",
+    "Offer": "kvxfer.prefill.offers",
     "OfferExpired": "kvxfer.blocking",
     "OfferFailed": "kvxfer.blocking",
     "OfferInDoubt": "kvxfer.blocking",
@@ -159,13 +159,13 @@ _HOMES = {
     "OfferSettled": "kvxfer.blocking",
     "OfferWithdrawn": "kvxfer.blocking",
     "READY": "kvxfer.copy.port",
-    "Released": "kvxfer.offers",
+    "Released": "kvxfer.prefill.offers",
     "Settled": "kvxfer.blocking",
     "Span": "kvxfer.geometry",
     "TlsConfig": "kvxfer.config",
     "Transfer": "kvxfer.transfers",
     "TransferState": "kvxfer.transfers",
-    "Withdrawn": "kvxfer.offers",
+    "Withdrawn": "kvxfer.prefill.offers",
     "Worker": "kvxfer.worker",
     "drain_on_signal": "kvxfer.worker",
     "shared_empty": "kvxfer.mapped.cpu",

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, assert_never, overload
 
 from kvxfer.config import Config
+from kvxfer.copy.port import as_event
 from kvxfer.errors import (
     BusyError,
     ClosedError,
@@ -37,9 +38,8 @@ from kvxfer.errors import (
 )
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
-from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn, as_event
 from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks
-from kvxfer.prefill.offers import Awaited
+from kvxfer.prefill.offers import Awaited, Ending, Expired, Offer, OfferState, Released, Withdrawn
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket

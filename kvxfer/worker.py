@@ -43,11 +43,11 @@ from kvxfer.mapped import Windows, elsewhere, here, may_be_elsewhere, own_number
 from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
 from kvxfer.memory.device import pci_bus_id
 from kvxfer.names import MAX_CTAS
-from kvxfer.offers import Offer
 from kvxfer.peers.connections import Listener, Peers, Streams
 from kvxfer.peers.link import Link, admitted, succeeded
 from kvxfer.plans.planning import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of
+from kvxfer.prefill.offers import Offer
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import messages as wire

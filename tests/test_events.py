@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.copy.port import READY
+from kvxfer.copy.port import READY, as_event
 from kvxfer.errors import EventError
 from kvxfer.geometry import CacheGeometry, CacheTensor
-from kvxfer.offers import as_event
 
 
 @pytest.fixture

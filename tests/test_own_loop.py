@@ -25,7 +25,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.geometry import CacheTensor
-from kvxfer.offers import Released, Withdrawn
+from kvxfer.prefill.offers import Released, Withdrawn
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard

@@ -8,17 +8,18 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvxfer.errors import FabricError, KvxferError
+from kvxfer.errors import EventError, FabricError, KvxferError
 
 if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
     from kvxfer.copy.tables import Tables
     from kvxfer.copy.template import Batch
+    from kvxfer.geometry.cache import CacheGeometry
     from kvxfer.geometry.chunks import SumPlan
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Passage",
     "Post",
     "Turns",
+    "as_event",
     "has_fired",
     "join",
 ]
@@ -101,6 +103,42 @@ def join(events: Sequence[Event]) -> Event:
     if not events:
         return READY
     return events[0] if len(events) == 1 else AllOf(events)
+
+
+def as_event(after: Any, geometry: "CacheGeometry") -> Event:
+    """Turn `after=` into an event that can be queried.
+
+    Args:
+        after: A recorded CUDA event, a stream (an event is recorded on it now), `READY`, or None on CPU memory.
+        geometry: Tells whether an event is needed.
+
+    Raises:
+        EventError: If it is missing for CUDA memory, was never recorded, or is none of these.
+    """
+    if after is None:
+        if geometry.kind == "cuda":
+            raise EventError(
+                "after= is required for CUDA memory: pass a recorded torch.cuda.Event, a stream, or kvxfer.READY "
+                "if the work on these blocks is known to be complete"
+            )
+        return READY
+    if after is READY or isinstance(after, AllOf):
+        return READY if after is READY else after
+    if isinstance(after, type):  # its methods are there, and none of them can be called
+        raise EventError(
+            f"after= must be an event, a stream or kvxfer.READY, not the class {after.__name__} itself; "
+            "pass an event that was recorded, or a stream"
+        )
+    record = getattr(after, "record_event", None)
+    if callable(record):  # a torch.cuda.Stream
+        return cast("Event", record())
+    if not callable(getattr(after, "query", None)):
+        raise EventError(f"after= must be an event, a stream or kvxfer.READY, not {type(after).__name__}")
+    # torch makes the CUDA event when it is first recorded; until then its handle is 0 and query() says True
+    if getattr(after, "cuda_event", None) == 0 or getattr(after, "event_id", None) == 0:
+        raise EventError("the event passed as after= was never recorded")
+    recorded: Event = after
+    return recorded
 
 
 class Passage(Protocol):

@@ -319,8 +319,8 @@ class Receiver:
         self.tally: Final = Tally()
         self.route = Route.UNKNOWN  # as the prefill rank chose it
         self.why = ""
-        # every layer of which it sends something
-        self.layers: Final = sorted(set().union(*map(_layers_of, selections)))
+        layers: set[int] = set()
+        self.layers: Final = sorted(layers.union(*map(_layers_of, selections)))  # of which it sends something
         # what it says its chunks add up to, if that is compared
         self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
         self.grants: Final = Grants(site, link.peer)  # memory in its hands

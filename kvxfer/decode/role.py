@@ -7,11 +7,11 @@ from functools import partial
 from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
+from kvxfer.copy.port import as_event
 from kvxfer.decode.fetch import Demand, Fetch
 from kvxfer.decode.receiver import Receiver
 from kvxfer.errors import BusyError, ClosedError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
 from kvxfer.geometry import Blocks, Selection
-from kvxfer.offers import as_event
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import wanted_blocks

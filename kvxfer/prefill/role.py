@@ -9,9 +9,8 @@ from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
 from kvxfer.mapped import elsewhere
-from kvxfer.offers import Entry, Withdrawn
 from kvxfer.peers.link import Link
-from kvxfer.prefill.offers import OfferBook
+from kvxfer.prefill.offers import Entry, OfferBook, Withdrawn
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status

@@ -50,7 +50,6 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory import Extent
-from kvxfer.offers import Entry
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
     IN_PLACE,
@@ -67,6 +66,7 @@ from kvxfer.plans.planning import (
     usual_chunks,
 )
 from kvxfer.plans.routes import Choice, Means, choose, never
+from kvxfer.prefill.offers import Entry
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
@@ -685,7 +685,8 @@ class Sender:
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
-        listed, steps = self.machine.route is Route.DIRECT, list[CopyJob]()
+        listed = self.machine.route is Route.DIRECT
+        steps: list[CopyJob] = []
         for part in [chunks] if self._prompt and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
             event = READY if self._prompt else self._events(part.start)
             if listed:
@@ -701,7 +702,9 @@ class Sender:
         self, run: _Run, bound: Bound, chunks: range, post: Post, extents: list[Extent], event: Event
     ) -> CopyJob:
         """Chunks that are gathered into staging memory, in whose extents they take turns, and written from there."""
-        peer, room, near, far = self.peer, list[int](), list[int](), list[int]()
+        room: list[int] = []
+        near: list[int] = []
+        far: list[int] = []
         for chunk, place in zip(chunks, self.machine.places(chunks), strict=True):
             extent = extents[(chunk - run.first) % len(extents)]
             room.append(min(place.length, extent.nbytes))
@@ -712,10 +715,10 @@ class Sender:
         if not any(sizes):
             return CopyJob(made, after=event)
         for most, need in zip(room, sizes, strict=True):
-            if not peer.body.staging or most < need:
+            if not self.peer.body.staging or most < need:
                 raise ProtocolError(f"{most} bytes were granted for a chunk of {need}")
         local = staging_pieces(self.site.arena, near, made.staged_bytes)
-        remote = staging_pieces(peer.body.staging[0], far, made.staged_bytes)
+        remote = staging_pieces(self.peer.body.staging[0], far, made.staged_bytes)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
     def _listed(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:

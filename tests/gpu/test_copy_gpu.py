@@ -24,6 +24,7 @@ from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import READY, Direction, tables, walk  # noqa: E402
+from kvxfer.copy.port import as_event  # noqa: E402
 from kvxfer.errors import ClosedError, EventError, KvxferError, TransferFailedError  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor  # noqa: E402
 from kvxfer.geometry.copyplan import (  # noqa: E402
@@ -34,7 +35,6 @@ from kvxfer.geometry.copyplan import (  # noqa: E402
     Segment,
     Stencil,
 )
-from kvxfer.offers import as_event  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

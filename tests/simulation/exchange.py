@@ -12,7 +12,7 @@ from world import HEADS, Engine, Rank, World
 
 from kvxfer import READY, KvxferError, MemoryInDoubtError
 from kvxfer.errors import BlocksError, ClosedError, RequestError
-from kvxfer.offers import OfferState
+from kvxfer.prefill.offers import OfferState
 from kvxfer.transfers import Transfer
 
 SLACK = 0.02

@@ -24,7 +24,7 @@ from kvxfer.decode.role import Decode
 from kvxfer.errors import ProtocolError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.memory import Custody, ExtentState
-from kvxfer.offers import Entry
+from kvxfer.prefill.offers import Entry
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session

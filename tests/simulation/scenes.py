@@ -20,7 +20,7 @@ from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtErro
 from kvxfer.decode.receiver import named
 from kvxfer.errors import BlocksError
 from kvxfer.memory import ExtentState
-from kvxfer.offers import Ending
+from kvxfer.prefill.offers import Ending
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel, Reserve
 from kvxfer.safety.processes import Processes

@@ -10,7 +10,7 @@ from kvxfer.copy.port import READY
 from kvxfer.errors import KvxferError
 from kvxfer.integrations import transformers
 from kvxfer.integrations.transformers import Layout, PagedCache, Sequence, first_difference, token_digests
-from kvxfer.offers import OfferState, Released
+from kvxfer.prefill.offers import OfferState, Released
 from kvxfer.tools.bench.children import Side
 from kvxfer.tools.demo.script import (
     DECODE_BLOCK_TOKENS,

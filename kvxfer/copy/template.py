@@ -358,7 +358,8 @@ def _limits(geometry: CacheGeometry, group: str) -> list[int]:
     return [geometry.pool_ids[group], null, int(side.is_state)]
 
 
-class Fitted(TransferPlan, frozen=True, eq=False, dict=True):
+@dataclass(frozen=True, eq=False)
+class Fitted(TransferPlan):
     """A plan of a request whose numbers and tables compiled code makes; its rows only if somebody asks for them."""
 
     template: Template

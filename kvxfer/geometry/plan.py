@@ -12,12 +12,11 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from msgspec import Struct
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.chunks import ChunkGrid, ChunkPart, ChunkPlan, Slice
@@ -352,7 +351,8 @@ def _meeting(key: SegmentKey) -> Meeting:
     return key.group, key.src_rows, key.dst_rows
 
 
-class TransferPlan(Struct, frozen=True, eq=False, dict=True):
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
     """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet."""
 
     pair: PairPlan
@@ -360,10 +360,7 @@ class TransferPlan(Struct, frozen=True, eq=False, dict=True):
     dst_spans: BlockLists
     tokens: range
     covered: int  # up to this token the source's blocks are known
-
-    @lazy
-    def _windows(self) -> dict[tuple[int, int, bool], Sequence[Rows | None]]:
-        return {}
+    _windows: dict[tuple[int, int, bool], Sequence[Rows | None]] = field(default_factory=dict, init=False)
 
     @lazy
     def rows(self) -> tuple[Rows, ...]:

@@ -21,13 +21,12 @@ longest list that exists at a time: only it grows with the pieces, up to those o
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log10
 from random import Random
 from typing import Any, Final
 
 import numpy as np
-from msgspec.structs import replace
 
 from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TransferPlan, common
 from kvxfer.plans.planning import Bound, fit_grid, in_place_bytes

@@ -499,19 +499,21 @@ class Receiver:
         if warming is not None and not warming.done():
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
         source, self._stale = self._source, False  # while a thread plans with these, they may grow
+        agreed = self._grid  # with the answer, if that was to what was granted with the question
 
         def make() -> Bound:
             try:
                 pair = site.plans.pair(self.peer, self._selections, sending=False)
                 plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
-                grid = _grid(pair, message, demand.tokens)
-                if grid.chunks != message.chunks or plan.digest(grid) != message.digest or plan.nbytes != message.bytes:
+                grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
+                differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
+                if differs or plan.nbytes != message.bytes:
                     raise _plan_differs(message)
             except KvxferError as error:
                 raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
             return Bound(plan, grid)
 
-        bound = await site.plan(make, rows=max(_rows(source), _rows(demand.spans)))
+        bound = await site.plan(make, rows=_rows(source, demand.spans))
         self._pair = bound.plan.pair
         self.tally.pieces = bound.pieces
         if self._grid is None:
@@ -1266,8 +1268,15 @@ def _by_nic(receiver: Receiver, *, staged: bool) -> bool:
     return site.geometry.kind == "cuda" and may_be_elsewhere(receiver.peer.body.host)
 
 
-def _rows(side: BlockLists) -> int:
-    return sum([len(span.ids) for span in side.values()])
+def _rows(*sides: BlockLists) -> int:
+    """As many table rows as take the time of the plan."""
+    most = 0
+    for side in sides:
+        rows = 0
+        for span in side.values():
+            rows += len(span.ids)
+        most = max(most, rows)
+    return most
 
 
 def _grid(pair: PairPlan, message: wire.Accept, tokens: range) -> ChunkGrid:

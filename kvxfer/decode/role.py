@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from kvxfer.copy.port import as_event
 from kvxfer.decode.fetch import Demand, Fetch
 from kvxfer.decode.receiver import Receiver
-from kvxfer.errors import BusyError, ClosedError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
+from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
 from kvxfer.geometry import Blocks, Selection
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
@@ -356,8 +356,6 @@ class Decode:
             UsageError: See `Worker.fetch`.
         """
         site = self._site
-        if site.draining:
-            raise ClosedError("this worker is draining: fetch on another one")
         if len(self._fetches) >= site.config.max_transfers:
             raise BusyError(f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)

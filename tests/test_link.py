@@ -238,19 +238,12 @@ async def test_nothing_is_handled_after_the_link_was_closed(link):
     assert link.stream.closed
 
 
-async def test_a_bad_frame_in_a_later_turn_closes_the_link(link):
-    link.data_received(bytes([0, 1, 2, 255, 4]))
+@pytest.mark.parametrize(("frame", "error"), [(255, ProtocolError), (254, PeerLostError)])
+async def test_a_bad_frame_or_a_defect_in_a_later_turn_closes_the_link(link, frame, error):
+    link.data_received(bytes([0, 1, 2, frame, 4]))
     await asyncio.sleep(0)
     assert link.handler.got == [0, 1, 2]
-    assert isinstance(link.handler.lost_with[0], ProtocolError)
-    assert link.stream.closed
-
-
-async def test_a_defect_in_a_later_turn_closes_the_link_too(link):
-    link.data_received(bytes([0, 1, 2, 254, 4]))
-    await asyncio.sleep(0)
-    assert link.handler.got == [0, 1, 2]
-    assert isinstance(link.handler.lost_with[0], PeerLostError)
+    assert isinstance(link.handler.lost_with[0], error)
     assert link.stream.closed
 
 

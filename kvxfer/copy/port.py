@@ -153,8 +153,7 @@ class Passage(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(Struct, frozen=True):
     """A word in the memory of the GPU that is written to, with which its owner keeps writers out.
 
     Its high half is a generation, its low half counts the thread blocks that write. Each block counts itself in, goes

@@ -111,15 +111,13 @@ _here: Final[set[bytes]] = set()
 
 @dataclass(slots=True, eq=False)
 class _Mapping:
-    """One peer: its windows once they are open, or why there are none; whose copies need them.
+    """One peer: its windows once they are open, or why there are none; whose copies need them."""
 
-    `seen` is what was last found to lie in them.
-    """
-
+    gates: int  # where its gates are, as it addresses them; 0 if it has none
     windows: Windows | None = None
-    seen: CacheGeometry | None = None
+    words: int = 0  # where they are, as this process addresses them
+    seen: CacheGeometry | None = None  # what was last found to lie in its windows
     why: str = ""
-    gates: int = 0
     users: set[object] = field(default_factory=set[object])
     wanted: bool = True
     tried: asyncio.Event = field(default_factory=asyncio.Event)
@@ -158,11 +156,11 @@ class Mappings:
             except MismatchError as error:
                 known.why = str(error)
             return
-        mapping = self._mappings[key] = _Mapping(gates=peer.body.gates)
+        mapping = self._mappings[key] = _Mapping(peer.body.gates)
         try:
             if reason := unlike(peer.body.host):
                 raise FabricError(reason)
-            mapping.windows = await self._runtime.in_thread(lambda: self._open(peer, theirs))
+            mapping.windows, mapping.words = await self._runtime.in_thread(lambda: self._open(peer, theirs))
             mapping.seen = theirs
         except KvxferError as error:
             mapping.why = str(error)
@@ -191,8 +189,8 @@ class Mappings:
             text = f"{peer.name} describes another cache than before, and {error}"
             raise MismatchError(text, peer=peer.name) from error
 
-    def _open(self, peer: PeerInfo, theirs: CacheGeometry) -> Windows:
-        """Open every allocation, and see that they hold what the geometry says."""
+    def _open(self, peer: PeerInfo, theirs: CacheGeometry) -> tuple[Windows, int]:
+        """Open every allocation, and see that they hold what the geometry says, and all gates; where those are."""
         kind, device = self._geometry.kind, self._geometry.device
         own = peer.identity.incarnation in _here
         opened: list[Window] = []
@@ -203,13 +201,12 @@ class Mappings:
                 opened.append(open_window(given, kind, device, own=own))
             windows = Windows(opened)
             self._check(windows, theirs)
-            if peer.body.gates:
-                windows.locate(peer.body.gates, GATES * GATE_BYTES)
+            words = windows.locate(peer.body.gates, GATES * GATE_BYTES) if peer.body.gates else 0
         except BaseException:
             for window in opened:
                 window.close()
             raise
-        return windows
+        return windows, words
 
     @staticmethod
     def _check(windows: Windows, theirs: CacheGeometry) -> None:
@@ -247,7 +244,7 @@ class Mappings:
             return windows, None
         if number >= GATES:
             raise FabricError(f"gate {number} was granted, but {peer.name} has {GATES}")
-        return windows, Gate(windows.locate(mapping.gates + number * GATE_BYTES, GATE_BYTES), generation)
+        return windows, Gate(mapping.words + number * GATE_BYTES, generation)
 
     def hold(self, peer: PeerInfo) -> Callable[[], None]:
         """Keep a peer's memory mapped until the returned function is first called.

@@ -445,7 +445,7 @@ def test_a_tensor_across_what_is_told_in_several_handles_is_in_one_window(cuda):
         mappings = Mappings(
             cast("Any", SimpleNamespace(kind="cuda", device=0)), cast("Any", Threads()), lambda windows: None, b"ours"
         )
-        windows = mappings._open(cast("Any", peer), cast("Any", theirs))
+        windows, _ = mappings._open(cast("Any", peer), cast("Any", theirs))
         assert len(windows) == 1
         windows.close()
         mappings.close()

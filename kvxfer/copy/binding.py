@@ -782,5 +782,5 @@ def told_words(variants: int) -> int:
 
 
 def scratch_words(meetings: int, classes: int) -> int:
-    """Numbers that `fill` needs for itself, and `ROW_WORDS` more for each row."""
+    """Numbers that `fill` needs for itself but for those of rows, which are `ROW_WORDS` each."""
     return 1 + MET_WORDS * meetings + PART_WORDS * SPLITS * classes

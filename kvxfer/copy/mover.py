@@ -48,7 +48,7 @@ __all__ = ["Copy", "Mover", "usual_threads"]
 I64: TypeAlias = NDArray[np.int64]
 
 _NS: Final = 1_000_000_000
-_FOREVER_S: Final = 1e9
+_FOREVER_S: Final = 9e9
 _BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
 _POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")
 _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")

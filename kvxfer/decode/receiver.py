@@ -499,13 +499,17 @@ class Receiver:
         if warming is not None and not warming.done():
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
         source, self._stale = self._source, False  # while a thread plans with these, they may grow
-        agreed = self._grid  # with the answer, if that was to what was granted with the question
+        # agreed upon with the answer, if that uses what was granted with the question; the peer may say other things since
+        known, agreed = self._pair, self._grid
 
         def make() -> Bound:
             try:
-                pair = site.plans.pair(self.peer, self._selections, sending=False)
+                if known is None or agreed is None:
+                    pair = site.plans.pair(self.peer, self._selections, sending=False)
+                    grid = _grid(pair, message, demand.tokens)
+                else:
+                    pair, grid = known, agreed
                 plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
-                grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
                 differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
                 if differs or plan.nbytes != message.bytes:
                     raise _plan_differs(message)

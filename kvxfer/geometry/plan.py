@@ -47,7 +47,7 @@ _TWO: Final = struct.Struct("<qq")
 
 
 class PairPlan:
-    """Everything about two ranks that does not depend on a request. Immutable; cache it per pair.
+    """Everything about two ranks that does not depend on a request. Immutable, but for `template`; cache it per pair.
 
     Args:
         src: Geometry of the prefill rank.

@@ -813,7 +813,7 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    worker._service.prefill.book.watch(offer.key, entry(offer).lease)
+    entry(offer).left(cast("Any", None))
 
 
 def counters(worker: Any) -> Any:

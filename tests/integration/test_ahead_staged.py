@@ -1,14 +1,15 @@
 """Staging memory that rides with a fetch: a place for the only chunk, or a ring for the first ones."""
 
 import pytest
-from inside import keep_plans, kept_of_peers, plan_late, take_all
+from inside import keep_plans, kept_of_peers, plan_late, sessions, take_all, tell
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, frames, quarantined, quiet
 from wire import virtual
 
 from kvxfer import PeerLostError
 from kvxfer.errors import TransferFailedError
-from kvxfer.geometry import PairPlan
+from kvxfer.geometry import CacheGeometry, PairPlan
+from kvxfer.plans.planning import geometry_to_wire
 from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Route, Want
 
 HELD = list(range(8))
@@ -68,7 +69,8 @@ async def test_the_first_chunks_of_a_large_transfer_need_no_exchange(stage, tap,
     await quiet(prefill, decode)
 
 
-async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypatch, begin):
+@pytest.mark.parametrize("larger", [False, True])
+async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypatch, begin, larger):
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, **LARGE)
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
@@ -76,6 +78,14 @@ async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypat
     transfer = begin(prefill, decode)
     await eventually(lambda: frames(decode, "KvAgentResult"))
     assert len(plans) == 1, "the plan of the transfer"
+    if larger:  # the peer says meanwhile, on a stream of its own, that its blocks are: the plan is what was agreed upon
+        told = geometry_to_wire(CacheGeometry.of(Cache(block_tokens=6).tensors), with_addresses=True)
+        tell(prefill, lambda body: replace(body, tensors=told))
+        offer = decode.offer("back", [8], tokens=4)
+        claim = prefill.claim(offer.ticket)
+        await eventually(lambda: len(sessions(decode)) > 1)
+        claim.close()
+        await offer.withdraw()
     plans.pop()()
     await eventually(lambda: plans)  # that of its chunk
     assert not transfer.done

@@ -166,7 +166,8 @@ def _meet(
     s_in, s_sub, s_id = s_at % of_block, s_at // of_block % of_ratio, s_at // (of_block * of_ratio)
     d_in, d_sub, d_id = d_at % to_block, d_at // to_block % to_ratio, d_at // (to_block * to_ratio)
     found, cells, tokens = 0, 0, 0
-    most, length, apart = 0, 0, True
+    most, length = 0, 0
+    was_src, was_in, was_dst, was_into = 0, 0, 0, 0  # where the last cell ended
     cell = first // grid * grid
     count = min(cell + grid, last) - first
     while cell < last:
@@ -183,14 +184,16 @@ def _meet(
             elif outline == 0:
                 return UNKNOWN
             if (outline != 0) | (src != PADDING):
-                if (join == 0) | apart | (s_in == 0) | (d_in == 0):
+                dst = dst_ids[to_at + d_id] * to_ratio + d_sub
+                goes_on = (src == was_src) & (s_in == was_in) & (dst == was_dst) & (d_in == was_into)
+                if (join == 0) | (found == 0) | (not goes_on):
                     length = 0
                     found += 1
                     if at >= 0:
                         if at + ROW_WORDS > len(out):
                             return ODD
                         out[at], out[at + 1] = src, s_in
-                        out[at + 2], out[at + 3] = dst_ids[to_at + d_id] * to_ratio + d_sub, d_in
+                        out[at + 2], out[at + 3] = dst, d_in
                         at += ROW_WORDS
                 length += count
                 if at >= 0:
@@ -198,7 +201,7 @@ def _meet(
                 cells += 1
                 tokens += count
                 most = max(most, length)
-                apart = False
+                was_src, was_in, was_dst, was_into = src, s_in + count, dst, d_in + count
         if theirs:
             s_in += count
             if s_in == of_block:
@@ -211,7 +214,6 @@ def _meet(
                 d_in, d_sub = 0, d_sub + 1
                 if d_sub == to_ratio:
                     d_sub, d_id = 0, d_id + 1
-        apart |= ours != theirs
         cell += grid
         count = min(grid, last - cell)
     out[met + M_ROWS], out[met + M_CELLS] = found, cells

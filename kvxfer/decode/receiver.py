@@ -499,7 +499,7 @@ class Receiver:
         if warming is not None and not warming.done():
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
         source, self._stale = self._source, False  # while a thread plans with these, they may grow
-        # agreed upon with the answer, if that uses what was granted with the question; the peer may say other things since
+        # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
         known, agreed = self._pair, self._grid
 
         def make() -> Bound:

@@ -813,7 +813,8 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    entry(offer).left(cast("Any", None))
+    nobody: Any = None
+    entry(offer).left(nobody)
 
 
 def counters(worker: Any) -> Any:

@@ -500,15 +500,13 @@ class Receiver:
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
         source, self._stale = self._source, False  # while a thread plans with these, they may grow
         # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
-        known, agreed = self._pair, self._grid
+        agreed = self._grid
+        known = None if agreed is None else self._pair
 
         def make() -> Bound:
             try:
-                if known is None or agreed is None:
-                    pair = site.plans.pair(self.peer, self._selections, sending=False)
-                    grid = _grid(pair, message, demand.tokens)
-                else:
-                    pair, grid = known, agreed
+                pair = site.plans.pair(self.peer, self._selections, sending=False) if known is None else known
+                grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
                 plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
                 differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
                 if differs or plan.nbytes != message.bytes:

@@ -121,8 +121,7 @@ async def test_a_scatter_outlives_the_agent(far, near, there, here, how):
     assert "rebuilt" in str(error)
     assert isinstance(error, MemoryInDoubtError if how else TransferFailedError), error
     if isinstance(error, MemoryInDoubtError):  # while the copy keeps them
-        async with asyncio.timeout(30):
-            await error.settled()
+        await asyncio.wait_for(error.settled(), 30)
     await settled(near)
     await bring(far, issuer, move, "after")
 
@@ -158,8 +157,7 @@ async def test_blocks_that_a_scatter_may_write_are_in_doubt_until_it_ends(far, n
     move.check()
     near.go()
     in_time(how, rebuild, await near.rebuilt(0))
-    async with asyncio.timeout(30):
-        await doubt.settled()
+    await asyncio.wait_for(doubt.settled(), 30)
     await settled(near)
     await bring(far, issuer, move, "after")
 

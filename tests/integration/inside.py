@@ -813,8 +813,7 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    nobody: Any = None
-    entry(offer).left(nobody)
+    entry(offer).left(None)
 
 
 def counters(worker: Any) -> Any:

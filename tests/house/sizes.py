@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvxfer"
 
 LIMITS = {
-    "modules in the root": (12, 13),
+    "modules in the root": (12, 12),
     "modules in the core": (70, 65),
     "lines in the core": (33_670, 18_000),
     "lines in kvxfer/": (47_428, 30_000),

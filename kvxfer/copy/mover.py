@@ -50,7 +50,7 @@ I64: TypeAlias = NDArray[np.int64]
 _NS: Final = 1_000_000_000
 _FOREVER_S: Final = 9e9
 _BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
-_POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")
+_POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")  # has it look at what the loop has put into `state`
 _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
@@ -421,7 +421,7 @@ class Mover:
         """
         state, holder = self._machine.state, [1]
         state[records.HELD] += 1
-        self._machine.poke()
+        self._machine.tell(_POKE)
 
         def release() -> None:
             if holder:
@@ -678,15 +678,18 @@ class Mover:
             self._awaiting += copy.awaits
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
-            owner = self._owner(job.owner)
-            peer = 0 if job.post is None else self._owner((_PEER, job.post.peer))
+            owner, peer = self._numbers(job)
             if isinstance(copy, Flow):
                 self._fill(copy)
                 copy.said = copy.known, copy.allowed, copy.total, copy.quiet, copy.heard, copy.until
                 where = ctypes.addressof(_first_byte(copy.table)), len(copy.table), copy.width
                 common = copy.slot, copy.lane, owner, 0, copy.until, *lock
-                turns = (0, peer, 0, 0, b"") if copy.turns is None else _turns(copy.turns, copy.kept, peer)
-                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *copy.said[:5], *turns))
+                agent, places, first, token = 0, 0, 0, b""
+                if (turns := copy.turns) is not None:
+                    copy.kept.append(name := _named(turns.agent))
+                    agent, places, first, token = ctypes.addressof(name), turns.places, turns.first, turns.token
+                said = *copy.said[:5], agent, peer, places, first, token
+                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *said))
             elif copy.records is not None:
                 record = copy.records[0]
                 record[records.SLOT], record[records.OWNER], record[records.PEER_NUMBER] = copy.slot, owner, peer
@@ -739,20 +742,21 @@ class Mover:
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
-    def _owner(self, owner: Hashable) -> int:
-        """By what number the machine knows an owner. One that has had no copy for long is forgotten."""
-        self._sent[owner] = self._sent.get(owner, 0) + 1
+    def _numbers(self, job: CopyJob) -> list[int]:
+        """By what numbers the machine knows a job's owner, and its peer: 0 if there is none.
+
+        An owner that has had no copy for long is forgotten.
+        """
+        found: list[int] = []
+        for owner in (job.owner,) if job.post is None else (job.owner, (_PEER, job.post.peer)):
+            self._sent[owner] = self._sent.get(owner, 0) + 1
+            number, new = self._owners.pop(owner, -1), len(self._owners)
+            if number < 0 and new == records.MOST_OWNERS:
+                new = self._owners.pop(next(one for one in self._owners if one not in self._sent))
+            self._owners[owner] = new if number < 0 else number
+            found.append(~new if number < 0 else number)
         self._machine.state[records.OWNERS] = len(self._sent)
-        number = self._owners.pop(owner, None)
-        if number is None and len(self._owners) < records.MOST_OWNERS:
-            self._owners[owner] = len(self._owners)
-            return ~self._owners[owner]
-        if number is None:
-            oldest = next(one for one in self._owners if one not in self._sent)
-            self._owners[owner] = number = self._owners.pop(oldest)
-            return ~number
-        self._owners[owner] = number
-        return number
+        return found if job.post is not None else [*found, 0]
 
     # --- flows
 
@@ -901,18 +905,19 @@ class Mover:
 
     # --- events of the machine
 
-    def _read(self) -> None:
-        """Take what the machine says."""
-        first = not self._news
+    def _read(self, *, again: bool = False) -> None:
+        """Take what the machine says, and tell whoever asked.
+
+        When that takes long, everybody else on the loop has a turn in between; `again` goes on with what is left.
+        """
+        first = again or not self._news
         try:
-            self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
+            if not again:  # by then it may have ended
+                self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
         except BlockingIOError:  # there is none after all
             return
-        if first:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
+        if not first:
+            return
         until = self._runtime.now() + TURN_SECONDS
         while self._news:
             event = self._news.popleft()
@@ -924,7 +929,7 @@ class Mover:
             else:
                 self._hear(*event)
             if self._news and self._runtime.now() >= until:
-                self._loop.call_soon(self._deliver)
+                self._loop.call_soon(partial(self._read, again=True))
                 return
 
     def _hear(
@@ -1176,10 +1181,6 @@ class _Machine:
             return 0.0
         return max(0.0, now - max(self._asked, stepped))
 
-    def poke(self) -> None:
-        """Have it look at what the loop has put into `state`."""
-        self.tell(_POKE)
-
     def tell(self, record: bytes) -> None:
         """Put a record into the pipe, as soon as there is room. Of no effect when it has ended."""
         if not self._descriptors:
@@ -1291,13 +1292,6 @@ def _check(post: Post) -> None:
         raise FabricError("local and remote pieces differ in length")
     if not near[:, 1].any() or int(near[:, 1].min()) < 0:
         raise FabricError("pieces must have positive lengths and move at least one byte")
-
-
-def _turns(turns: Turns, kept: list[Any], peer: int) -> tuple[int, int, int, int, bytes]:
-    """What the record of a flow says from PEER on."""
-    agent = _named(turns.agent)
-    kept.append(agent)
-    return ctypes.addressof(agent), peer, turns.places, turns.first, turns.token
 
 
 @lru_cache(_MOST_NAMED)

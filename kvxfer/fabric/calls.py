@@ -42,11 +42,10 @@ class _Registered:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """How a peer is reached, by how many who said so, and whether the present agent was told."""
+    """How a peer is reached, and by how many who said so."""
 
     metadata: list[bytes]
     users: int = 0
-    told: bool = True
 
 
 class Holdings:
@@ -56,6 +55,7 @@ class Holdings:
         self._transport: Final = transport
         self._registered: list[_Registered] = []
         self._peers: dict[str, _Peer] = {}
+        self.untold: Final[set[str]] = set()  # peers that the present agent does not know; read from any thread
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -97,21 +97,16 @@ class Holdings:
         peer.users -= 1
         if not peer.users:
             del self._peers[name]
-            if peer.told:
+            if name not in self.untold:
                 self._transport.disconnect(name)
-
-    def told(self, name: str) -> bool:
-        """Whether the present agent knows a peer, or nobody does. From any thread."""
-        peer = self._peers.get(name)
-        return peer is None or peer.told
+            self.untold.discard(name)
 
     def tell(self, name: str) -> None:
         """Have the present agent know a peer."""
-        peer = self._peers.get(name)
-        if peer is not None and not peer.told:
-            for metadata in peer.metadata:
+        if name in self.untold:
+            for metadata in self._peers[name].metadata:
                 self._transport.connect(metadata)
-            peer.told = True
+            self.untold.discard(name)
 
     def renew(self) -> bool:
         """Make the agent anew, with the same memory. False if that cannot be done now: nothing has changed.
@@ -123,17 +118,17 @@ class Holdings:
             return False
         for held in self._registered:
             held.token = self._transport.register(held.memories)
-        for peer in self._peers.values():
-            peer.told = False
+        self.untold.update(self._peers)
         return True
 
     def undo(self) -> list[Callable[[], None]]:
         """What undoes all of it, each once. Nothing is held from now on."""
         steps: list[Callable[[], None]] = [
-            partial(self._transport.disconnect, name) for name, peer in self._peers.items() if peer.told
+            partial(self._transport.disconnect, name) for name in self._peers if name not in self.untold
         ]
         steps += [partial(self._transport.deregister, held.token) for held in self._registered]
         self._peers, self._registered = {}, []
+        self.untold.clear()
         return steps
 
     def _of(self, token: object) -> _Registered:
@@ -312,7 +307,7 @@ class Fabric:
     def _ready(self, peer: str) -> "asyncio.Future[Any] | None":
         """What is to be waited for before something is posted to a peer."""
         well = self._refusal is None  # else there may be no agent, and nobody would hear of what waits for one
-        return None if well and self._holdings.told(peer) else asyncio.wrap_future(self._tell(peer))
+        return None if well and peer not in self._holdings.untold else asyncio.wrap_future(self._tell(peer))
 
     def _tell(self, peer: str) -> Future[None]:
         return self._submit(lambda: self._holdings.tell(peer))

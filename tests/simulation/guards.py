@@ -319,13 +319,12 @@ def unannounced_chunks(patch):
 
 def early_turn(patch):
     """A place of a ring is used again when its chunk has arrived, and not when it has been scattered."""
-    turns = mover._turns
+    flow = Mover.flow
 
-    def doubled(*how):
-        agent, number, places, first, token = turns(*how)
-        return agent, number, 2 * places, first, token
+    def doubled(one, *how, turns=None, **more):
+        return flow(one, *how, turns=turns and replace(turns, places=2 * turns.places), **more)
 
-    patch.setattr(mover, "_turns", doubled)
+    patch.setattr(Mover, "flow", doubled)
 
 
 def empty_hands(patch):

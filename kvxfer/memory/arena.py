@@ -200,16 +200,17 @@ class WaitingQueue:
 
     A peer that is served goes to the back of the round; a peer that cannot be served keeps its place, so it comes to
     the front and stays there. Requests of one peer are served in the order in which they came. How often a request was
-    overtaken is counted here; what follows from that is the share's matter.
+    overtaken is kept here; what follows from that is the share's matter.
     """
 
     def __init__(self) -> None:
         self._round: OrderedDict[str, dict[Request, None]] = OrderedDict()
-        self._overtaken: dict[Request, int] = {}
+        # of each that waits, how often one behind it was granted while it could have been, but for want of a gap
+        self.overtaken: Final[dict[Request, int]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
 
     def __len__(self) -> int:
-        return len(self._overtaken)
+        return len(self.overtaken)
 
     @property
     def peers(self) -> Collection[str]:
@@ -231,20 +232,20 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Put `request` behind those of its peer; a peer that did not wait joins at the back of the round."""
         self._round.setdefault(request.peer, {})[request] = None
-        self._overtaken[request] = 0
+        self.overtaken[request] = 0
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def remove(self, request: Request) -> bool:
         """Take `request` out, whatever its place. False if it does not wait."""
-        if self._overtaken.pop(request, None) is None:
+        if self.overtaken.pop(request, None) is None:
             return False
         own = self._round[request.peer]
         del own[request]
         if not own:
             del self._round[request.peer]
-        if len(self._deadlines) > 2 * len(self._overtaken) + _SLACK:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._overtaken]
+        if len(self._deadlines) > 2 * len(self.overtaken) + _SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self.overtaken]
             heapq.heapify(self._deadlines)
         return True
 
@@ -253,15 +254,6 @@ class WaitingQueue:
         self.remove(request)
         if request.peer in self._round:
             self._round.move_to_end(request.peer)
-
-    def overtaken(self, request: Request) -> int:
-        """How often a request behind this one was granted while this one could have been, but for want of a gap."""
-        return self._overtaken[request]
-
-    def overtake(self, request: Request) -> int:
-        """Count that `request` was overtaken once more, and return the new count."""
-        self._overtaken[request] += 1
-        return self._overtaken[request]
 
     def expire(self, now: float) -> list[Request]:
         """Take out every request whose deadline is `now` or earlier, and return them by deadline."""
@@ -274,7 +266,7 @@ class WaitingQueue:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a waiting request; None if none waits or none of them expires."""
-        while self._deadlines and self._deadlines[0][2] not in self._overtaken:
+        while self._deadlines and self._deadlines[0][2] not in self.overtaken:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
@@ -459,7 +451,7 @@ class Share:
         It is what a request would be granted by the next `advance`, without one.
         """
         length = _aligned(nbytes)
-        if nbytes < 1 or len(self._queue):
+        if nbytes < 1 or self._queue.overtaken:
             return None
         contenders = len(self._accounts) + (peer not in self._accounts)
         if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
@@ -593,19 +585,20 @@ class Share:
 
     def _serve_round(self, contenders: int, granted: list[tuple[Request, Extent]]) -> bool:
         """Give every waiting peer one turn; append what was granted. False if a further round would grant nothing."""
-        served = False
+        served, overtaken = False, self._queue.overtaken
         passed: list[Request] = []
         for request in self._queue.heads():
             turn = self._judge(request.peer, request.length, contenders, alone=len(self._queue.peers) == 1)
             if turn is _Turn.BLOCKS:
-                if self._queue.overtaken(request) >= self.max_overtakes:
+                if overtaken[request] >= self.max_overtakes:
                     return served
                 passed.append(request)
             elif turn is _Turn.FITS:
                 granted.append((request, self._grant(request)))
                 served = True
-                counts = [self._queue.overtake(blocked) for blocked in passed]
-                if counts and max(counts) >= self.max_overtakes:
+                for blocked in passed:
+                    overtaken[blocked] += 1
+                if any(overtaken[blocked] >= self.max_overtakes for blocked in passed):
                     return served
         return served
 

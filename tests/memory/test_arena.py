@@ -180,7 +180,7 @@ class TestWaiting:
             share.withdraw(ask(share, "a", 1, deadline=1e9 + number))
         assert len(share._queue._deadlines) < 200
         assert share._queue._round == {}
-        assert share._queue._overtaken == {}
+        assert share._queue.overtaken == {}
 
     def test_released_extents_leave_no_trace(self):
         share = make(4)

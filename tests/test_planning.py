@@ -239,7 +239,7 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
     for peer in peers:
         plans.meet(peer, plans.examine(peer, sending=True, convert=False))
     first = [plans.outgoing(peer, selections) for peer in peers]
-    assert all(plans.outgoing(peer, selections) is plan for peer, plan in zip(peers, first, strict=True))
+    assert all(plans.asked(peer, selections)[0] is plan for peer, plan in zip(peers, first, strict=True))
     plans._asked.clear()
     assert all(plans.outgoing(peer, selections) is plan for peer, plan in zip(peers, first, strict=True))
     for peer in peers:

@@ -449,10 +449,7 @@ class PairPlans:
         return geometry_from_wire(peer.body.tensors) if found is None else found
 
     def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
-        """The plan from this rank to a peer."""
-        last = self._asked.get(peer.identity.incarnation)
-        if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
-            return last[1]
+        """The plan from this rank to a peer, unless that is `asked`."""
         pair = self.pair(peer, map(selection_from_wire, selections), sending=True)
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
             if len(self._asked) >= self._kept:
@@ -505,12 +502,15 @@ class PairPlans:
         held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
         return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
 
-    def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
-        """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
+    def asked(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> tuple[PairPlan | None, int]:
+        """The plan from this rank to a peer if it asked for the same last, else None, which takes `outgoing`.
+
+        And as many rows of a table as take the time of that, and of what is made of the plan for each layer.
+        """
         last = self._asked.get(peer.identity.incarnation)
-        if last is not None and last[0] == selections:
-            return _ROWS_A_KNOWN_LAYER * last[2]
-        return _ROWS_A_TENSOR * _layers(selections)
+        if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
+            return last[1], _ROWS_A_KNOWN_LAYER * last[2]
+        return None, _ROWS_A_TENSOR * _layers(selections)
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""

@@ -48,7 +48,7 @@ from kvxfer.errors import (
     Step,
     TransferFailedError,
 )
-from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan, TransferPlan, check_state, cut_digest, selected
+from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory import Extent
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
@@ -106,7 +106,14 @@ class Answer(Struct, frozen=True):
 
 
 def answer(
-    site: Site, peer: PeerInfo, fetch: wire.Fetch, offer: Draft, means: Means, ahead: bool, checked: bool = False
+    site: Site,
+    peer: PeerInfo,
+    fetch: wire.Fetch,
+    known: PairPlan | None,
+    offer: Draft,
+    means: Means,
+    ahead: bool,
+    checked: bool = False,
 ) -> Answer:
     """Plan a transfer.
 
@@ -114,6 +121,7 @@ def answer(
         site: The worker.
         peer: Whose fetch it is.
         fetch: What it asks for.
+        known: The plan of that with the peer, if there is one.
         offer: What there is.
         means: What the pair can do.
         ahead: Whether what the fetch grants ahead still holds.
@@ -126,10 +134,11 @@ def answer(
     """
     tokens = range(fetch.token_start, fetch.token_stop)
     try:
-        pair = site.plans.outgoing(peer, fetch.selections)
+        pair = known or site.plans.outgoing(peer, fetch.selections)
     except GeometryError as error:
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
-    check_state(pair, tokens, offer.tokens)
+    if pair.has_state:
+        check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     agreement = pair.agreement(plan.dst_spans, tokens)
     if (fetch.lease_ms or fetch.agreement) and fetch.agreement != agreement:  # granted ahead for another plan
@@ -199,9 +208,11 @@ def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fe
 def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
     """How it is cut."""
     nbytes = plan.nbytes
-    target, limit = in_place_bytes(route, plan, site.in_place_chunk_bytes), None
-    if route is Route.STAGED:  # others take no memory, so a chunk that is larger than was wished for does no harm
+    limit = None
+    if route is Route.STAGED:
         target = limit = min(site.config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
+    else:  # takes no memory, so a chunk that is larger than was wished for does no harm
+        target = in_place_bytes(route, plan, site.in_place_chunk_bytes)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
     step = _streamed_tokens(offer, plan, nbytes) if offer.tokens < plan.tokens.stop else None
@@ -449,10 +460,10 @@ class Sender:
             wanted += len(asked.ids) // 4  # packed ids of 4 bytes
         for span in draft.spans.values():
             offered += len(span.ids)
-        rows = max(wanted, offered) + site.plans.outgoing_rows(self.peer, fetch.selections)
+        known, rows = site.plans.asked(self.peer, fetch.selections)
         means = site.means(self.peer, trusted=self.link.trusted, sending=True)
-        make = partial(answer, site, self.peer, fetch, draft, means, self._ahead, self._sums_every > 0)
-        made = await site.plan(make, rows=rows)
+        make = partial(answer, site, self.peer, fetch, known, draft, means, self._ahead, self._sums_every > 0)
+        made = await site.plan(make, rows=rows + max(wanted, offered))
         if machine.state is not SendState.PARKED:  # it ended meanwhile
             return
         self._answer, self._bound, message, choice = made, made.bound, made.message, made.choice

@@ -80,11 +80,11 @@ class Custody:
                 continue
             if (most := int(ids[ids.argmax()])) >= len(books.marks):
                 books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
-            taken = books.marks[ids] != 0
+            taken = books.marks[ids]
             if books.readers:
                 taken |= np.fromiter((block in books.readers for block in ids.tolist()), np.bool_, len(ids))
-            first = int(taken.argmax())
-            if taken[first]:
+            if taken[taken.argmax()]:
+                first = int(np.flatnonzero(taken)[0])
                 self._refuse(group, first, int(ids[first]), books)
 
     def hold(self, holder: str, blocks: Blocks) -> None:

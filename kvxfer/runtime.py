@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 Step = Callable[[], float | None]
+Stop = Callable[[float], bool]
 _T = TypeVar("_T")
 
 TURN_SECONDS: Final = 0.0005
@@ -116,10 +117,12 @@ class Runtime(Protocol):
         """
         ...
 
-    def drive(self, name: str, machine: Machine) -> Runner:
+    def drive(self, name: str, machine: Machine) -> tuple[Stop, Callable[[], None] | None]:
         """Run a machine: in a thread of its own, or step by step.
 
-        Before its `stop` is waited for, it must be told to end.
+        Returns:
+            As of a `Runner`, its `stop`, before which it must be told to end, and its `wake`: None where it hears of
+            its work by itself.
         """
         ...
 
@@ -249,27 +252,6 @@ class _ThreadRunner:
                 time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
 
 
-class _ThreadMachine:
-    """A machine in a daemon thread, which sleeps by itself."""
-
-    def __init__(self, name: str, machine: Machine, cpus: frozenset[int]) -> None:
-        self._machine = machine
-        self._cpus = cpus
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """It hears of its work by itself."""
-
-    def stop(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        settle(self._cpus, niceness=0)
-        self._machine.run()
-
-
 def settle(cpus: frozenset[int], *, niceness: int = _NICENESS) -> None:
     """Make this thread one that works for the loop: it stays on these CPUs, if any, and gives way to it so far."""
     if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
@@ -304,9 +286,20 @@ class ThreadRuntime:
         """Start `step` in a daemon thread called `name`."""
         return _ThreadRunner(name, step, setup, self._cpus)
 
-    def drive(self, name: str, machine: Machine) -> Runner:
-        """Run a machine in a daemon thread called `name`."""
-        return _ThreadMachine(name, machine, self._cpus)
+    def drive(self, name: str, machine: Machine) -> tuple[Stop, None]:
+        """Run a machine in a daemon thread called `name`, where it sleeps by itself."""
+
+        def run() -> None:
+            settle(self._cpus, niceness=0)
+            machine.run()
+
+        def stop(timeout: float) -> bool:
+            thread.join(timeout)
+            return not thread.is_alive()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return stop, None
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same, with threads that run on these CPUs."""

@@ -129,10 +129,10 @@ class DeterministicRuntime:
         del name
         return _LoopRunner(self, step, setup)
 
-    def drive(self, name: str, machine: Machine) -> Runner:
+    def drive(self, name: str, machine: Machine) -> tuple[Callable[[float], bool], Callable[[], None]]:
         """Run a machine step by step, as callbacks of the loop."""
-        del name
-        return _LoopRunner(self, machine.step, None)
+        runner = self.start(name, machine.step)
+        return runner.stop, runner.wake
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same: there are no threads to be placed."""

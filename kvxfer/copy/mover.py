@@ -1109,7 +1109,7 @@ class _Machine:
             gpu.install(state, self.ports)
         self._gpu: Final = gpu  # whose memory it uses
         _machines.add(self)
-        self._service: Final = runtime.drive("kvxfer-mover", self)
+        self._join, self._wake = runtime.drive("kvxfer-mover", self)
 
     def run(self) -> None:
         """Go on until STOP: in a thread."""
@@ -1195,7 +1195,8 @@ class _Machine:
             except BlockingIOError:
                 self._loop.add_writer(self._commands, self._send)
                 self._unsent.append(record)
-        self._service.wake()
+        if self._wake is not None:
+            self._wake()
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -1204,7 +1205,8 @@ class _Machine:
                 self._unsent.popleft()
         if not self._unsent:
             self._loop.remove_writer(self._commands)
-        self._service.wake()
+        if self._wake is not None:
+            self._wake()
 
     def batch_of(self, tables: Tables) -> "Batch":
         """Tables as compiled code has them."""
@@ -1234,7 +1236,7 @@ class _Machine:
         if not self._stopping:
             self._stopping = True
             self.tell(_BRIEF.pack(records.STOP, 0, 0, 0, b""))
-        if not self._service.stop(timeout):
+        if not self._join(timeout):
             return False
         _machines.discard(self)
         self.state[records.TEAM] = 0  # what nobody has taken, as the process ends, is left alone

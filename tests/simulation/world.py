@@ -47,12 +47,7 @@ class Mortal(DeterministicRuntime):
         self._services = []
 
     def start(self, name, step, *, setup=None):
-        service = super().start(name, step, setup=setup)
-        self._services.append(service)
-        return service
-
-    def drive(self, name, machine):
-        service = super().drive(name, machine)
+        service = super().start(name, step, setup=setup)  # also of what is driven
         self._services.append(service)
         return service
 

@@ -819,7 +819,8 @@ class Receiver:
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
             tally.spent("scattering", now - copying, now)
-            self._count(machine.notified(moved), UNTIMED)
+            if moved > machine.arrived:
+                self._heard(machine.notified(moved), UNTIMED)
         elif moved > self._copied and self.moving:
             self.link.send(*machine.landed(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
@@ -1051,8 +1052,7 @@ class Receiver:
 
     def came(self, message: wire.Arrived) -> None:
         """Chunks have arrived."""
-        stale = self.machine.stale
-        self._heard(self.machine.came(message), message.timings, stale)
+        self._heard(self.machine.came(message), message.timings)
 
     def added_up(self, message: wire.Sums) -> None:
         """What a chunk adds up to at the peer that has been granted."""
@@ -1061,7 +1061,7 @@ class Receiver:
 
     def result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
-        machine, stale = self.machine, self.machine.stale
+        machine = self.machine
         last = message.status is Status.OK and message.chunk == WHOLE and not machine.heard_last
         if last and machine.state is ReceiveState.MOVING:
             self._nbytes = message.bytes
@@ -1069,35 +1069,32 @@ class Receiver:
                 self.tally.bytes = message.bytes
             elif machine.chunks_done == machine.chunks and message.bytes != self.tally.bytes:
                 self._failed(self._differs())
-        self._heard(machine.result(message), message.timings, stale)
+        self._heard(machine.result(message), message.timings)
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
             self.stop(machine.failure)
         if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
             self.exposure.told_in_doubt()
         self._settle()
 
-    def _heard(self, chunks: range, timings: wire.Timings, stale: int) -> None:
-        """The peer says that it is through with chunks; what nothing waits for (`stale`, before) counts for nothing."""
-        if self.machine.stale > stale:
+    def _heard(self, chunks: range | None, timings: wire.Timings) -> None:
+        """The peer, or its agent, says that it is through with chunks; None of what nothing waits for."""
+        run, now = self._run, self.site.now()
+        if chunks is None:
             self.site.metrics.result_dropped("stale")
-        elif self._count(chunks, timings):
-            self._land_soon()
-
-    def _count(self, chunks: range, timings: wire.Timings) -> bool:
-        """The peer is through with chunks; whether there is something to do about it that the mover does not."""
-        now = self.site.now()
+            return
         if self.route is Route.PULL:
             if not chunks:
-                return False
+                return
             self.tally.began(now)
         elif chunks or timings != UNTIMED:
             self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
             while self._granted and self._granted[0][0] <= chunks.stop:
                 self._granted.popleft()
-        if chunks and self._run is not None and self.route is Route.STAGED:
-            self.site.mover.hear(self._run.flow, chunks.stop - self._run.first)
-            return self._begun < chunks.stop  # else there is nothing to do before it is copied
-        return True
+        if chunks and run is not None and self.route is Route.STAGED:
+            self.site.mover.hear(run.flow, chunks.stop - run.first)
+            if chunks.stop <= self._begun:
+                return  # there is nothing to do before it is copied
+        self._land_soon()
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""

@@ -417,7 +417,6 @@ class Receiving:
         self.staging: Final = staging
         self.failure: Failure | None = None  # why it does not succeed, once that is known
         self.payload = b""  # the offer's payload, once the last result is in
-        self.stale = 0  # frames that were dropped because nothing waited for them
         self.chunks = 0  # that the peer has cut it into; 0 before it was accepted
         self.ready = 0  # the first so many are ready
         self.reading = 0  # of the first so many a read was begun (`pull`)
@@ -458,11 +457,10 @@ class Receiving:
             covered = message.route is Route.STAGED and message.chunks > 0
         if message.ahead and not (self.ahead and covered):
             raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
-        if self.state is not ReceiveState.ASKED:
+        following = RECEIVE_TRANSITIONS.get((self.state, "accept"))
+        if following is None:
             return False
-        self._event("accept")
-        self._accepted = True
-        self.chunks = message.chunks
+        self.state, self.chunks, self._accepted = following, message.chunks, True
         if message.ahead:
             self.ready = message.chunks
             self.granted = min(message.chunks, self.staging or message.chunks)
@@ -530,8 +528,8 @@ class Receiving:
         self.granted = chunks
         return [Landed(self.transfer, chunks)]
 
-    def came(self, message: Arrived) -> range:
-        """Chunks have arrived, to be scattered (and then counted by `done`).
+    def came(self, message: Arrived) -> range | None:
+        """Chunks have arrived, to be scattered (and then counted by `done`). None if nothing waits for that any more.
 
         Raises:
             ProtocolError: If one of them was not granted.
@@ -541,40 +539,41 @@ class Receiving:
                 f"{message.chunks} chunks of transfer {self.transfer} are said to have arrived, and "
                 f"{self.granted} were granted"
             )
-        if self.ended or message.chunks > self.granted:
-            self.stale += 1
-            return range(0)
-        return self.notified(message.chunks)
+        return None if self.ended or message.chunks > self.granted else self.notified(message.chunks)
 
     def notified(self, chunks: int) -> range:
         """The first so many have arrived, as the peer's agent has told ours; returns those that are new."""
         fresh, self.arrived = range(self.arrived, max(self.arrived, chunks)), max(self.arrived, chunks)
         return fresh
 
-    def result(self, message: KvAgentResult) -> range:
+    def result(self, message: KvAgentResult) -> range | None:
         """A result came in.
 
         Returns:
-            Chunks that have arrived by it, as of `came`.
+            Chunks that have arrived by it, as of `came`; None if nothing waits for it any more.
 
         Raises:
             ProtocolError: If it reports the transfer as complete when it is not.
         """
-        if message.chunk != WHOLE:
-            open_yet = self.arrived <= message.chunk < self.ready and not (self.ended or self.heard_last)
-            if message.status is not Status.OK and open_yet:
-                # what was granted stays so: only the terminal result says that nothing of it is in flight
-                self.failure = self.failure or Failure(message.status, message.code, message.reason)
-            else:
-                self.stale += 1
-        elif self.ended or self.heard_last:
-            self.stale += 1
-        elif message.status is Status.OK:
-            return self._finished(message)
-        else:
+        whole, succeeded = message.chunk == WHOLE, message.status is Status.OK
+        fails = not succeeded and self.arrived <= message.chunk < self.ready
+        if self.ended or self.heard_last or not (whole or fails):
+            return None
+        if not succeeded:  # what was granted stays so: only the terminal result says that nothing of it is in flight
             self.failure = self.failure or Failure(message.status, message.code, message.reason)
-            self._event("lost" if message.status is Status.IN_DOUBT else "terminal")
-        return range(0)
+            if whole:
+                self._event("lost" if message.status is Status.IN_DOUBT else "terminal")
+            return range(0)
+        running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
+        if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
+            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk was granted")
+        self.heard_last, self.payload = True, message.payload
+        fresh, self.arrived = range(self.arrived, self.granted), self.granted
+        if not running:  # it succeeded there before our Cancel came
+            self._event("terminal")
+        elif self.chunks_done == self.chunks:
+            self._complete()
+        return fresh
 
     def done(self, chunks: int) -> None:
         """The first so many chunks are where they belong, and visible."""
@@ -627,22 +626,10 @@ class Receiving:
         self._unsaid = [Cancel(self.transfer, code)]
         return [Abandon(self.transfer, code)] if reading else self.unread()
 
-    def _finished(self, message: KvAgentResult) -> range:
-        """The last result of a success: all that was granted has arrived, and that is all of it."""
-        running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-        if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
-            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk was granted")
-        self.heard_last, self.payload = True, message.payload
-        fresh, self.arrived = range(self.arrived, self.granted), self.granted
-        if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
-            self._event("terminal")
-        elif self.chunks_done == self.chunks:
-            self._complete()
-        return fresh
-
     def _complete(self) -> None:
-        if self.state is ReceiveState.MOVING and self.chunks_done == self.chunks and self.failure is None:
-            self._event("complete")
+        over = RECEIVE_TRANSITIONS.get((self.state, "complete"))
+        if over is not None and self.chunks_done == self.chunks and self.failure is None:
+            self.state, self.ended = over, True
 
     def _begin(self, what: str) -> None:
         if self.state is not ReceiveState.MOVING:

@@ -277,10 +277,10 @@ class Pair(RuleBasedStateMachine):
                 receiver.wanted(message)
             case Arrived():
                 self.heard.append(message)
-                self.arrive(receiver.came(message))
+                self.arrive(receiver.came(message) or ())
             case KvAgentResult():
                 self.heard.append(message)
-                self.arrive(receiver.result(message))
+                self.arrive(receiver.result(message) or ())
                 if receiver.failure is not None and receiver.state is ReceiveState.MOVING:
                     self.give_up(receiver.failure)
 

@@ -461,17 +461,17 @@ class Fetch:
             return
         if not self._asked:
             return
+        there = self._error is None and bool(self.receivers)
+        for receiver in self.receivers:
+            there = there and receiver.machine.state is ReceiveState.DONE and not receiver.in_doubt
+        if there:
+            self._succeed()
+            return
         self._collect_failures()
         if self._error is not None:
             self._wind_down(self._error)
             if all(receiver.quiet for receiver in self.receivers):
                 self._end(self._error)
-            return
-        for receiver in self.receivers:
-            if receiver.machine.state is not ReceiveState.DONE or receiver.in_doubt:
-                return
-        if self.receivers:
-            self._succeed()
 
     def doubted(self, receiver: Receiver) -> None:
         """A rank says nothing more of its part."""

@@ -127,6 +127,7 @@ _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
 _layers_of: Final = attrgetter("layers")
 _group_of: Final = attrgetter("group")
+_address_of: Final = attrgetter("address")
 _TURNS: Final = 2
 """How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
 `REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
@@ -136,7 +137,7 @@ _MOST_FED: Final = 64
 """Chunks that the mover is given at once at most: it looks no further ahead."""
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
-_HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
+_RUNNING: Final = (ReceiveState.ASKED, ReceiveState.MOVING)
 
 
 class Grants:
@@ -177,19 +178,11 @@ class Grants:
             self._in_place += nbytes
             self._site.written[self._key] += nbytes
 
-    def use_ahead(self) -> None:
-        """The peer uses what `Fetch` granted."""
-        self.ring, self.ahead = self.ahead, ()
-
     def void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
         ahead, self.ahead = self.ahead, ()
         if ahead:
             self._give_back(ahead)
-        self._end_in_place()
-
-    def _end_in_place(self) -> None:
-        """The peer writes none of the caller's blocks any more."""
         nbytes, self._in_place = self._in_place, 0
         if nbytes:
             written, key = self._site.written, self._key
@@ -231,9 +224,7 @@ class Grants:
 
     def let_go(self) -> None:
         """Nothing is in the peer's hands, and nothing is read: give the ring back."""
-        if self.ring:
-            self._settle(range(0))
-        self._end_in_place()
+        self.settle(range(0), lost=False)
 
     def settle(self, hands: range, *, lost: bool) -> None:
         """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
@@ -522,22 +513,6 @@ class Receiver:
             self._cut(bound.grid)
         return bound
 
-    def _agreed(self, message: wire.Accept) -> ChunkGrid:
-        """How the peer cut what was granted with the question.
-
-        Raises:
-            RefusedError: If it means something else by it.
-        """
-        pair = self._pair
-        if pair is None or message.digest != cut_digest(
-            self._agreement, message.layers_per_chunk, message.tokens_per_chunk
-        ):
-            raise _plan_differs(message)
-        grid = _grid(pair, message, self._fetch.demand.tokens)
-        if grid.chunks != message.chunks:
-            raise _plan_differs(message)
-        return grid
-
     def _cut(self, grid: ChunkGrid) -> None:
         """It is known how the transfer is cut."""
         self._grid = grid
@@ -797,7 +772,7 @@ class Receiver:
 
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
-        staging = [extent.address for extent in places]
+        staging = list(map(_address_of, places))
         made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
         for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
             if extent.nbytes < need:
@@ -1005,9 +980,15 @@ class Receiver:
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
         if message.ahead:
-            grants.use_ahead()
+            grants.ring, grants.ahead = grants.ahead, ()
             try:
-                self._cut(self._agreed(message))
+                pair, layers, tokens = self._pair, message.layers_per_chunk, message.tokens_per_chunk
+                if pair is None or message.digest != cut_digest(self._agreement, layers, tokens):
+                    raise _plan_differs(message)
+                grid = _grid(pair, message, self._fetch.demand.tokens)
+                if grid.chunks != message.chunks:
+                    raise _plan_differs(message)
+                self._cut(grid)
                 if self._turns is not None:
                     self._go_by([], 0, self._turns)
                     grants.begin_turns(0, site.now())
@@ -1129,12 +1110,13 @@ class Receiver:
         self._stirred = False
 
     def _wake(self) -> None:
-        """There is news. The first after the peer's answer begins `run`."""
-        self._stirred = True
+        """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None
             self.site.tasks.spawn(self.run(answer), self._owner, self._fetch.broken, spare=True)
-        elif self._news is not None and not self._news.done():
+            return
+        self._stirred = True
+        if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def _until_writable(self) -> None:
@@ -1214,39 +1196,35 @@ class Receiver:
 
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
-        machine = self.machine
-        if machine.state is ReceiveState.MOVING and machine.failure is None:
+        machine, lost = self.machine, self.machine.state is ReceiveState.LOST
+        if machine.failure is None and machine.state in _RUNNING:
             return  # all goes well
-        if not self._given_up and (machine.failure is not None or machine.state not in _HOPEFUL):
+        if not self._given_up and machine.state is not ReceiveState.DONE:
             self._give_up()  # whoever ended it: no scatter begins any more
         if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
-        lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
             if self._run is None:  # else our own copies read it yet
-                stop = machine.granted
-                if self._turns is not None:  # the peer writes no chunk before there is a place for it
-                    stop = min(stop, self._copied + self._turns.places)
+                stop, turns = machine.granted, self._turns
+                # the peer writes no chunk before there is a place for it
+                stop = stop if turns is None else min(stop, self._copied + turns.places)
                 self.grants.settle(range(machine.arrived, stop), lost=lost)
             if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
-                self._relax()  # else the peer is there, and what it has posted may need this side to end
+                # nothing that it has posted needs this side to end any more, nor does it wait for news of it
+                if self._awake is not no_hold:
+                    self._awake()
+                    self._awake = no_hold
+                if self._run is None and self._leave is not no_hold:
+                    self._leave()
+                if self._grant_said.again is not None:
+                    self._grant_said.again.cancel()
         if machine.ended:
             self.exposure.end()
-            self._wake()
-        if machine.ended or lost or machine.failure is not None:
-            self._fetch.changed()
+            if self._answer is None:  # else `run` has not begun, and will not
+                self._wake()
+        self._fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
             self._fetch.doubted(self)
-
-    def _relax(self) -> None:
-        """The peer posts nothing any more that this side has to help with, nor waits for news of it."""
-        if self._awake is not no_hold:
-            self._awake()
-            self._awake = no_hold
-        if self._run is None and self._leave is not no_hold:
-            self._leave()
-        if self._grant_said.again is not None:
-            self._grant_said.again.cancel()
 
 
 def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:

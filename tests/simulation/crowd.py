@@ -192,10 +192,11 @@ class Kept(Pair):
     def deliver_to_receiver(self):
         message, asked = self.to_receiver[0], self.receiver.state is ReceiveState.ASKED
         super().deliver_to_receiver()
-        if isinstance(message, Accept) and asked:
-            self.grants.use_ahead() if message.ahead else self.grants.void_ahead()
-        elif isinstance(message, Want) and not self.receiver.exposed:
-            self.grants.void_ahead()
+        grants = self.grants
+        if isinstance(message, Accept) and asked and message.ahead:
+            grants.ring, grants.ahead = grants.ahead, ()
+        elif (isinstance(message, Accept) and asked) or (isinstance(message, Want) and not self.receiver.exposed):
+            grants.void_ahead()
         self._settle_receiver()
 
     def place(self, number):

@@ -32,6 +32,7 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 
 from kvxfer.errors import FabricError
 from kvxfer.mapped import check_process, unlike
@@ -223,10 +224,6 @@ class Key:
         """Whether it holds on to the peer's file."""
         return not self._pages.closed
 
-    def passage(self, number: int, generation: int) -> "Permit":
-        """A way through one gate; through one that there is not nobody gets."""
-        return Permit(self if 0 <= number < len(self._inside) else None, number, generation)
-
     def close(self) -> None:
         """Close it, as soon as nothing of it is lent.
 
@@ -241,7 +238,7 @@ class Key:
         """See `Permit.lend`."""
         with self._mutex:
             self._borrowers += 1
-            if self._pages.closed:
+            if self._pages.closed or not 0 <= number < len(self._inside):
                 return _NO_WAY
             granted = 0 if self._closing else generation  # which no gate has ever had
             words_at, inside_at = self._words_at + _LOCK_BYTES * number, self._inside_at + 8 * number
@@ -261,15 +258,12 @@ class Key:
             os.close(self._descriptor)
 
 
-class Permit:
+class Permit(Struct, frozen=True, eq=False):
     """One writer's way through a gate, under the generation that it was granted; without a key nobody gets through."""
 
-    __slots__ = ("_generation", "_key", "_number")
-
-    def __init__(self, key: Key | None, number: int, generation: int) -> None:
-        self._key = key
-        self._number = number
-        self._generation = generation
+    key: Key | None
+    number: int  # of the gate; through one that there is not nobody gets
+    generation: int
 
     def lend(self) -> tuple[int, int, int, int, int]:
         """Let the mover enter and leave, until `give_back`.
@@ -278,12 +272,12 @@ class Permit:
             The descriptor of the file whose byte is locked, the number of the gate, the generation as granted, where
             the gate's words are, and where it is counted how many of this process are inside.
         """
-        return _NO_WAY if self._key is None else self._key.lend(self._number, self._generation)
+        return _NO_WAY if self.key is None else self.key.lend(self.number, self.generation)
 
     def give_back(self) -> None:
         """The mover is not inside, and does not enter any more."""
-        if self._key is not None:
-            self._key.give_back()
+        if self.key is not None:
+            self.key.give_back()
 
 
 # --- our own gates
@@ -423,9 +417,7 @@ class Keys:
         """
         if not granted:
             return None
-        number, generation = granted >> 32, granted & 0xFFFF_FFFF
-        key = self._keys.get(peer.identity.incarnation)
-        return key.passage(number, generation) if key is not None else Permit(None, number, generation)
+        return Permit(self._keys.get(peer.identity.incarnation), granted >> 32, granted & 0xFFFF_FFFF)
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside."""

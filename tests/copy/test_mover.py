@@ -20,7 +20,7 @@ from kvxfer.copy.mover import Mover, _machines
 from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import FIRST_GENERATION
+from kvxfer.safety.fence import FIRST_GENERATION, Permit
 from kvxfer.testing import simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -348,11 +348,11 @@ async def test_an_owner_who_is_at_it_keeps_a_copy_out(world, gate):
     file, key = gate
     locked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 3, 1, 0)
     fcntl.fcntl(file._descriptor, fcntl.F_OFD_SETLK, locked)
-    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    world.submit("a", passage=Permit(key, 3, FIRST_GENERATION))
     await world.run(1)
     assert kind(world.outcomes["a"]) == "stopped"
     fcntl.fcntl(file._descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 3, 1, 0))
-    world.submit("b", passage=key.passage(3, FIRST_GENERATION))
+    world.submit("b", passage=Permit(key, 3, FIRST_GENERATION))
     await world.run(2)
     assert kind(world.outcomes["b"]) == "done"
 
@@ -360,8 +360,8 @@ async def test_an_owner_who_is_at_it_keeps_a_copy_out(world, gate):
 async def test_a_key_that_is_closing_lets_nobody_in(world, gate):
     _, key = gate
     flag = Flag()
-    world.submit("first", passage=key.passage(3, FIRST_GENERATION))
-    world.submit("late", after=flag, passage=key.passage(3, FIRST_GENERATION), at=4096)
+    world.submit("first", passage=Permit(key, 3, FIRST_GENERATION))
+    world.submit("late", after=flag, passage=Permit(key, 3, FIRST_GENERATION), at=4096)
     key.close()
     flag.fired = True
     await world.settle()
@@ -375,7 +375,7 @@ async def test_a_key_that_is_gone_stops_its_copies_and_nobody_else(abandoned, ga
     """A copy still waited for its event when the peer's memory was given up."""
     _, key = gate
     flag, never = Flag(), Flag()
-    abandoned.submit("late", after=flag, passage=key.passage(3, FIRST_GENERATION))
+    abandoned.submit("late", after=flag, passage=Permit(key, 3, FIRST_GENERATION))
     abandoned.submit("other", after=never, at=4096)
     key.close()
     assert not key.is_open

@@ -15,7 +15,7 @@ from wire import play, virtual
 from kvxfer import READY
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
-from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Key, Keys, LockFile, Revoked
+from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Key, Keys, LockFile, Permit, Revoked
 
 TIMES = {"peer_timeout": 3, "revoke_timeout": 5, "connect_timeout": 0.2}
 ROUTES = ["mapped", "direct", "staged"]
@@ -400,7 +400,7 @@ async def test_both_generations_of_a_gate_are_raised_or_neither(locked):
     granted, address = gates.granted(number), (1 << 40) + 128 * number
     words.writers[address] = 2
     if locks is not None:
-        passed = enter(Key(locks.handle).passage(number, granted & 0xFFFF_FFFF))
+        passed = enter(Permit(Key(locks.handle), number, granted & 0xFFFF_FFFF))
         assert passed
         assert await gates.revoke(number) is None
         assert (gates.granted(number), words.generations) == (granted, {})

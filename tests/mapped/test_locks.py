@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from passing import enter
 
 from kvxfer.errors import FabricError
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Permit, Revoked
 
 CONTEXT = multiprocessing.get_context("spawn")
 GATES = 64
@@ -40,12 +40,12 @@ def key(file):
 
 @pytest.mark.parametrize("number", [-1, GATES, 1 << 32])
 def test_nobody_gets_through_a_gate_that_there_is_not(key, number):
-    assert enter(key.passage(number, FIRST_GENERATION)) is None
+    assert enter(Permit(key, number, FIRST_GENERATION)) is None
 
 
 def test_who_waits_with_a_closed_key_does_not_get_in(file):
     key = Key(file.handle)
-    passage, outside = key.passage(3, FIRST_GENERATION), key.passage(4, FIRST_GENERATION)
+    passage, outside = Permit(key, 3, FIRST_GENERATION), Permit(key, 4, FIRST_GENERATION)
     inside = enter(passage)
     assert inside
     key.close()
@@ -60,7 +60,7 @@ def test_who_waits_with_a_closed_key_does_not_get_in(file):
 
 def test_a_key_that_is_closed_with_somebody_inside_leaves_them_as_dead(file):
     key, before = Key(file.handle), descriptors()
-    passage = key.passage(3, FIRST_GENERATION)
+    passage = Permit(key, 3, FIRST_GENERATION)
     assert enter(passage)
     key.close()
     assert key.is_open
@@ -99,7 +99,7 @@ def test_writers_of_many_threads_and_an_owner_that_takes_grants_back(file):
         number = seed % 4
         while not ended.is_set():
             granted = file.generation(number)
-            passed = enter(key.passage(number, granted))
+            passed = enter(Permit(key, number, granted))
             if passed:
                 with mutex:
                     inside[number] += 1
@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         granted = self.generations[number] - older
         if any(one == number and other != writer for other, one, _ in self.inside):
             return  # a gate is of one transfer, so only one writer is granted it
-        passed = enter(self.keys[writer].passage(number, granted))
+        passed = enter(Permit(self.keys[writer], number, granted))
         assert (passed is not None) is (older == 0)
         if passed:
             self.inside.append((writer, number, passed))
@@ -193,7 +193,7 @@ TestMachine = Machine.TestCase
 
 def hold(handle, number, pipe):
     """In another process: be inside, or have been."""
-    passed = enter(Key(handle).passage(number, FIRST_GENERATION))
+    passed = enter(Permit(Key(handle), number, FIRST_GENERATION))
     pipe.send(passed is not None)
     while passed and pipe.recv() == "leave":
         passed.leave()
@@ -238,7 +238,7 @@ def test_a_process_that_is_stopped_outside_does_not_get_in_afterwards(file, writ
     os.kill(writer.process.pid, signal.SIGSTOP)
     assert file.revoke(3) is Revoked.IDLE
     os.kill(writer.process.pid, signal.SIGCONT)
-    assert not enter(Key(file.handle).passage(3, FIRST_GENERATION))
+    assert not enter(Permit(Key(file.handle), 3, FIRST_GENERATION))
 
 
 def test_a_process_that_dies_outside_leaves_nothing(file, writer):

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -197,6 +198,7 @@ I64: TypeAlias = NDArray[np.int64]
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
+_peer_of: Final = attrgetter("peer")
 
 
 class Demand(Struct, frozen=True):
@@ -255,9 +257,9 @@ class Fetch:
     def begin(self) -> None:
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
         links = self._known()
-        peers = [link.peer for link in links if link is not None]
         try:
-            if len(peers) == len(links) and (shares := self._site.plans.known_shares(peers)) is not None:
+            shares = None if None in links else self._site.plans.known_shares(list(map(_peer_of, links)))
+            if shares is not None:
                 self._ask(shares, links)
         except KvxferError as error:
             self._stop(error)

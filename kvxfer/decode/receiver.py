@@ -127,6 +127,7 @@ _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
 _layers_of: Final = attrgetter("layers")
 _group_of: Final = attrgetter("group")
+_ids_of: Final = attrgetter("ids")
 _address_of: Final = attrgetter("address")
 _TURNS: Final = 2
 """How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
@@ -176,7 +177,7 @@ class Grants:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
         if nbytes:
             self._in_place += nbytes
-            self._site.written[self._key] += nbytes
+            self._site.written[self._key] = self._site.written.get(self._key, 0) + nbytes
 
     def void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
@@ -186,9 +187,8 @@ class Grants:
         nbytes, self._in_place = self._in_place, 0
         if nbytes:
             written, key = self._site.written, self._key
-            written[key] -= nbytes
-            if not written[key]:
-                del written[key]
+            if left := written.pop(key) - nbytes:
+                written[key] = left
 
     def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
@@ -506,8 +506,8 @@ class Receiver:
                 raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
             return Bound(plan, grid)
 
-        bound = await site.plan(make, rows=_rows(source, demand.spans))
-        self._pair = bound.plan.pair
+        theirs, ours = map(_ids_of, source.values()), map(_ids_of, demand.spans.values())
+        bound = await site.plan(make, rows=max(sum(map(len, theirs)), sum(map(len, ours))))
         self.tally.pieces = bound.pieces
         if self._grid is None:
             self._cut(bound.grid)
@@ -1243,17 +1243,6 @@ def _by_nic(receiver: Receiver, *, staged: bool) -> bool:
     if staged and (site.staging is None or site.staging.kind != "VRAM"):
         return False
     return site.geometry.kind == "cuda" and may_be_elsewhere(receiver.peer.body.host)
-
-
-def _rows(*sides: BlockLists) -> int:
-    """As many table rows as take the time of the plan."""
-    most = 0
-    for side in sides:
-        rows = 0
-        for span in side.values():
-            rows += len(span.ids)
-        most = max(most, rows)
-    return most
 
 
 def _grid(pair: PairPlan, message: wire.Accept, tokens: range) -> ChunkGrid:

@@ -1,7 +1,7 @@
 """What one open worker has: books, threads, clock and tasks, shared by its sending and its receiving side."""
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
@@ -513,7 +513,7 @@ class Site:
     # tasks that look for evidence: closing does not wait for them, but has them look once more
     lookouts: Tasks = field(default_factory=Tasks)
     # by incarnation of the peer, bytes of blocks that it may be writing in place
-    written: Counter[bytes] = field(default_factory=Counter[bytes])
+    written: dict[bytes, int] = field(default_factory=dict[bytes, int])
     # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     # by incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped

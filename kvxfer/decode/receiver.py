@@ -223,7 +223,7 @@ class Grants:
         return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
     def let_go(self) -> None:
-        """Nothing is in the peer's hands, and nothing is read: give the ring back."""
+        """Nothing is in the peer's hands, and nothing is read: give all back."""
         self.settle(range(0), lost=False)
 
     def settle(self, hands: range, *, lost: bool) -> None:

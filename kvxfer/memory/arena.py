@@ -486,7 +486,7 @@ class Share:
                     self._queue.remove(request)
                     refused.append((request, self._quarantine_error(request.nbytes, request.length)))
         granted: list[tuple[Request, Extent]] = []
-        if len(self._queue):
+        if self._queue.overtaken:
             # a grant moves its peer from those that wait to those that hold: the number of both stays the same
             contenders = len(self._accounts.keys() | set(self._queue.peers))
             while self._serve_round(contenders, granted):
@@ -514,7 +514,7 @@ class Share:
         self._move(extent, ExtentState.WRITING)
         found, peer, length = [extent], extent.peer, extent.length
         contenders = len(self._accounts)
-        while len(found) <= more and not len(self._queue):
+        while len(found) <= more and not self._queue.overtaken:
             if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
                 break
             found.append(self._reserve(peer, extent.nbytes, length, ExtentState.WRITING))

@@ -449,7 +449,7 @@ class PairPlans:
         return geometry_from_wire(peer.body.tensors) if found is None else found
 
     def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
-        """The plan from this rank to a peer, unless that is `asked`."""
+        """Look up or make the plan from this rank to a peer, and note it for `asked`."""
         pair = self.pair(peer, map(selection_from_wire, selections), sending=True)
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
             if len(self._asked) >= self._kept:
@@ -503,7 +503,7 @@ class PairPlans:
         return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
 
     def asked(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> tuple[PairPlan | None, int]:
-        """The plan from this rank to a peer if it asked for the same last, else None, which takes `outgoing`.
+        """What a peer asks for: the plan from this rank if that is what it asked for last, None if it takes `outgoing`.
 
         And as many rows of a table as take the time of that, and of what is made of the plan for each layer.
         """

@@ -8,7 +8,6 @@ takes them out of its hands.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import cycle, islice
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError, Step
@@ -229,8 +228,8 @@ class Sending:
 
     def places(self, chunks: range) -> list[Grant]:
         """Where in staging memory chunks go that were granted."""
-        first = (chunks.start - self._ring_at) % len(self.ring)
-        return list(islice(cycle(self.ring), first, first + len(chunks)))
+        ring, first = self.ring, self._ring_at  # in a thread: they may be others a moment later
+        return [ring[(chunk - first) % len(ring)] for chunk in chunks]
 
     def landed(self, message: Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.

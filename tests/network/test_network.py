@@ -182,8 +182,7 @@ async def test_a_firewall_that_comes_down_on_control_streams(pair):
 
 @routes()
 async def test_a_firewall_that_stops_the_other_side(hosts, route):
-    other = "prefill" if route == "pull" else "decode"
-    await hosts.cable.impair(**{other: Impairment(drop="bulk_syn")})
+    await hosts.cable.impair(**{"prefill" if route == "pull" else "decode": Impairment(drop="bulk_syn")})
     pair = await Pair(hosts, route).open(**CALLING)
     if route != "staged":  # its agents call each other: the one that is written to says when a place is free again
         await pair.succeeds("r")
@@ -191,6 +190,7 @@ async def test_a_firewall_that_stops_the_other_side(hosts, route):
     await pair.begin("r")
     await pair.fails("r", within=pair.bounds["stuck_link"])
     await hosts.cable.mend()
+    await pair.resumed()
     await recovers(pair, quiet=False)
 
 

@@ -225,7 +225,7 @@ class Mover:
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
         self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._copies)
-        self._machine.state[records.PATIENCE] = int(min(no_progress_timeout, _FOREVER_S) * _NS)
+        self._machine.state[records.PATIENCE] = _nanoseconds(no_progress_timeout)
         self._loop.add_reader(self._machine.news, self._read)
 
     # --- asking
@@ -296,7 +296,7 @@ class Mover:
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
         flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
-        flow.until = int(min(job.until, _FOREVER_S) * _NS)
+        flow.until = _nanoseconds(job.until)
         flow.awaits = flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
         self._untold += 1
@@ -321,7 +321,7 @@ class Mover:
         """The first so many steps may begin, none of them later than `until`, or its own. Harmless if it is over."""
         flow.allowed = max(flow.allowed, min(steps, flow.total))
         if until is not None:
-            flow.until = int(min(until, _FOREVER_S) * _NS)
+            flow.until = _nanoseconds(until)
         self._say(flow)
 
     def hear(self, flow: Flow, steps: int) -> None:
@@ -678,7 +678,8 @@ class Mover:
             self._awaiting += copy.awaits
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
-            owner, peer = self._numbers(job)
+            owner = self._number(job.owner)
+            peer = 0 if job.post is None else self._number((_PEER, job.post.peer))
             if isinstance(copy, Flow):
                 self._fill(copy)
                 copy.said = copy.known, copy.allowed, copy.total, copy.quiet, copy.heard, copy.until
@@ -703,7 +704,7 @@ class Mover:
         batch = copy.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
         met = None if job.post is None else self.ready(job.post.peer)
         if met is None and (gpu is None or job.sums is None or sums is not None):
-            until = int(min(job.until, _FOREVER_S) * _NS)
+            until = _nanoseconds(job.until)
             common = (
                 *(records.COPY, 0, copy.lane, 0, job.nbytes, until),
                 *(*_NO_LOCK, *(_listed(kept, copy.handles) if copy.handles else _NOWHERE), 0, 0, 0, 0),
@@ -742,21 +743,18 @@ class Mover:
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
-    def _numbers(self, job: CopyJob) -> list[int]:
-        """By what numbers the machine knows a job's owner, and its peer: 0 if there is none.
+    def _number(self, owner: Hashable) -> int:
+        """By what number the machine knows one, from when it is sent a job: negative (`~`) where it hears of it first.
 
         An owner that has had no copy for long is forgotten.
         """
-        found: list[int] = []
-        for owner in (job.owner,) if job.post is None else (job.owner, (_PEER, job.post.peer)):
-            self._sent[owner] = self._sent.get(owner, 0) + 1
-            number, new = self._owners.pop(owner, -1), len(self._owners)
-            if number < 0 and new == records.MOST_OWNERS:
-                new = self._owners.pop(next(one for one in self._owners if one not in self._sent))
-            self._owners[owner] = new if number < 0 else number
-            found.append(~new if number < 0 else number)
+        self._sent[owner] = self._sent.get(owner, 0) + 1
         self._machine.state[records.OWNERS] = len(self._sent)
-        return found if job.post is not None else [*found, 0]
+        number, new = self._owners.pop(owner, -1), len(self._owners)
+        if number < 0 and new == records.MOST_OWNERS:
+            new = self._owners.pop(next(one for one in self._owners if one not in self._sent))
+        self._owners[owner] = new if number < 0 else number
+        return ~new if number < 0 else number
 
     # --- flows
 
@@ -905,19 +903,18 @@ class Mover:
 
     # --- events of the machine
 
-    def _read(self, *, again: bool = False) -> None:
-        """Take what the machine says, and tell whoever asked.
-
-        When that takes long, everybody else on the loop has a turn in between; `again` goes on with what is left.
-        """
-        first = again or not self._news
+    def _read(self) -> None:
+        """Take what the machine says."""
+        first = not self._news  # else a turn in which the rest is told is due
         try:
-            if not again:  # by then it may have ended
-                self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
+            self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
         except BlockingIOError:  # there is none after all
             return
-        if not first:
-            return
+        if first:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
         until = self._runtime.now() + TURN_SECONDS
         while self._news:
             event = self._news.popleft()
@@ -929,7 +926,7 @@ class Mover:
             else:
                 self._hear(*event)
             if self._news and self._runtime.now() >= until:
-                self._loop.call_soon(partial(self._read, again=True))
+                self._loop.call_soon(self._deliver)
                 return
 
     def _hear(
@@ -1274,6 +1271,11 @@ def _forget_all() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _nanoseconds(seconds: float) -> int:
+    """As the machine counts time, whose clock ends in 292 years."""
+    return int(min(seconds, _FOREVER_S) * _NS)
 
 
 def _check(post: Post) -> None:

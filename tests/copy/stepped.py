@@ -134,7 +134,7 @@ class World:
         delay: float | None = self.machine.step()
         self.mover._read()
         while self.mover._news:  # also what would come later, because it takes long
-            self.mover._read(again=True)
+            self.mover._deliver()
         return delay
 
     async def settle(self) -> None:

@@ -21,8 +21,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import IdentityKey, PeerInfo
 from kvxfer.runtime import Runtime
-from kvxfer.safety.fence import Gates, Keys
-from kvxfer.safety.mappings import Mappings
+from kvxfer.safety.fence import Gates, Keys, Mappings
 from kvxfer.safety.processes import Processes
 from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
 from kvxfer.tickets import Issuer

@@ -57,8 +57,7 @@ from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, PeerIn
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home, Placement, Runtime, ThreadRuntime, place
 from kvxfer.safety.doubt import Rebuilding
-from kvxfer.safety.fence import Gates
-from kvxfer.safety.mappings import Exports, Mappings
+from kvxfer.safety.fence import Exports, Gates, Mappings
 from kvxfer.safety.processes import Processes
 from kvxfer.site import Desk, Site, Tasks
 from kvxfer.telemetry import Metrics, Observer, logger

@@ -22,8 +22,8 @@ from kvxfer.copy import records
 from kvxfer.copy.compiler import compiled, inlined, load
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, SPARE_WORDS, WIDTHS, Kind
 from kvxfer.copy.tables import PART_WORDS as WALKED_WORDS
-from kvxfer.geometry.chunks import MOST_BLANKS
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
+from kvxfer.geometry.plan import MOST_BLANKS
 from kvxfer.names import MAX_ROWS
 
 __all__ = ["bind", "fill", "lay", "marks", "scratch_words", "told_words"]

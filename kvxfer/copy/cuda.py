@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from kvxfer.copy import records
 from kvxfer.copy.tables import SPARE_WORDS, SumTables, pack_sums, sum_variants, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
-from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.plan import SumPlan
 from kvxfer.memory.device import Arrival, arrival, call, load
 from kvxfer.telemetry import logger
 

@@ -279,7 +279,7 @@ def touch_gate(gate, raised, found):
 
 @triton.jit
 def _mix(word):
-    """As `kvxfer.geometry.chunks.mix`; words are uint64."""
+    """As `kvxfer.geometry.plan.mix`; words are uint64."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)

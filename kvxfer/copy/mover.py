@@ -35,8 +35,8 @@ from kvxfer.copy import records
 from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
 from kvxfer.copy.tables import SumTables, Tables
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
-from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
     from kvxfer.copy.tables import Tables
     from kvxfer.copy.template import Batch
     from kvxfer.geometry.cache import CacheGeometry
-    from kvxfer.geometry.chunks import SumPlan
+    from kvxfer.geometry.plan import SumPlan
 
 __all__ = [
     "NO_PIECES",

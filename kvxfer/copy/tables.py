@@ -30,7 +30,7 @@ from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Blank, Box, CopyPlan, Elements, Segment, Stencil
 
 if TYPE_CHECKING:  # what is packed is given
-    from kvxfer.geometry.chunks import SumPart, SumPlan
+    from kvxfer.geometry.plan import SumPart, SumPlan
 
 __all__ = [
     "AXIS_WORDS",

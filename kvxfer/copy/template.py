@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from kvxfer.copy import binding, records
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
-from kvxfer.geometry.plan import PairPlan, TransferPlan
+from kvxfer.geometry.plan import MOST_BLANKS, ChunkGrid, PairPlan, Slice, TransferPlan
 from kvxfer.geometry.rows import BlockLists
 from kvxfer.geometry.spec import RowSide
 from kvxfer.names import MAX_TOKENS, lazy

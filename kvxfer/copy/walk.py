@@ -26,8 +26,8 @@ from kvxfer.copy.compiler import (
     store_word,
 )
 from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, pack, parts_of
-from kvxfer.geometry.chunks import ItemSums, SumPart, SumPlan, keys
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.plan import ItemSums, SumPart, SumPlan, keys
 
 __all__ = ["copy", "copy_part", "copy_parts", "help_out", "total"]
 

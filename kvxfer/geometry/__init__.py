@@ -3,15 +3,14 @@
     describe    CacheTensor, Group, Interleave -> CacheGeometry         (spec.py, cache.py)
     group       a list of tensors, one a layer -> list of CacheTensor   (cache.py)
     resolve     who sends what, and what two ranks have in common       (intersect.py)
-    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
+    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py)
     tables      what a copy kernel needs                                (copyplan.py)
-    check       whether what arrived is what was sent                   (chunks.py)
+    check       whether what arrived is what was sent                   (plan.py)
 
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
-from kvxfer.geometry.chunks import ChunkGrid, ChunkPlan, Damage, SumPlan, damage, selected
 from kvxfer.geometry.copyplan import (
     STAGING_ALIGNMENT,
     Box,
@@ -24,7 +23,18 @@ from kvxfer.geometry.copyplan import (
     sample,
 )
 from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
-from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
+from kvxfer.geometry.plan import (
+    ChunkGrid,
+    ChunkPlan,
+    Damage,
+    PairPlan,
+    SumPlan,
+    TransferPlan,
+    check_state,
+    cut_digest,
+    damage,
+    selected,
+)
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 from kvxfer.geometry.spec import LAYOUTS, Interleave, TensorSpec, expand_layout
 

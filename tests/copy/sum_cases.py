@@ -65,7 +65,7 @@ def test_items_larger_than_a_block_looks_at_together(seed, scale):
 
 
 def test_several_regions_and_rows_share_a_sum(monkeypatch):
-    monkeypatch.setattr("kvxfer.geometry.chunks.MAX_SUMS", 2)
+    monkeypatch.setattr("kvxfer.geometry.plan.MAX_SUMS", 2)
     source, target, chunk = sum_plans.moved(5)
     assert SumPlan.at_source(chunk).row_step > 1
     check(chunk, 2)

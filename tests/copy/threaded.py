@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate
 from kvxfer.copy.tables import Tables, pack
-from kvxfer.geometry.chunks import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import ThreadRuntime
 
 _START_SECONDS = 300

@@ -22,8 +22,8 @@ from kvxfer.geometry import (
     TransferPlan,
     resolve,
 )
-from kvxfer.geometry.chunks import ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.plan import ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.rows import Meeting, Rows
 
 CANARY = -(1 << 62)

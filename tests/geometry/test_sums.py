@@ -14,9 +14,9 @@ from worlds import Rank, make_world
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy, total
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, PairPlan, Span, SumPlan, common, damage, resolve
-from kvxfer.geometry import chunks as module
-from kvxfer.geometry.chunks import keys, mix, selected
+from kvxfer.geometry import plan as module
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
+from kvxfer.geometry.plan import keys, mix, selected
 
 MASK = (1 << 64) - 1
 

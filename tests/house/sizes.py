@@ -18,9 +18,9 @@ PACKAGE = ROOT / "kvxfer"
 
 LIMITS = {
     "modules in the root": (12, 12),
-    "modules in the core": (70, 65),
-    "lines in the core": (33_603, 18_000),
-    "lines in kvxfer/": (47_361, 30_000),
+    "modules in the core": (68, 65),
+    "lines in the core": (33_592, 18_000),
+    "lines in kvxfer/": (47_350, 30_000),
     "floors of imports": (15, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (44, 12),

@@ -29,7 +29,7 @@ from stage import KEY, Copied
 
 from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
-from kvxfer.safety import mappings
+from kvxfer.safety import fence
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
@@ -265,7 +265,7 @@ class Strangers(Ranks):
     """Ranks that take every peer for one on another host, whose memory they cannot map."""
 
     def __init__(self) -> None:
-        mappings.unlike = lambda _: "it is on another host"
+        fence.unlike = lambda _: "it is on another host"
         super().__init__()
 
 

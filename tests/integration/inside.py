@@ -36,8 +36,7 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
 from kvxfer.protocol.transfer import Receiving
-from kvxfer.safety import doubt, mappings
-from kvxfer.safety import mappings as exports
+from kvxfer.safety import doubt, fence
 from kvxfer.safety.fence import FIRST_GENERATION, Key, Permit
 from kvxfer.site import Site
 
@@ -1094,7 +1093,7 @@ def share_no_locks(monkeypatch: Any) -> None:
     def refused(gates: int) -> None:
         raise FabricError("they are said to be on two hosts")
 
-    monkeypatch.setattr(exports, "LockFile", refused)
+    monkeypatch.setattr(fence, "LockFile", refused)
 
 
 def identify_by(make: Callable[[Any], Any], monkeypatch: Any) -> None:
@@ -1114,9 +1113,9 @@ def live_where(here: Callable[[], str], monkeypatch: Any) -> None:
 
 def open_windows_by(open_window: Callable[..., Any], monkeypatch: Any) -> None:
     """This maps the memory of a peer."""
-    monkeypatch.setattr(mappings, "open_window", open_window)
+    monkeypatch.setattr(fence, "open_window", open_window)
 
 
 def take_all_for_strangers(monkeypatch: Any) -> None:
     """Every peer is taken for one on another host, whose memory cannot be mapped."""
-    monkeypatch.setattr(mappings, "unlike", lambda _: "it is on another host")
+    monkeypatch.setattr(fence, "unlike", lambda _: "it is on another host")

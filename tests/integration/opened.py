@@ -10,8 +10,8 @@ from kvxfer.copy import binding
 from kvxfer.copy.port import CopyJob
 from kvxfer.copy.tables import Launch, Tables, Variant
 from kvxfer.copy.template import Batch
-from kvxfer.geometry.chunks import MOST_BLANKS
 from kvxfer.geometry.copyplan import Blank
+from kvxfer.geometry.plan import MOST_BLANKS
 
 
 def opened(batch: Any) -> list[Tables]:

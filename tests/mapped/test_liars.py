@@ -15,8 +15,7 @@ from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import Keys, LockFile
-from kvxfer.safety.mappings import Mappings
+from kvxfer.safety.fence import Keys, LockFile, Mappings
 from kvxfer.safety.processes import Processes
 
 CONTEXT = mp.get_context("spawn")

@@ -20,7 +20,7 @@ from kvxfer.errors import ArenaError
 from kvxfer.mapped import Windows, export, joined, open_window
 from kvxfer.mapped.window import OpenFiles
 from kvxfer.protocol.messages import MappedMemory
-from kvxfer.safety.mappings import Exports, Mappings
+from kvxfer.safety.fence import Exports, Mappings
 
 CONTEXT = mp.get_context("spawn")
 
@@ -425,7 +425,7 @@ async def test_a_cache_that_cannot_be_exported_leaves_no_files_and_a_log_line(cu
 
 
 async def test_more_allocations_than_a_peer_is_told_of_are_refused(cuda, caplog, monkeypatch):
-    monkeypatch.setattr("kvxfer.safety.mappings.MAX_TENSORS", 2)
+    monkeypatch.setattr("kvxfer.safety.fence.MAX_TENSORS", 2)
     pool = Pool(cuda, "x" * 25)
     before = open_files()
     exports = await opened(range(pool.base, pool.base + pool.size))

@@ -14,7 +14,7 @@ from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped import unlike
-from kvxfer.memory import Custody, Extent, Request, Share
+from kvxfer.memory import Custody, Extent, ExtentState, Request, Share
 from kvxfer.plans.planning import Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
@@ -285,9 +285,9 @@ class Desk:
         self._since[request] = now
         return request
 
-    def take(self, peer: str, nbytes: int) -> Extent | None:
-        """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
-        return None if self._waiting or self._paused else self.share.take(peer, nbytes)
+    def take(self, peer: str, nbytes: int, most: int = 1, state: ExtentState = ExtentState.RESERVED) -> list[Extent]:
+        """Up to so many extents of at least `nbytes` bytes that are there right now, if nobody waits."""
+        return [] if self._waiting or self._paused else self.share.take(peer, nbytes, most, state)
 
     def write(self, extent: Extent, more: int) -> list[Extent]:
         """Let a peer write an extent, and up to so many like it that are there right now, if nobody waits: these."""

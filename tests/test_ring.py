@@ -34,8 +34,7 @@ def grants(site):
 
 
 def hold(grants, places, chunk=0):
-    extent = grants.desk.take("peer", PAGE)
-    assert extent is not None
+    (extent,) = grants.desk.take("peer", PAGE)
     return [place.address for place in grants.hold(extent, places, chunk)]
 
 

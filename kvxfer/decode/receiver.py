@@ -168,10 +168,8 @@ class Grants:
 
     def take_ahead(self, nbytes: int, most: int = 1) -> bool:
         """Grant so much, up to so many times, with the question, if it is free right now."""
-        extent = self.desk.take(self._peer.account, max(1, nbytes))
-        if extent is not None:
-            self.ahead = self.desk.write(extent, most - 1)
-        return extent is not None
+        self.ahead = self.desk.take(self._peer.account, max(1, nbytes), most, ExtentState.WRITING)
+        return bool(self.ahead)
 
     def write_in_place(self, nbytes: int) -> None:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
@@ -641,8 +639,9 @@ class Receiver:
         """Ask for memory that holds any chunk. It is waited for no longer than `_patience`."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
-        self._room = desk.take(account, nbytes)
-        if self._room is None:
+        if free := desk.take(account, nbytes):
+            self._room = free[0]
+        else:
             self._request = desk.ask(account, nbytes, self._patience, self._admitted)
 
     def _admitted(self, found: Extent | KvxferError) -> None:

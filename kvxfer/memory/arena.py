@@ -340,11 +340,6 @@ ALIGNMENT: Final = 512
 _HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
 
 
-def _aligned(nbytes: int) -> int:
-    """The bytes that so many occupy."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no."""
@@ -426,7 +421,7 @@ class Share:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
             )
-        length = _aligned(nbytes)
+        length = nbytes + -nbytes % ALIGNMENT
         if not self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
@@ -445,22 +440,24 @@ class Share:
         self._queue.add(request)
         return request
 
-    def take(self, peer: str, nbytes: int) -> Extent | None:
-        """An extent of at least `nbytes` bytes for `peer`, RESERVED, if nobody waits and there is one right now.
+    def take(self, peer: str, nbytes: int, most: int = 1, state: ExtentState = ExtentState.RESERVED) -> list[Extent]:
+        """Up to so many extents of at least `nbytes` bytes for `peer` that are there right now, if nobody waits.
 
-        It is what a request would be granted by the next `advance`, without one.
+        They are what requests would be granted by the next `advance`, without any; WRITING if they are told at once.
         """
-        length = _aligned(nbytes)
-        if nbytes < 1 or self._queue.overtaken:
-            return None
+        found: list[Extent] = []
+        length = nbytes + -nbytes % ALIGNMENT
         contenders = len(self._accounts) + (peer not in self._accounts)
-        if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
-            return None
-        return self._reserve(peer, nbytes, length)
+        while len(found) < most and nbytes > 0 and not self._queue.overtaken:
+            if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
+                break
+            found.append(self._reserve(peer, nbytes, length, state))
+        return found
 
     def most(self, nbytes: int) -> int:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
-        return max(1, self._alone // _aligned(max(1, nbytes)))
+        nbytes = max(1, nbytes)
+        return max(1, self._alone // (nbytes + -nbytes % ALIGNMENT))
 
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
@@ -512,13 +509,7 @@ class Share:
     def write(self, extent: Extent, more: int = 0) -> list[Extent]:
         """RESERVED -> WRITING, before anybody is told the address: it, and up to `more` like it that are free now."""
         self._move(extent, ExtentState.WRITING)
-        found, peer, length = [extent], extent.peer, extent.length
-        contenders = len(self._accounts)
-        while len(found) <= more and not self._queue.overtaken:
-            if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
-                break
-            found.append(self._reserve(peer, extent.nbytes, length, ExtentState.WRITING))
-        return found
+        return [extent, *self.take(extent.peer, extent.nbytes, more, ExtentState.WRITING)]
 
     def release(self, extent: Extent) -> None:
         """RESERVED or WRITING -> FREE, exactly once; the bytes may be granted again at once.
@@ -717,7 +708,7 @@ class Arena:
         Raises:
             ConfigError: The capacity is negative, or positive and too small for a single aligned extent.
         """
-        first = _aligned(base)
+        first = base + -base % ALIGNMENT
         usable = (capacity - (first - base)) // ALIGNMENT * ALIGNMENT if capacity else 0
         if capacity and usable <= 0:
             raise ConfigError(

@@ -49,7 +49,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
-from kvxfer.memory import Extent
+from kvxfer.memory import Extent, ExtentState
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
     IN_PLACE,
@@ -625,13 +625,12 @@ class Sender:
         late = partial(self._late, run)
         run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(site, peer), late)
         if machine.route is Route.STAGED and (nbytes := bound.most_bytes):
-            extent = site.send_desk.take(peer.account, nbytes) or await self._room(nbytes)
-            if extent is not None:
-                most = min(len(machine.ring), machine.chunks - run.first)
-                run.extents += site.send_desk.write(extent, most - 1)
+            most = min(len(machine.ring), machine.chunks - run.first)
+            now = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
+            run.extents += now or await self._room(nbytes, most)
 
-    async def _room(self, nbytes: int) -> Extent | None:
-        """Wait for staging memory to gather a chunk into; None if it was stopped."""
+    async def _room(self, nbytes: int, most: int) -> list[Extent]:
+        """Wait for staging memory to gather a chunk into, and take as much as is there then; none if it was stopped."""
         desk = self.site.send_desk
         admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
         lease = self.site.config.grant_lease
@@ -649,12 +648,12 @@ class Sender:
 
         self._forgo = forgo
         extent = await admitted
-        if self._forgo is not forgo:  # it was called
-            return None
+        if self._forgo is not forgo or extent is None:  # it was called
+            return []
         self._forgo = no_hold
         if isinstance(extent, KvxferError):
             raise extent
-        return extent
+        return desk.write(extent, most - 1)
 
     async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
         """Make steps of chunks, in a thread where that takes long, and give them to the mover."""

@@ -421,8 +421,7 @@ def _desk(worker: Any, side: str) -> Any:
 def take_if_free(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
     """So much memory of a side ("send", "receive") is a peer's, if there is as much in one piece for this one."""
     desk = _desk(worker, side)
-    extent = desk.take(peer, nbytes)
-    return None if extent is None else Taken(desk, extent)
+    return next((Taken(desk, extent) for extent in desk.take(peer, nbytes)), None)
 
 
 def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:

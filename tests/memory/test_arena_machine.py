@@ -115,7 +115,7 @@ class Books(RuleBasedStateMachine):
         if others:  # no more than one peer may have
             assert sum(one.length for one in self.live if one.peer == extent.peer) <= self.share.capacity * 3 // 4
         if len(others) < more and not self.waiting:  # as many as there are
-            assert self.share.take(extent.peer, extent.nbytes) is None
+            assert not self.share.take(extent.peer, extent.nbytes)
 
     @precondition(lambda self: self.released)
     @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "settle"]))

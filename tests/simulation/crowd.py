@@ -159,10 +159,10 @@ class Kept(Pair):
             return wanted
         if wanted and grants.ring:
             return min(wanted, self.unoccupied + len(grants.ring) - receiver.granted)
-        extent = grants.desk.take("a", UNIT) if wanted else None
-        if extent is None:
+        extents = grants.desk.take("a", UNIT) if wanted else []
+        if not extents:
             return 0
-        grants.desk.release(extent)
+        grants.desk.release(*extents)
         return min(wanted, WINDOW)
 
     def grant(self, number):
@@ -177,11 +177,11 @@ class Kept(Pair):
                 return
             grants.let_go()
         if not grants.ring:
-            extent = grants.desk.take("a", UNIT)
-            if extent is None:
+            extents = grants.desk.take("a", UNIT)
+            if not extents:
                 return  # others have made too much doubtful meanwhile
             most = min(receiver.ready - receiver.granted, WINDOW)
-            ring = grants.hold(extent, most, receiver.granted)
+            ring = grants.hold(*extents, most, receiver.granted)
         most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
@@ -225,10 +225,7 @@ class Kept(Pair):
         if not self.staged:
             return
         for chunk in self.hands - self.shipped.keys():
-            extent = share.take("b", UNIT)
-            assert extent is not None
-            share.write(extent)
-            self.shipped[chunk] = extent
+            (self.shipped[chunk],) = share.take("b", UNIT, 1, ExtentState.WRITING)
         for chunk in self.shipped.keys() - self.hands:
             extent = self.shipped[chunk]
             if chunk not in self.zombies:

@@ -115,7 +115,7 @@ class ServedWorker(Worker):
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
-        return self._entered.prefill.book.awaited((request, attempt))
+        return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
 
     def hurry(self) -> None:
         """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""

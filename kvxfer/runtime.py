@@ -25,7 +25,7 @@ from typing import Final, Literal, Protocol, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from kvxfer.errors import ConfigError, ForkedError, KvxferError, UsageError
+from kvxfer.errors import ClosedError, ConfigError, ForkedError, KvxferError, UsageError
 from kvxfer.names import cpu_numbers
 
 __all__ = [
@@ -151,15 +151,16 @@ class Home:
         """Whether this is that process."""
         return os.getpid() == self._process
 
-    def own(self, thing: _T) -> _T:
+    def own(self, thing: _T | None) -> _T:
         """Give a thing to whoever may use it.
 
         Raises:
+            ClosedError: If there is none: the worker was not entered yet.
             ForkedError: If this process was forked off the one in which it lives.
             UsageError: If this is another thread, or another loop runs here.
         """
-        if os.getpid() != self._process:
-            raise self._forked()
+        if thing is None or os.getpid() != self._process:
+            raise self._refusal(thing)
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -173,17 +174,20 @@ class Home:
             )
         return thing
 
-    def read(self, thing: _T) -> _T:
+    def read(self, thing: _T | None) -> _T:
         """Give it to whoever reads what does not change, in whatever thread.
 
         Raises:
+            ClosedError: If there is none: the worker was not entered yet.
             ForkedError: If this process was forked off the one in which it lives.
         """
-        if os.getpid() != self._process:
-            raise self._forked()
+        if thing is None or os.getpid() != self._process:
+            raise self._refusal(thing)
         return thing
 
-    def _forked(self) -> ForkedError:
+    def _refusal(self, thing: object) -> KvxferError:
+        if thing is None:
+            return ClosedError("this worker is not open: enter it with `async with`")
         return ForkedError(
             f"this is process {os.getpid()}, forked off process {self._process}, where the worker runs; a fork has "
             "none of its threads: open another worker here, and start processes with spawn or forkserver"

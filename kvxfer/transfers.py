@@ -214,11 +214,11 @@ class Progress:
         self.memory_safe = False
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
+        self.watched: Final[dict[asyncio.Future[None], range]] = {}  # layers that somebody waits for, by who does
         self._cancel = cancel
         self._watch = watch
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
-        self._layer_waiters: dict[asyncio.Future[None], range] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
     # --- for whoever looks on
@@ -232,11 +232,6 @@ class Progress:
     def error(self) -> BaseException | None:
         """Why it failed; None if it did not, or not yet."""
         return self._outcome.exception() if self.done else None
-
-    @property
-    def watched(self) -> bool:
-        """Whether somebody waits for layers."""
-        return bool(self._layer_waiters)
 
     @property
     def awaited(self) -> bool:
@@ -259,8 +254,8 @@ class Progress:
         if self._have_landed(wanted):
             return
         waiter: asyncio.Future[None] = self.loop.create_future()
-        self._layer_waiters[waiter] = wanted
-        waiter.add_done_callback(self._layer_waiters.pop)  # also when whoever waits is cancelled, however often that is
+        self.watched[waiter] = wanted
+        waiter.add_done_callback(self.watched.pop)  # also when whoever waits is cancelled, however often that is
         self._watch()
         await waiter
 
@@ -288,7 +283,7 @@ class Progress:
         """One part of each of these layers has landed."""
         for layer in layers:
             self._layers[layer] -= 1
-        for waiter, wanted in self._layer_waiters.items():
+        for waiter, wanted in self.watched.items():
             if not waiter.done() and self._have_landed(wanted):
                 waiter.set_result(None)
 
@@ -310,7 +305,7 @@ class Progress:
 
     def _end(self, error: BaseException | None) -> None:
         self.done = True
-        for waiter in self._layer_waiters:
+        for waiter in self.watched:
             if waiter.done():
                 continue
             if error is None:

@@ -1053,7 +1053,7 @@ class Worker:
         Raises:
             ClosedError: If the worker is not open.
         """
-        service = self._assembly.home.read(self._entered)
+        service = self._assembly.home.read(self._service)
         site, listener = service.site, service.listener
         if listener is None:
             raise ClosedError("the worker does not listen yet")
@@ -1072,7 +1072,7 @@ class Worker:
         Raises:
             TicketError: If it has not joined yet.
         """
-        return self._assembly.home.read(self._entered).site.joined
+        return self._assembly.home.read(self._service).site.joined
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks. One of a single rank has joined itself.
@@ -1086,7 +1086,7 @@ class Worker:
         """
         joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
         joined.check_member(self.card)
-        service, issuer = self._assembly.home.own(self._entered), Issuer(joined, key)
+        service, issuer = self._assembly.home.own(self._service), Issuer(joined, key)
         site = service.site
         if site.issuer is None or site.issuer.card.epoch != joined.epoch:
             for link in [*service.links, *service.greeting]:  # these were told another epoch
@@ -1128,7 +1128,7 @@ class Worker:
             EventError: If `after` is missing or was never recorded.
             ClosedError: If the worker is draining.
         """
-        service = self._assembly.home.own(self._entered)
+        service = self._assembly.home.own(self._service)
         book = service.prefill.book
         if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
@@ -1249,22 +1249,22 @@ class Worker:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
         if self._closing is not None:
             raise ClosedError("this worker is closed")
-        self._assembly.home.read(self._entered).site.mover.occupy(ctas)
+        self._assembly.home.read(self._service).site.mover.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        return overview(self.card, self._assembly.home.own(self._entered), self._assembly)
+        return overview(self.card, self._assembly.home.own(self._service), self._assembly)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        return soon(self._assembly.home.read(self._entered).site.loop, self.describe)
+        return soon(self._assembly.home.read(self._service).site.loop, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.
 
         Requests that are on offer may still be fetched. Fetches that wait for an offer are refused: it cannot come.
         """
-        self._assembly.home.own(self._entered).begin_drain()
+        self._assembly.home.own(self._service).begin_drain()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new work, tell every peer, and wait for what is under way.
@@ -1275,7 +1275,7 @@ class Worker:
         Returns:
             False if some of it did not end in time; it goes on until the worker is closed.
         """
-        service = self._assembly.home.own(self._entered)
+        service = self._assembly.home.own(self._service)
         site = service.site
         deadline = site.now() + given_seconds(timeout, site.config.drain_timeout)
         self.begin_drain()
@@ -1324,15 +1324,9 @@ class Worker:
 
     # --- inside
 
-    @property
-    def _entered(self) -> Service:
-        if self._service is None:
-            raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._service
-
     def _shown(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> tuple[Decode, Ticket]:
         """The side that fetches, and the ticket of what it is to fetch, or to leave (`ends`): also while it drains."""
-        service = self._assembly.home.own(self._entered)
+        service = self._assembly.home.own(self._service)
         if self._closing is not None or (service.site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
         _ = service.site.joined  # ranks of one engine must be known as such before they fetch

@@ -57,9 +57,13 @@ class Frames:
         if self.liveness.silent(now):
             raise PeerLostError("the peer was silent")
 
-    def send(self, message, now):
+    def send(self, message, now, at_once=0):
         del now
-        self.unsent += GOODBYE if isinstance(message, Goodbye) else message
+        frame = GOODBYE if isinstance(message, Goodbye) else message
+        if len(frame) <= at_once and not self.unsent:
+            return frame
+        self.unsent += frame
+        return b""
 
     @property
     def unsent_bytes(self):

@@ -181,15 +181,19 @@ class Link(asyncio.Protocol):
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
         """
-        session = self._session
-        if session is None or session.state is not State.OPEN:
+        session, stream = self._session, self._transport
+        if session is None or stream is None or session.state is not State.OPEN:
             return False
+        left = 0 if soon or self._handling or stream.is_closing() else _SLICE_BYTES
         for message in messages:
-            session.send(message, self._runtime.now())
+            frame = session.send(message, self._runtime.now(), left if self._writable else 0)
             self._handler.frames_sent[type(message).__name__] += 1
+            if frame:
+                left -= len(frame)
+                stream.write(frame)
         if soon:
             self._loop.call_soon(self._flush)
-        elif not self._handling:
+        elif session.unsent_bytes and not self._handling:
             self._flush()
         return True
 

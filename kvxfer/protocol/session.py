@@ -382,8 +382,16 @@ class Session:
         """Bytes taken in that no event has come of yet."""
         return self._reader.buffered_bytes
 
-    def send(self, message: Message, now: float) -> None:
+    def send(self, message: Message, now: float, at_once: int = 0) -> bytes:
         """Queue a message; its bytes come out of `take_output`.
+
+        Args:
+            message: Which.
+            now: Monotonic seconds.
+            at_once: How many bytes the stream takes at once.
+
+        Returns:
+            The frame itself if nothing is to be written before it, and it is no longer than that; else nothing.
 
         Raises:
             PeerLostError: If the session is not open.
@@ -394,8 +402,11 @@ class Session:
         if now - alive.looked > alive.heartbeat:  # else this side has not stood still
             alive.look(now)
         alive.spoke = alive.looked = now
+        if len(frame) <= at_once and not self.unsent_bytes:
+            return frame
         self._unsent.append(frame)
         self.unsent_bytes += len(frame)
+        return b""
 
     def take_output(self, most: int = sys.maxsize) -> bytes:
         """Bytes to write to the stream now, so many at most: there may be more (`unsent_bytes`)."""

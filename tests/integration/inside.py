@@ -776,7 +776,7 @@ def granted_by(worker: Any) -> list[int]:
 def waits_for_layers(transfer: Any) -> bool:
     """Whether a fetch keeps anybody who waits for layers of it, on whichever loop."""
     inner = getattr(transfer, "_inner", None) or transfer._progress
-    return bool(inner._layer_waiters)
+    return bool(inner.watched)
 
 
 def knows_layers(transfer: Any) -> bool:

@@ -658,6 +658,14 @@ def test_output_may_be_taken_in_slices_of_any_size(sizes):
     assert server.unsent_bytes == 0
 
 
+def test_a_frame_is_not_queued_where_the_stream_takes_it_at_once():
+    _, server = opened()
+    assert server.send(Ping(), 1.0, 100) == encode(Ping())
+    assert server.send(Cancel(3), 1.0, 1) == b""
+    assert server.send(Ping(), 1.0, 100) == b"", "it comes behind the one that waits"
+    assert server.take_output() == encode(Cancel(3)) + encode(Ping())
+
+
 def test_a_long_body_comes_in_slices():
     long = msgspec.structs.replace(BODY, metadata=bytes(range(256)) * 1000)
     client, server = pair(body=encode_body(long))

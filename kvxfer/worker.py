@@ -688,7 +688,7 @@ class Service:
         self.links: Final[set[Link]] = set()  # all that are open
         self.greeting: Final[set[Link]] = set()  # those whose handshake is not complete
         self.listener: Listener | None = None  # where peers connect; None before `listen`
-        self.frames_sent = site.metrics.frames_sent
+        self.frames_sent, self.frames_received = site.metrics.frames_sent, site.metrics.frames_received
         self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
         self.peers: Final = Peers(site, self._streams.connect)  # links to prefill ranks
         self.prefill: Final = Prefill(site)  # what peers fetch here
@@ -783,7 +783,9 @@ class Service:
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
-        (self.prefill if sending else self.decode).opened(link)
+        role = self.prefill if sending else self.decode
+        link.take = role.handle
+        role.opened(link)
         if link.outdated(site.body[link.trusted]):
             self.rebuilding.tell(link)
 
@@ -801,8 +803,7 @@ class Service:
             self.site.forget(link.peer)
 
     def received(self, link: Link, message: wire.Message) -> None:
-        """Hand a message to the role that it is for."""
-        self.site.metrics.frames_received[type(message).__name__] += 1
+        """A peer says that it drains, or that its agent is another one."""
         if isinstance(message, wire.Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, wire.Renewed):
@@ -810,10 +811,6 @@ class Service:
             self.site.lanes.renewed(link.peer, message.renewals, message.metadata)
             self.prefill.renewed(link)
             self.decode.renewed(link)
-        elif link.role is Role.SERVER:
-            self.prefill.handle(link, message)
-        else:
-            self.decode.handle(link, message)
 
     def _engaged_at(self, incarnation: bytes) -> str:
         """Where this rank has gone to an incarnation, and something is open or in doubt; empty if nowhere.

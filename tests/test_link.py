@@ -111,7 +111,7 @@ class Stream(asyncio.Transport):
 class Handler:
     def __init__(self, clock):
         self.clock, self.got, self.lost_with = clock, [], []
-        self.frames_sent = Counter()
+        self.frames_sent, self.frames_received = Counter(), Counter()
         self.looking = asyncio.get_running_loop().create_future()
 
     def session(self, role, *, process, endpoint, since):

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -46,6 +46,7 @@ class LinkHandler(Protocol):
     """What the worker does with a link."""
 
     frames_sent: Counter[str]  # counts messages that go out, by their names
+    frames_received: Counter[str]  # and those that come in
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
@@ -72,7 +73,7 @@ class LinkHandler(Protocol):
         ...
 
     def received(self, link: "Link", message: wire.Message) -> None:
-        """A message came in. May raise `ProtocolError`, which closes the link."""
+        """The peer said something of itself. May raise `ProtocolError`, which closes the link."""
         ...
 
     def lost(self, link: "Link", error: KvxferError) -> None:
@@ -101,6 +102,8 @@ class Link(asyncio.Protocol):
         self.renewals = 0  # how often the peer has made its agent anew, as far as it has said so here
         # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
+        # gets what is said of requests: the role's that has this link, once it has
+        self.take: Callable[[Link, wire.Message], None] = handler.received
         self._handler = handler
         self._runtime = runtime
         self.since: Final = runtime.now()  # when its stream was opened, or was about to be
@@ -257,7 +260,9 @@ class Link(asyncio.Protocol):
                 if isinstance(event, (Opened, _Met)):
                     self._meet(event)
                 else:
-                    self._handler.received(self, event)
+                    self._handler.frames_received[type(event).__name__] += 1
+                    own = isinstance(event, (wire.Goodbye, wire.Renewed))
+                    (self._handler.received if own else self.take)(self, event)
                 if self._meeting is not None or self._runtime.now() >= until:
                     unread = self._session is not None and self._session.unread_bytes
                     self._rest = events if unread or self._meeting is not None else None

@@ -205,6 +205,8 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
         handle(link, message)
 
     receiver.handle = handle_later
+    for link in worker._service.peers.links:
+        link.take = handle_later
 
 
 def hear_of_no_loss(worker: Any) -> None:
@@ -226,7 +228,7 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
 
 def hear(worker: Any, link: Any, message: Message) -> None:
     """Somebody says something; for strangers, who have no stream, `link` is what the scene makes of one."""
-    worker._service.received(link, message)
+    worker._service.prefill.handle(link, message)
 
 
 def welcome(worker: Any, link: Any) -> None:

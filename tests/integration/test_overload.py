@@ -83,13 +83,14 @@ async def test_under_overload_nothing_grows_and_a_retry_cures_all(one):
         for name, value in now.items():
             most[name] = max(most[name], value)
 
-    received = service(one.prefill).received
+    role = service(one.prefill).prefill
+    handle = role.handle
 
     def counted(link, message):
-        received(link, message)
+        handle(link, message)
         measure()
 
-    service(one.prefill).received = counted
+    role.handle = counted
 
     async def fetch(client, number):
         request = f"r{client}-{number}"

@@ -187,7 +187,8 @@ async def test_a_stream_that_is_cut_as_the_question_is_sent_ends_the_fetch(stage
     """The peer reads nothing any more, and too much is unsent."""
     prefill, decode = await stage.pair(source, target, route=route)
     await stage.bring(prefill, decode, "before")
-    monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", -1)
+    monkeypatch.setattr("kvxfer.peers.link._SLICE_BYTES", 0)
+    monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", 0)
     _, transfer = stage.begin(prefill, decode, timeout=None, after=Gate())
     with pytest.raises(PeerLostError):
         await asyncio.wait_for(transfer.outcome, 5)

@@ -218,6 +218,7 @@ class Progress:
         self._cancel = cancel
         self._watch = watch
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
+        self.result: Final = self._outcome.result  # see `Transfer.result`
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
@@ -241,10 +242,6 @@ class Progress:
     def cancel(self) -> None:
         """Give up. Idempotent."""
         self._cancel()
-
-    def result(self) -> FetchResult:
-        """See `Transfer.result`."""
-        return self._outcome.result()
 
     async def layers(self, wanted: range) -> None:
         """Return when every byte of these layers has landed. See `Transfer.layers`."""

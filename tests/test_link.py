@@ -60,10 +60,9 @@ class Frames:
     def send(self, message, now, at_once=0):
         del now
         frame = GOODBYE if isinstance(message, Goodbye) else message
-        if len(frame) <= at_once and not self.unsent:
-            return frame
-        self.unsent += frame
-        return b""
+        if self.unsent or len(frame) > at_once:
+            self.unsent, frame = self.unsent + frame, b""
+        return frame
 
     @property
     def unsent_bytes(self):

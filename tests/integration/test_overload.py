@@ -83,14 +83,13 @@ async def test_under_overload_nothing_grows_and_a_retry_cures_all(one):
         for name, value in now.items():
             most[name] = max(most[name], value)
 
-    role = service(one.prefill).prefill
-    handle = role.handle
+    handle = service(one.prefill).prefill.handle
 
     def counted(link, message):
         handle(link, message)
         measure()
 
-    role.handle = counted
+    service(one.prefill).prefill.handle = counted
 
     async def fetch(client, number):
         request = f"r{client}-{number}"

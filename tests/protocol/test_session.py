@@ -647,7 +647,7 @@ def test_output_may_be_taken_in_slices_of_any_size(sizes):
     frames = [LONG, Ping(), Cancel(3)]
     _, server = opened()
     for message in frames:
-        server.send(message, 1.0)
+        assert server.send(message, 1.0, 100 * server.unsent_bytes) == b"", "it comes behind those that wait"
     whole, taken = b"".join(map(encode, frames)), []
     assert server.unsent_bytes == len(whole)
     for most in sizes:
@@ -655,15 +655,8 @@ def test_output_may_be_taken_in_slices_of_any_size(sizes):
         assert len(taken[-1]) == min(most, len(whole) - sum(map(len, taken[:-1])))
         assert server.unsent_bytes == len(whole) - sum(map(len, taken))
     assert b"".join((*taken, server.take_output())) == whole
+    assert server.send(Ping(), 1.0, 100) == encode(Ping()), "it need not wait"
     assert server.unsent_bytes == 0
-
-
-def test_a_frame_is_not_queued_where_the_stream_takes_it_at_once():
-    _, server = opened()
-    assert server.send(Ping(), 1.0, 100) == encode(Ping())
-    assert server.send(Cancel(3), 1.0, 1) == b""
-    assert server.send(Ping(), 1.0, 100) == b"", "it comes behind the one that waits"
-    assert server.take_output() == encode(Cancel(3)) + encode(Ping())
 
 
 def test_a_long_body_comes_in_slices():

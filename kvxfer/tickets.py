@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from kvxfer.errors import TicketError
-from kvxfer.names import MAX_PORT, MAX_WORLD, SOCKET_PATH_BYTES, Endpoint, lazy
+from kvxfer.names import MAX_PORT, MAX_WORLD, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import WIRE_VERSION
 
@@ -209,7 +209,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return card
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The right to fetch one request. Treat it as a secret; `repr` hides the MAC."""
 
     v: Literal[1] = 1
@@ -248,7 +248,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The engine that it is a ticket of."""
         return EngineCard(engine=self.engine, world=self.world, epoch=self.epoch, endpoints=self.endpoints)
 
-    @lazy
+    @property
     def key(self) -> tuple[str, str, int]:
         """Epoch, request and attempt: what makes a ticket another one."""
         return self.epoch, self.request, self.attempt

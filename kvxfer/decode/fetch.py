@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -230,6 +231,7 @@ class Fetch:
         self.demand: Final = demand
         self.number: Final = number
         self.ref: Final = ticket.ref()  # its ticket, as peers know it
+        self.key: Final = ticket.key  # the same, as this side does
         self.began: Final = now  # when it was asked for
         # when its caller gives up, by the runtime's clock; infinity if never
         self.deadline: Final = math.inf if demand.timeout is None else now + demand.timeout
@@ -304,9 +306,8 @@ class Fetch:
 
     def _known(self) -> list[Link | None]:
         """Links to all ranks; None for one that is not connected."""
-        ticket, known = self.demand.ticket, self._role.peers.known
-        epoch = bytes.fromhex(ticket.epoch)
-        return [known(endpoint, epoch) for endpoint in ticket.rank_endpoints]
+        ticket = self.demand.ticket
+        return list(map(self._role.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
 
     async def _connected(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""

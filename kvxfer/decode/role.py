@@ -7,7 +7,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
-from kvxfer.copy.port import as_event
+from kvxfer.copy.port import READY, as_event
 from kvxfer.decode.fetch import Demand, Fetch
 from kvxfer.decode.receiver import Receiver
 from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
@@ -359,20 +359,20 @@ class Decode:
         if len(self._fetches) >= site.config.max_transfers:
             raise BusyError(f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
-        event = as_event(after, site.geometry)
+        event = after if after is READY else as_event(after, site.geometry)
         limit = given_seconds(timeout, None)
         number = next(self._numbers)
         ident = f"{site.incarnation.hex()[:8]}-{number}"
         site.custody.hold(ident, written)
         fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
-        self._claims.note_fetch(ticket.key, given_up=False)
-        for older in self._of_ticket.get(ticket.key, ()):
+        self._claims.note_fetch(fetch.key, given_up=False)
+        for older in self._of_ticket.get(fetch.key, ()):
             older.supersede()
-        if (later := self._later.pop(ticket.key, None)) is not None:
+        if (later := self._later.pop(fetch.key, None)) is not None:
             later.cancel()
-        self._close_window(ticket.key)
+        self._close_window(fetch.key)
         self._fetches.add(fetch)
-        self._of_ticket.setdefault(ticket.key, set()).add(fetch)
+        self._of_ticket.setdefault(fetch.key, set()).add(fetch)
         fetch.begin()
         return fetch.transfer
 
@@ -421,7 +421,7 @@ class Decode:
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
-        self._claims.drop(fetch.demand.ticket.key)
+        self._claims.drop(fetch.key)
         for receiver in fetch.receivers:
             self._incoming.pop(receiver.transfer, None)
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
@@ -448,7 +448,7 @@ class Decode:
         """A fetch is over; forget it once it leaves nothing in doubt."""
         report, receivers = fetch.transfer.report, fetch.receivers
         if report is not None and report.code in _GONE:
-            self._claims.drop(fetch.demand.ticket.key)
+            self._claims.drop(fetch.key)
         if not fetch.doubtful:
             self._forget(fetch)
             fetch.settle()
@@ -567,10 +567,10 @@ class Decode:
 
     def _forget(self, fetch: Fetch) -> None:
         self._fetches.discard(fetch)
-        same = self._of_ticket.get(fetch.demand.ticket.key, set())
+        same = self._of_ticket.get(fetch.key, set())
         same.discard(fetch)
         if not same:
-            self._of_ticket.pop(fetch.demand.ticket.key, None)
+            self._of_ticket.pop(fetch.key, None)
 
     def _close_window(self, key: TicketKey) -> None:
         timer, _ = self._windows.pop(key, (None, None))

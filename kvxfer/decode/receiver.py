@@ -44,7 +44,7 @@ from kvxfer.geometry import (
 from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, encode_spans, joined_spans, selection_to_wire
+from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
@@ -129,6 +129,7 @@ _layers_of: Final = attrgetter("layers")
 _group_of: Final = attrgetter("group")
 _ids_of: Final = attrgetter("ids")
 _address_of: Final = attrgetter("address")
+_nbytes_of: Final = attrgetter("nbytes")
 _TURNS: Final = 2
 """How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
 `REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
@@ -235,7 +236,8 @@ class Grants:
         """
         if not lost:
             self.void_ahead()
-            hands = range(0)
+            ring, self.ring = self.ring, ()
+            self._give_back(ring)
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self._peer.name} is silent")
@@ -267,7 +269,7 @@ class Grants:
 
 def named(ring: Sequence[Extent]) -> list[wire.Grant]:
     """Places as the peer is told of them."""
-    return [wire.Grant(one.address, one.nbytes) for one in ring]
+    return list(map(wire.Grant, map(_address_of, ring), map(_nbytes_of, ring)))
 
 
 class _Said(Struct, eq=False):
@@ -786,10 +788,10 @@ class Receiver:
             tally.spent("wire", outcome.posted, outcome.posted + outcome.wire)
         if run is None or run.first != first:  # it was let go: nothing was left to be done of it
             return
-        if over and not outcome.may_move:
-            self._run = None
-        elif over:
+        if over and outcome.error is not None and outcome.may_move:
             run.unwant = want_end(site, self.peer, urgent=True)
+        elif over:
+            self._run = None
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
             tally.spent("scattering", now - copying, now)
@@ -1082,7 +1084,7 @@ class Receiver:
         try:
             if strange:
                 raise ProtocolError(f"the peer named blocks of group {min(strange)!r}, of which nothing was asked for")
-            self._source = joined_spans(self._source, spans)
+            self._source = decode_spans(spans, follow=self._source)
         except KvxferError as error:
             self._failed(error)
 

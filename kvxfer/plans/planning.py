@@ -73,7 +73,6 @@ __all__ = [
     "geometry_from_wire",
     "geometry_to_wire",
     "in_place_bytes",
-    "joined_spans",
     "offered_blocks",
     "selection_from_wire",
     "selection_to_wire",
@@ -157,6 +156,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
 
 _MAX_IDS: Final = 1 << 24
 _ID_BYTES: Final = 4
+_NO_SPANS: Final[BlockLists] = {}
 
 
 def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[wire.TensorFrame]:
@@ -258,28 +258,11 @@ def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists |
     return found
 
 
-def joined_spans(before: BlockLists, more: Sequence[wire.Span]) -> dict[str, Span]:
-    """Block lists of a peer, with the ids that it says follow them.
+def decode_spans(spans: Sequence[wire.Span], *, follow: BlockLists = _NO_SPANS) -> dict[str, Span]:
+    """Inverse of `encode_spans`; ids are checked when the plan is bound. Those of a group in `follow` come behind them.
 
     Raises:
         ProtocolError: If packed ids are cut, a group is there twice, or a list grows beyond what a request can have.
-    """
-    joined = dict(before)
-    for group, span in decode_spans(more).items():
-        known = before.get(group)
-        if len(span.ids) + (0 if known is None else len(known.ids)) > _MAX_IDS:
-            raise ProtocolError(f"the block list of group {group!r} has grown beyond {_MAX_IDS} ids")
-        joined[group] = span
-        if known is not None:
-            joined[group] = Span(np.concatenate([np.asarray(known.ids), np.asarray(span.ids)]), known.first_token)
-    return joined
-
-
-def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
-    """Inverse of `encode_spans`; ids are checked when the plan is bound.
-
-    Raises:
-        ProtocolError: If packed ids are cut, or a group is there twice.
     """
     decoded: dict[str, Span] = {}
     for span in spans:
@@ -287,9 +270,14 @@ def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
             raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
         made = decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
         vars(made)["packed"] = span.ids  # as they came
+        if (known := follow.get(span.group)) is not None:
+            if len(made.ids) + len(known.ids) > _MAX_IDS:
+                raise ProtocolError(f"the block list of group {span.group!r} has grown beyond {_MAX_IDS} ids")
+            joined = np.concatenate([np.asarray(known.ids), np.asarray(made.ids)])
+            decoded[span.group] = Span(joined, known.first_token)
     if len(decoded) != len(spans):
         raise ProtocolError("a group has two block lists in one frame")
-    return decoded
+    return {**follow, **decoded}
 
 
 def _ids(packed: bytes) -> Sequence[int]:

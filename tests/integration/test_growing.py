@@ -18,7 +18,7 @@ from kvxfer import (
     TransferFailedError,
     TransferState,
 )
-from kvxfer.plans.planning import joined_spans
+from kvxfer.plans.planning import decode_spans
 from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
@@ -272,11 +272,11 @@ async def test_whatever_fails_in_a_transfer_is_not_told_to_the_owner_of_its_offe
 async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_alone(stage, monkeypatch):
     """The news comes over a stream that other transfers share."""
 
-    def misheard(known, spans):
-        found = joined_spans(known, spans)
+    def misheard(spans, *, follow):
+        found = decode_spans(spans, follow=follow)
         return {group: Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)]) for group in found}
 
-    monkeypatch.setattr("kvxfer.decode.receiver.joined_spans", misheard)
+    monkeypatch.setattr("kvxfer.decode.receiver.decode_spans", misheard)
     source, target, prefill, decode, offer, transfer = await streams(stage)
     other = decode.start_fetch(prefill.engine.ticket("other"), [2], tokens=range(4), timeout=5)
     offer.extend([3], tokens=range(4))

@@ -386,7 +386,7 @@ class Desk:
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
-_SMALL_PLAN: Final = 32_768
+SMALL_PLAN: Final = 32_768
 """Table rows up to which a plan is made on the loop, where so many take 0.5 ms; larger ones go to a worker thread."""
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
@@ -542,7 +542,7 @@ class Site:
 
     async def plan(self, make: Callable[[], _T], *, rows: int) -> _T:
         """What `make` makes: at once if its tables are small, else in a worker thread."""
-        return make() if rows <= _SMALL_PLAN else await self.runtime.in_thread(make)
+        return make() if rows <= SMALL_PLAN else await self.runtime.in_thread(make)
 
     async def examine(self, peer: PeerInfo, *, sending: bool) -> Agreed:
         """Look at what a new peer says to hold, and plan copies of it in one direction. Nothing is noted yet.

@@ -478,7 +478,7 @@ class Fetch:
 
     def doubted(self, receiver: Receiver) -> None:
         """A rank says nothing more of its part."""
-        self._role.doubted(receiver)
+        self._role.recoveries.begin(receiver)
 
     # --- what ends it early
 

@@ -3,10 +3,11 @@
 On `staged` the chunks of a ring are one flow of the mover, which copies each to where it belongs once it has arrived.
 On `pull` one flow reads chunks that the peer lets us read, each under the lease that it was announced with.
 
-`Receiver.run` is that from the answer on, unless nothing is left to do here before the end: in place, granted with the
-question. Messages come in beside it: they are fed to the state machine (`protocol.receiving`) where the frame is
-handled, so that what breaks the protocol is raised there, and wake whoever waits for them. What counts memory is done
-where the news comes in, and not by whoever goes on with it a turn later.
+`Receiver.run` is that from the answer on, unless nothing is left to do here before the end: what was granted with the
+question needs no plan in place, and on `staged` the mover may know of all of it with the answer. Messages come in
+beside it: they are fed to the state machine (`protocol.transfer`) where the frame is handled, so that what breaks the
+protocol is raised there, and wake whoever waits for them. What counts memory is done where the news comes in, and not
+by whoever goes on with it a turn later.
 
 Whatever goes wrong ends in `stop` or `lost`. Then nothing new begins, and `_settle` gives back what the peer is through
 with, and quarantines what it may still write.
@@ -50,7 +51,7 @@ from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Stat
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import Site, Tally, no_hold, resolve
+from kvxfer.site import SMALL_PLAN, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -460,10 +461,19 @@ class Receiver:
 
     async def run(self, message: wire.Accept) -> None:
         """Receive what was asked for. What fails stops all of it."""
-        machine, bound = self.machine, None
+        machine = self.machine
         try:
-            if self._plans:
-                self._bound = bound = await self._planned(message)
+            if self._plans and self._bound is None:
+                warming = self.site.warming.get((self.peer.identity.incarnation, False))
+                if warming is not None and not warming.done():
+                    await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
+                self._stale = False  # while a thread plans with the peer's blocks, they may grow
+                plan, rows = partial(self._plan, message, self._source), self._plan_rows
+                self._bound = made = await self.site.plan(plan, rows=rows)
+                self.tally.pieces = made.pieces
+                if self._grid is None:
+                    self._cut(made.grid)
+            bound = self._bound
             while self.moving:
                 if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
                     self._let_go()
@@ -477,41 +487,50 @@ class Receiver:
         except asyncio.CancelledError:
             if not self._given_up:
                 raise
-        except KvxferError as error:
-            self._failed(error)
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            _log.error("task_failed", task=self._owner, error=repr(error), exc_info=error)
-            self._failed(TransferFailedError(f"a step of the transfer failed: {error!r}"))
+            self._failed(error)
 
-    async def _planned(self, message: wire.Accept) -> Bound:
-        """Make the plan that the peer has made, once kernels are compiled for it."""
-        site, demand = self.site, self._fetch.demand
+    def _fed_at_once(self, message: wire.Accept) -> bool:
+        """Where the answer tells all, and the plan takes no time, let the mover know of all chunks: `run` need not."""
+        site, ring = self.site, self.grants.ring
+        known = self._grid is not None and message.chunks <= len(ring) and self.checking is None
         warming = site.warming.get((self.peer.identity.incarnation, False))
-        if warming is not None and not warming.done():
-            await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
-        source, self._stale = self._source, False  # while a thread plans with these, they may grow
-        # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
-        agreed = self._grid
-        known = None if agreed is None else self._pair
-
-        def make() -> Bound:
-            try:
-                pair = site.plans.pair(self.peer, self._selections, sending=False) if known is None else known
-                grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
-                plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
-                differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
-                if differs or plan.nbytes != message.bytes:
-                    raise _plan_differs(message)
-            except KvxferError as error:
-                raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
-            return Bound(plan, grid)
-
-        theirs, ours = map(_ids_of, source.values()), map(_ids_of, demand.spans.values())
-        bound = await site.plan(make, rows=max(sum(map(len, theirs)), sum(map(len, ours))))
+        warm = warming is None or warming.done()
+        if not (known and warm and self._plan_rows <= SMALL_PLAN) or self._given_up:
+            return False
+        self._bound = bound = self._plan(message, self._source)
         self.tally.pieces = bound.pieces
-        if self._grid is None:
-            self._cut(bound.grid)
-        return bound
+        if bound.part_rows:  # the tables would take longer
+            return False
+        self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
+        return True
+
+    @property
+    def _plan_rows(self) -> int:
+        """About how many rows the tables of its plan have."""
+        theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self._fetch.demand.spans.values())
+        return max(sum(map(len, theirs)), sum(map(len, ours)))
+
+    def _plan(self, message: wire.Accept, source: BlockLists) -> Bound:
+        """The plan that the peer has made. From any thread.
+
+        Raises:
+            RefusedError: If it is another one, or none can be made.
+        """
+        demand = self._fetch.demand
+        # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
+        agreed, pair = self._grid, self._pair
+        try:
+            if agreed is None or pair is None:
+                pair = self.site.plans.pair(self.peer, self._selections, sending=False)
+            grid = agreed or _grid(pair, message, demand.tokens)
+            plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
+            differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
+            if differs or plan.nbytes != message.bytes:
+                raise _plan_differs(message)
+        except KvxferError as error:
+            raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
+        return Bound(plan, grid)
 
     def _cut(self, grid: ChunkGrid) -> None:
         """It is known how the transfer is cut."""
@@ -638,13 +657,14 @@ class Receiver:
             return None
 
     def _ask_for_room(self, bound: Bound) -> None:
-        """Ask for memory that holds any chunk. It is waited for no longer than `_patience`."""
+        """Ask for memory that holds any chunk, and wait for it no longer than a grant holds."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
         if free := desk.take(account, nbytes):
             self._room = free[0]
-        else:
-            self._request = desk.ask(account, nbytes, self._patience, self._admitted)
+        else:  # where the fetch has a time-out, that ends it
+            patience = math.inf if self._fetch.deadline < math.inf else self.site.config.grant_lease
+            self._request = desk.ask(account, nbytes, patience, self._admitted)
 
     def _admitted(self, found: Extent | KvxferError) -> None:
         """There is memory, or there will not be."""
@@ -757,7 +777,7 @@ class Receiver:
             return
         passage = None if post is None else site.keys.passage(self.peer, generation)
         flow = site.mover.flow(
-            CopyJob(NOTHING, partial(self._moved, first, over=True), passage=passage, owner=self._owner, post=post),
+            CopyJob(NOTHING, partial(self._moved, first, over=True), passage=passage, owner=self.transfer, post=post),
             Direction.SCATTER,
             steps,
             total=machine.chunks - first,
@@ -771,7 +791,7 @@ class Receiver:
         if self._fetch.transfer.watched:
             self.watch()
 
-    def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
+    def _steps(self, bound: Bound, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
         staging = list(map(_address_of, places))
         made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
@@ -875,11 +895,6 @@ class Receiver:
         reason = f"{self.tally.bytes} bytes were to come by this side's plan, and {self._nbytes} by the prefill rank's"
         return RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
-    @property
-    def _patience(self) -> float:
-        """Seconds that memory is waited for at most; infinity where the fetch has a time-out, which ends it."""
-        return math.inf if self._fetch.deadline < math.inf else self.site.config.grant_lease
-
     async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
         checking = self.checking
@@ -915,7 +930,7 @@ class Receiver:
             resolve(ended, outcome)
             self._settle()
 
-        job = CopyJob(tables, done, nbytes=nbytes, owner=self._owner, sums=sums)
+        job = CopyJob(tables, done, nbytes=nbytes, owner=self.transfer, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
         self._copies += 1
         outcome = await ended
@@ -924,8 +939,8 @@ class Receiver:
         return outcome
 
     @property
-    def _owner(self) -> str:
-        """On whose behalf things are copied. Its name: an owner is known for a while, and would keep the transfer."""
+    def _name(self) -> str:
+        """What its task is called."""
         return f"kvxfer receive {self.transfer}"
 
     def _grant_ahead(self) -> int:
@@ -980,9 +995,9 @@ class Receiver:
         self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
-        if message.ahead:
-            grants.ring, grants.ahead = grants.ahead, ()
-            try:
+        try:
+            if message.ahead:
+                grants.ring, grants.ahead = grants.ahead, ()
                 pair, layers, tokens = self._pair, message.layers_per_chunk, message.tokens_per_chunk
                 if pair is None or message.digest != cut_digest(self._agreement, layers, tokens):
                     raise _plan_differs(message)
@@ -995,19 +1010,19 @@ class Receiver:
                     grants.begin_turns(0, site.now())
                     self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._say_soon()
-            except KvxferError as error:
-                self._failed(error)
-                return
-            self._plans = self._staged or self.checking is not None  # else the peer has compared what both mean by it
-            self.tally.pieces = message.pieces
-        else:
-            self.exposure.void()
-        self._help()
-        if message.spans:
-            self._learn(message.spans)
-        self._answer = message
-        if self._plans:  # else there is nothing to do before chunks arrive
-            self._wake()
+                # else the peer has compared what both mean by it
+                self._plans = self._staged or self.checking is not None
+                self.tally.pieces = message.pieces
+            else:
+                self.exposure.void()
+            self._help()
+            if message.spans:
+                self._learn(message.spans)
+            self._answer = message
+            if self._plans and not self._fed_at_once(message):  # else there is nothing to do before chunks arrive
+                self._wake()
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            self._failed(error)
 
     def _void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
@@ -1114,7 +1129,7 @@ class Receiver:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None
-            self.site.tasks.spawn(self.run(answer), self._owner, self._fetch.broken, spare=True)
+            self.site.tasks.spawn(self.run(answer), self._name, self._fetch.broken, spare=True)
             return
         self._stirred = True
         if self._news is not None and not self._news.done():
@@ -1125,7 +1140,7 @@ class Receiver:
         self._go_on_if_moving()
         while not self._writes:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
-            job = CopyJob(NOTHING, partial(resolve, asked), self._fetch.demand.after, owner=self._owner)
+            job = CopyJob(NOTHING, partial(resolve, asked), self._fetch.demand.after, owner=self.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
                 outcome = await self._wait(asked)
@@ -1137,7 +1152,10 @@ class Receiver:
 
     # --- ending
 
-    def _failed(self, error: KvxferError) -> None:
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, KvxferError):
+            _log.error("task_failed", task=self._name, error=repr(error), exc_info=error)
+            error = TransferFailedError(f"a step of the transfer failed: {error!r}")
         code = error.reason if isinstance(error, RefusedError) else error.code
         self.stop(Failure(Status.FAILED, code, str(error)))
 

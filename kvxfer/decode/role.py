@@ -319,21 +319,16 @@ class Decode:
         self.peers: Final = peers
         self._site: Final = site
         self._numbers = count(1)
-        self._fetches: set[Fetch] = set()
+        self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Receiver] = {}
-        self._recoveries: Final = Recoveries(site, peers)
+        self.recoveries: Final = Recoveries(site, peers)
         self._claims: Final = Claims(site, peers)
 
     def __len__(self) -> int:
-        return len(self._fetches)
-
-    @property
-    def fetches(self) -> Iterable[Fetch]:
-        """What has not ended, or is in doubt."""
-        return self._fetches
+        return len(self.fetches)
 
     @property
     def claimed(self) -> int:
@@ -343,7 +338,7 @@ class Decode:
     @property
     def doubtful(self) -> int:
         """Fetches that ended while a peer's answer was missing."""
-        return sum(fetch.transfer.done for fetch in self._fetches)
+        return sum(fetch.transfer.done for fetch in self.fetches)
 
     # --- what callers do
 
@@ -356,8 +351,8 @@ class Decode:
             UsageError: See `Worker.fetch`.
         """
         site = self._site
-        if len(self._fetches) >= site.config.max_transfers:
-            raise BusyError(f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
+        if len(self.fetches) >= site.config.max_transfers:
+            raise BusyError(f"{len(self.fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = after if after is READY else as_event(after, site.geometry)
         limit = given_seconds(timeout, None)
@@ -371,7 +366,7 @@ class Decode:
         if (later := self._later.pop(fetch.key, None)) is not None:
             later.cancel()
         self._close_window(fetch.key)
-        self._fetches.add(fetch)
+        self.fetches.add(fetch)
         self._of_ticket.setdefault(fetch.key, set()).add(fetch)
         fetch.begin()
         return fetch.transfer
@@ -414,10 +409,6 @@ class Decode:
         number = fetch.number if not fetch.receivers else next(self._numbers)
         receiver = self._incoming[number] = Receiver(self._site, link, number, selections, fetch)
         return receiver
-
-    def doubted(self, receiver: Receiver) -> None:
-        """Its peer is silent: seek evidence that nothing of it is written any more."""
-        self._recoveries.begin(receiver)
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
@@ -510,18 +501,18 @@ class Decode:
 
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
-        for fetch in list(self._fetches):
+        for fetch in list(self.fetches):
             fetch.abandon()
 
     def close(self) -> None:
         """Say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
-        for fetch in list(self._fetches):
+        for fetch in list(self.fetches):
             fetch.abandon()
             fetch.forsake()
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":
         """Resolve as fetches end; for the worker's drain."""
-        return [fetch.transfer.outcome for fetch in self._fetches if not fetch.transfer.done]
+        return [fetch.transfer.outcome for fetch in self.fetches if not fetch.transfer.done]
 
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
@@ -529,8 +520,8 @@ class Decode:
         for timer, over in list(self._windows.values()):  # nobody tries again here
             timer.cancel()
             over()
-        self._recoveries.cancel()
-        for fetch in list(self._fetches):
+        self.recoveries.cancel()
+        for fetch in list(self.fetches):
             if not fetch.transfer.done:
                 fetch.close()
         if ends := self.outcomes():  # the worker waits for its tasks, bounded; those of fetches may outlast their ends
@@ -566,7 +557,7 @@ class Decode:
                 yield incoming
 
     def _forget(self, fetch: Fetch) -> None:
-        self._fetches.discard(fetch)
+        self.fetches.discard(fetch)
         same = self._of_ticket.get(fetch.key, set())
         same.discard(fetch)
         if not same:

@@ -208,7 +208,8 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
         if not 0 <= first <= MAX_TOKENS:
             rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
             raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
-        spans[group] = Span(ids.astype(np.int64), int(first))
+        made = spans[group] = Span(ids.astype(np.int64), int(first))
+        vars(made)["packed"] = ids.astype("<u4").tobytes()  # nearly every list is hashed, or sent
     return spans
 
 

@@ -74,16 +74,13 @@ async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", b
                 news.append(ended)
             if not clueless:
                 news.append(exposed.clueless)
-            pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
+            # where a process has died in it nothing more will show, and an idle worker would look in vain for ever
+            may_empty = exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
+            pause = delay if may_empty else None
             await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             delay = min(2 * delay, _SECONDS_MAX)
     finally:
         leave()
-
-
-def _may_empty(exposed: "Exposure", found: Revoked | None) -> bool:
-    """Whether there is a gate that is worth another look: where a process has died in it, nothing more will show."""
-    return exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
 
 
 async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, rebuilt: bool) -> str:

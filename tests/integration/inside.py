@@ -734,7 +734,7 @@ def die(worker: Any) -> None:
     """Its process is gone, without a goodbye: nothing of it runs on, and what it has posted may still land."""
     worker._service.listener.close()
     worker._service.site.draining = True
-    worker._service.decode._recoveries.cancel()
+    worker._service.decode.recoveries.cancel()
     worker._service.decode._claims.close()
     worker._service.rebuilding.close()
     worker._service.site.tasks.cancel()
@@ -944,6 +944,7 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
         return make()
 
     monkeypatch.setattr(Site, "plan", planned)
+    monkeypatch.setattr("kvxfer.decode.receiver.SMALL_PLAN", -1)
     _plan_all_steps(monkeypatch)
     return plans
 
@@ -1043,7 +1044,7 @@ def remember_unreachable(endpoints: int, monkeypatch: Any) -> None:
 
 def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
     """Steps of so many rows and more are planned in threads."""
-    monkeypatch.setattr("kvxfer.site._SMALL_PLAN", rows)
+    monkeypatch.setattr("kvxfer.site.SMALL_PLAN", rows)
 
 
 def know_no_gates(monkeypatch: Any) -> None:

@@ -236,9 +236,8 @@ class Grants:
             lost: Whether it is lost.
         """
         if not lost:
+            self.ahead, self.ring = (*self.ahead, *self.ring), ()
             self.void_ahead()
-            ring, self.ring = self.ring, ()
-            self._give_back(ring)
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self._peer.name} is silent")
@@ -523,7 +522,7 @@ class Receiver:
         try:
             if agreed is None or pair is None:
                 pair = self.site.plans.pair(self.peer, self._selections, sending=False)
-            grid = agreed or _grid(pair, message, demand.tokens)
+            grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
             plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
             differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
             if differs or plan.nbytes != message.bytes:

@@ -876,17 +876,18 @@ class Receiver:
             self._fetch.landed(grid.layers_of(begin, stop))
 
     def _land_soon(self) -> None:
-        """Something has come, or was copied: where that is the end, and nothing is compared, say so right now."""
-        machine, there = self.machine, self._copied
-        if not self._staged:
-            there = self._flushed if _by_nic(self, staged=False) else machine.arrived
+        """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
+        machine, flushes = self.machine, not self._staged and _by_nic(self, staged=False)
+        there = self._copied if self._staged else self._flushed if flushes else machine.arrived
         planned = not self._plans or (self._bound is not None and not self._stale)
-        if machine.chunks_done < there == machine.chunks and planned and self.checking is None and self.moving:
+        lands = planned and self.checking is None and self.moving
+        if lands and machine.chunks_done < there:
             try:
                 self._landed(there)
             except KvxferError as error:
                 self._failed(error)
-        if not machine.ended:
+        waits = machine.chunks_done < machine.granted == machine.chunks  # for the others, which are granted
+        if not machine.ended and not (lands and waits and not flushes and self.route is not Route.PULL):
             self._wake()
 
     def _differs(self) -> RefusedError:

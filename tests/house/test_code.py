@@ -27,7 +27,8 @@ BROAD = {
     ("kvxfer/copy/mover.py", "Mover._tell_late"): 1,  # likewise
     ("kvxfer/copy/port.py", "has_fired"): 1,  # an event of the caller's
     ("kvxfer/decode/fetch.py", "Fetch.begin"): 1,  # a defect ends the fetch that it is in, and no other
-    ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # a defect ends the transfer that it is in, and no other
+    ("kvxfer/decode/receiver.py", "Receiver.accepted"): 1,  # a defect ends the transfer that it is in, and no other
+    ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # likewise
     ("kvxfer/tools/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/calls.py", "Fabric._set_up"): 1,  # the first step reports it
     ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the runner is supervised there

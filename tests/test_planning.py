@@ -1,6 +1,5 @@
 """Plans with peers: how many pieces there are about, and what kernels are compiled for."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -189,11 +188,12 @@ def test_a_sample_needs_no_block_that_could_be_bound():
 
 def test_stretches_of_staging_memory_lie_inside_of_it():
     span, at = MemorySpan("VRAM", 2, 1 << 20, 1 << 16), 1 << 20
-    found = staging_pieces(span, [at, at + 4096], np.asarray([4096, 61440]))
-    assert (found.kind, found.device, found.pieces.tolist()) == ("VRAM", 2, [[at, 4096], [at + 4096, 61440]])
+    one, other = staging_pieces([(span, [at, at + 4096]), (span, [at + 61440, at])], [4096, 4096])
+    assert (one.kind, one.device, one.pieces.tolist()) == ("VRAM", 2, [[at, 4096], [at + 4096, 4096]])
+    assert other.pieces.tolist() == [[at + 61440, 4096], [at, 4096]]
     for address, nbytes in ((at - 1, 4096), (at, (1 << 16) + 1), (1 << 64, 1)):
         with pytest.raises(ProtocolError, match="outside the staging memory"):
-            staging_pieces(span, [at, address], np.asarray([1, nbytes]))
+            staging_pieces([(span, [at, at]), (span, [at, address])], [1, nbytes])
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])

@@ -216,8 +216,7 @@ class Operation(StrEnum):
     READ = "read"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Descriptors:
+class Descriptors(Struct, frozen=True, eq=False):
     """Contiguous pieces on one side of a post."""
 
     kind: str  # `"DRAM"` or `"VRAM"`

@@ -614,13 +614,13 @@ class Bound:
         # as many rows as take the planner the time of a chunk's tables
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
+        if grid.chunks == 1:
+            vars(self)["most_bytes"] = plan.staged_bytes
 
     @lazy
     def most_bytes(self) -> int:
         """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
         plan, grid = self.plan, self.grid
-        if grid.chunks == 1:
-            return plan.staged_bytes
         # the smallest window may exceed what was aimed at, and state is counted with what fills it up
         exact = plan.pair.has_state or grid.tokens_per_chunk <= plan.pair.row_tokens
         return plan.largest_chunk_bytes(grid) if exact else plan.pair.chunk_bytes(grid)
@@ -793,18 +793,19 @@ def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
     return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
 
 
-def staging_pieces(span: wire.MemorySpan, addresses: Sequence[int], nbytes: I64) -> Descriptors:
-    """Stretches of staging memory as a post's descriptors.
+def staging_pieces(sides: Iterable[tuple[wire.MemorySpan, Sequence[int]]], sizes: Sequence[int]) -> list[Descriptors]:
+    """Stretches of staging memory as a post's descriptors, of each side; they are as long at one as at the other.
 
     Raises:
-        ProtocolError: If one lies outside the span.
+        ProtocolError: If one lies outside the span of its side.
     """
-    first, last = min(addresses), max(map(add, addresses, nbytes.tolist()))
-    if first < span.address or last > span.address + span.length:
-        raise ProtocolError(f"{first:#x} .. {last:#x} is outside the staging memory that was announced")
-    pieces = np.empty((len(addresses), 2), np.int64)
-    pieces[:, 0], pieces[:, 1] = addresses, nbytes
-    return Descriptors(span.kind, span.device, pieces)
+    found: list[Descriptors] = []
+    for span, addresses in sides:
+        first, last = min(addresses), max(map(add, addresses, sizes))
+        if first < span.address or last > span.address + span.length:
+            raise ProtocolError(f"{first:#x} .. {last:#x} is outside the staging memory that was announced")
+        found.append(Descriptors(span.kind, span.device, np.array([*zip(addresses, sizes, strict=True)], np.int64)))
+    return found
 
 
 def block_pieces(geometry: CacheGeometry, addresses: I64, nbytes: I64) -> Descriptors:

@@ -727,8 +727,7 @@ class Sender:
         for most, need in zip(room, sizes, strict=True):
             if not self.peer.body.staging or most < need:
                 raise ProtocolError(f"{most} bytes were granted for a chunk of {need}")
-        local = staging_pieces(self.site.arena, near, made.staged_bytes)
-        remote = staging_pieces(self.peer.body.staging[0], far, made.staged_bytes)
+        local, remote = staging_pieces([(self.site.arena, near), (self.peer.body.staging[0], far)], sizes)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
     def _listed(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:

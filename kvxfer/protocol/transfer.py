@@ -8,6 +8,7 @@ takes them out of its hands.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle, islice
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError, Step
@@ -229,7 +230,8 @@ class Sending:
     def places(self, chunks: range) -> list[Grant]:
         """Where in staging memory chunks go that were granted."""
         ring, first = self.ring, self._ring_at  # in a thread: they may be others a moment later
-        return [ring[(chunk - first) % len(ring)] for chunk in chunks]
+        at = (chunks.start - first) % len(ring)
+        return list(islice(cycle(ring), at, at + len(chunks)))
 
     def landed(self, message: Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.

@@ -720,7 +720,7 @@ class Mover:
                 *(0 if gpu is None else self._ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
                 *(int(gpu is not None and batch.from_nic and gpu.flushes), 0, 0, 0, 0),
-                *(_NO_POST if job.post is None else self._posting(copy, job.post, batch.count)),
+                *(_NO_POST if job.post is None else self._posting(copy, job.post, len(batch.said))),
                 0,
             )
             copy.records = batch.lay(common, gpu, kept, copy.room, 0 if sums is None else len(sums.words))

@@ -74,27 +74,17 @@ class Variants:
         return self._functions
 
 
-class Batch:
-    """Tables of copies that follow one another, and what compiled code says of each.
+class Batch(Struct, eq=False):
+    """Tables of copies that follow one another, and what compiled code says of each."""
 
-    Args:
-        variants: What the kernel has to be compiled for.
-        count: How many copies there are.
-        out: int64: what is said of each, then their words; as `binding.fill` writes them.
-        from_nic: As of tables.
-    """
-
-    def __init__(self, variants: Variants, count: int, out: I64, *, from_nic: bool) -> None:
-        self.variants: Final = variants
-        self.count: Final = count
-        self.from_nic: Final = from_nic
-        # the first of these, int64 (copies, numbers)
-        self.said: Final = out[: count * variants.told].reshape(count, variants.told)
-        self.nbytes: Final = self.said[:, binding.T_BYTES]  # int64 (copies,): bytes that each carries
-        # int64 (copies,): room that each takes in staging, if it goes there or comes from there
-        self.staged_bytes: Final = self.said[:, binding.T_STAGED]
-        self.out: Final = out
-        self.helpers = 0  # on a CPU how many threads any of them wakes, if there are so many
+    variants: Variants  # what the kernel has to be compiled for
+    out: I64  # int64: what is said of each, then their words; as `binding.fill` writes them
+    said: I64  # the first of these, int64 (copies, numbers)
+    nbytes: I64  # of that, int64 (copies,): bytes that each carries
+    # likewise int64 (copies,): room that each takes in staging, if it goes there or comes from there
+    staged_bytes: I64
+    from_nic: bool  # as of tables
+    helpers: int = 0  # on a CPU how many threads any of them wakes, if there are so many
 
     @classmethod
     def of(cls, tables: Sequence[Tables], sizes: Sequence[tuple[int, int]] = (), *, from_nic: bool = False) -> "Batch":
@@ -121,7 +111,8 @@ class Batch:
                 place = blank.address, blank.width, blank.lines, blank.pitch
                 blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = place
         out = np.concatenate([said.ravel(), *[one.words for one in tables]])
-        return cls(variants, len(tables), out, from_nic=from_nic or any(one.from_nic for one in tables))
+        told, nic = out[: said.size].reshape(said.shape), from_nic or any(one.from_nic for one in tables)
+        return cls(variants, out, told, told[:, binding.T_BYTES], told[:, binding.T_STAGED], nic)
 
     @property
     def words(self) -> list[int]:
@@ -138,7 +129,8 @@ class Batch:
 
     def needed(self) -> set[Variant]:
         """What the kernel has to be compiled for; nothing may have been laid yet."""
-        rows, each, found = self.said.tolist(), binding.LAUNCH_WORDS, set[Variant]()
+        rows: list[list[int]] = self.said.tolist()
+        each, found = binding.LAUNCH_WORDS, set[Variant]()
         for row in rows:
             for at in range(binding.TOLD, binding.TOLD + each * row[binding.T_LAUNCHES], each):
                 found.add(Variant(row[at + binding.L_WIDTH], self.variants.elements[row[at + binding.L_ELEMENTS]]))
@@ -155,7 +147,7 @@ class Batch:
             more: Words that will come behind the tables.
         """
         where, told = addressof(_first_byte(self.out)), self.variants.told
-        made = np.empty((self.count, records.RECORD_WORDS), np.int64)
+        made = np.empty((len(self.said), records.RECORD_WORDS), np.int64)
         if gpu is None:
             parts = np.empty(self.out.size // HEADER_WORDS * PART_WORDS, np.int64)
             kept += [self, parts]
@@ -438,16 +430,19 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         if not isinstance(grid.cells, range):
             cells = np.array([grid.cells[chunk] for chunk in chunks])
         told = shapes.variants.told
-        said = count * told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
         room += 3 * self.rows
         regions = shapes.regions if reached is None else reached(shapes.regions)
         common = shapes.words, regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk, cells
         while True:
-            out = np.empty(said + count * room, np.int64)
-            out[:said:told] = addresses
+            out = np.empty(count * (told + room), np.int64)
+            said = out[: count * told].reshape(count, told)
+            said[:, binding.T_BYTES] = addresses  # where `fill` reads them
             code = binding.fill(int(kind), *common, self.scratch, told, out)
             if code != binding.FULL:
                 break
             room *= 2
-        return Batch(shapes.variants, count, out, from_nic=from_nic) if code == binding.FITS else None
+        if code != binding.FITS:
+            return None
+        nbytes, staged_bytes = said[:, binding.T_BYTES], said[:, binding.T_STAGED]
+        return Batch(shapes.variants, out, said, nbytes, staged_bytes, from_nic)

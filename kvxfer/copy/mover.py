@@ -678,17 +678,8 @@ class Mover:
             self._awaiting += copy.awaits
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
-            # by what numbers the machine knows them: negative (`~`) where it hears of one first
-            numbers: list[int] = []
-            for one in (job.owner,) if job.post is None else (job.owner, (_PEER, job.post.peer)):
-                self._sent[one] = self._sent.get(one, 0) + 1
-                number, new = self._owners.pop(one, -1), len(self._owners)
-                if number < 0 and new == records.MOST_OWNERS:  # one that has had no copy for long is forgotten
-                    new = self._owners.pop(next(old for old in self._owners if old not in self._sent))
-                self._owners[one] = new if number < 0 else number
-                numbers.append(~new if number < 0 else number)
-            self._machine.state[records.OWNERS] = len(self._sent)
-            owner, peer = numbers if job.post is not None else (numbers[0], 0)
+            owner = self._number(job.owner)
+            peer = 0 if job.post is None else self._number((_PEER, job.post.peer))
             if isinstance(copy, Flow):
                 self._fill(copy)
                 copy.said = copy.known, copy.allowed, copy.total, copy.quiet, copy.heard, copy.until
@@ -751,6 +742,19 @@ class Mover:
             *(_MEMORIES[far.kind], far.device, ctypes.addressof(_first_byte(there)) if len(there) else 0),
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
+
+    def _number(self, owner: Hashable) -> int:
+        """By what number the machine knows one, from when it is sent a job: negative (`~`) where it hears of it first.
+
+        An owner that has had no copy for long is forgotten.
+        """
+        self._sent[owner] = self._sent.get(owner, 0) + 1
+        self._machine.state[records.OWNERS] = len(self._sent)
+        number, new = self._owners.pop(owner, -1), len(self._owners)
+        if number < 0 and new == records.MOST_OWNERS:
+            new = self._owners.pop(next(one for one in self._owners if one not in self._sent))
+        self._owners[owner] = new if number < 0 else number
+        return ~new if number < 0 else number
 
     # --- flows
 

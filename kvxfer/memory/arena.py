@@ -340,6 +340,11 @@ ALIGNMENT: Final = 512
 _HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
 
 
+def _aligned(nbytes: int) -> int:
+    """The bytes that so many occupy."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no."""
@@ -421,7 +426,7 @@ class Share:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
             )
-        length = nbytes + -nbytes % ALIGNMENT
+        length = _aligned(nbytes)
         if not self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
@@ -446,7 +451,7 @@ class Share:
         They are what requests would be granted by the next `advance`, without any; WRITING if they are told at once.
         """
         found: list[Extent] = []
-        length = nbytes + -nbytes % ALIGNMENT
+        length = _aligned(nbytes)
         contenders = len(self._accounts) + (peer not in self._accounts)
         while len(found) < most and nbytes > 0 and not self._queue.overtaken:
             if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
@@ -456,8 +461,7 @@ class Share:
 
     def most(self, nbytes: int) -> int:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
-        nbytes = max(1, nbytes)
-        return max(1, self._alone // (nbytes + -nbytes % ALIGNMENT))
+        return max(1, self._alone // _aligned(max(1, nbytes)))
 
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
@@ -708,7 +712,7 @@ class Arena:
         Raises:
             ConfigError: The capacity is negative, or positive and too small for a single aligned extent.
         """
-        first = base + -base % ALIGNMENT
+        first = _aligned(base)
         usable = (capacity - (first - base)) // ALIGNMENT * ALIGNMENT if capacity else 0
         if capacity and usable <= 0:
             raise ConfigError(

@@ -438,8 +438,6 @@ class Offer:
         if len(content) > 65536:
             raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
         entry.payload, entry.finished = content, True
-        for span in entry.spans.values():
-            _ = span.packed  # found out before somebody waits for it
         entry.grew()
 
     async def released(self) -> Ending:

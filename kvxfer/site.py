@@ -4,8 +4,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from kvxfer.config import Config
@@ -31,25 +33,25 @@ __all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally",
 # --- what one side counts while it runs
 
 
-class Tally:
+class Tally(msgspec.Struct, eq=False):
     """Counts of one transfer, or of one rank's part of it."""
 
-    def __init__(self) -> None:
-        self.bytes = 0  # bytes of cache moved
-        self.pieces = 0  # contiguous runs that they are in, in the blocks
-        self.chunks = 0  # chunks of the plan
-        self.descriptors = 0  # pieces that this side handed to its transport
-        self.first_byte: float | None = None  # when the first chunk had landed, or was posted; None before
-        self.predicted: float | None = None  # seconds that it was expected to take; None without a prediction
-        # intervals of each stage that was seen
-        self.stages: Final[defaultdict[Stage, Intervals]] = defaultdict(Intervals)
+    bytes: int = 0  # bytes of cache moved
+    pieces: int = 0  # contiguous runs that they are in, in the blocks
+    chunks: int = 0  # chunks of the plan
+    descriptors: int = 0  # pieces that this side handed to its transport
+    first_byte: float | None = None  # when the first chunk had landed, or was posted; None before
+    predicted: float | None = None  # seconds that it was expected to take; None without a prediction
+    # intervals of each stage that was seen
+    stages: defaultdict[Stage, Intervals] = msgspec.field(default_factory=partial(defaultdict, Intervals))
 
-    def spent(self, stage: Stage, start: float, end: float) -> None:
-        """Count an interval of a stage, in seconds of the runtime's clock; one that ends before it starts is empty."""
-        spans = self.stages[stage]
-        spans.append((start, max(start, end)))
-        if len(spans) >= spans.room:
-            spans.unite()
+    def spent(self, *intervals: tuple[Stage, float, float]) -> None:
+        """Count intervals of stages, from and to seconds of the runtime's clock; one that ends too early is empty."""
+        for stage, start, end in intervals:
+            spans = self.stages[stage]
+            spans.append((start, max(start, end)))
+            if len(spans) >= spans.room:
+                spans.unite()
 
     def began(self, now: float) -> None:
         """Note the first byte, once."""

@@ -5,14 +5,14 @@ from kvxfer.site import Tally
 
 def test_stages_are_unions_and_ranks_are_summed():
     one, other = Tally(), Tally()
-    one.spent("wire", 1.0, 3.0)
-    one.spent("wire", 2.0, 4.0)
-    one.spent("gathering", 5.0, 4.0)  # the other side's clock, about: an interval that ends too soon is empty
+    one.spent(("wire", 1.0, 3.0))
+    one.spent(("wire", 2.0, 4.0))
+    one.spent(("gathering", 5.0, 4.0))  # the other side's clock, about: an interval that ends too soon is empty
     one.began(1.0)
     one.began(0.5)
     one.bytes, one.pieces, one.chunks, one.descriptors = 1, 2, 3, 4
-    other.spent("wire", 3.5, 5.0)
-    other.spent("scattering", 0.0, 1.0)
+    other.spent(("wire", 3.5, 5.0))
+    other.spent(("scattering", 0.0, 1.0))
     other.began(0.25)
     other.bytes, other.pieces, other.chunks, other.descriptors = 10, 20, 30, 40
     whole = Tally()

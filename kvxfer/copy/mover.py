@@ -32,7 +32,19 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
+from kvxfer.copy.port import (
+    FOREVER,
+    READY,
+    AllOf,
+    CopyJob,
+    CopyOutcome,
+    Direction,
+    Event,
+    Native,
+    Operation,
+    Post,
+    Turns,
+)
 from kvxfer.copy.tables import SumTables, Tables
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
@@ -48,7 +60,6 @@ __all__ = ["Copy", "Mover", "usual_threads"]
 I64: TypeAlias = NDArray[np.int64]
 
 _NS: Final = 1_000_000_000
-_FOREVER_S: Final = 9e9
 _BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
 _POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")  # has it look at what the loop has put into `state`
 _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
@@ -225,7 +236,7 @@ class Mover:
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
         self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._copies)
-        self._machine.state[records.PATIENCE] = _nanoseconds(no_progress_timeout)
+        self._machine.state[records.PATIENCE] = int(min(no_progress_timeout, FOREVER) * _NS)
         self._loop.add_reader(self._machine.news, self._read)
 
     # --- asking
@@ -296,7 +307,7 @@ class Mover:
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
         flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
-        flow.until = _nanoseconds(job.until)
+        flow.until = int(job.until * _NS)
         flow.awaits = flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
         self._untold += 1
@@ -321,7 +332,7 @@ class Mover:
         """The first so many steps may begin, none of them later than `until`, or its own. Harmless if it is over."""
         flow.allowed = max(flow.allowed, min(steps, flow.total))
         if until is not None:
-            flow.until = _nanoseconds(until)
+            flow.until = int(until * _NS)
         self._say(flow)
 
     def hear(self, flow: Flow, steps: int) -> None:
@@ -676,6 +687,9 @@ class Mover:
             copy.slot = self._free.pop()
             self._copies[copy.slot] = copy
             self._awaiting += copy.awaits
+            self._machine.state[records.HELD] += (
+                copy.awaits
+            )  # what is to arrive may need the transport to progress here
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
             owner = self._number(job.owner)
@@ -704,7 +718,7 @@ class Mover:
         batch = copy.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
         met = None if job.post is None else self.ready(job.post.peer)
         if met is None and (gpu is None or job.sums is None or sums is not None):
-            until = _nanoseconds(job.until)
+            until = int(job.until * _NS)
             common = (
                 *(records.COPY, 0, copy.lane, 0, job.nbytes, until),
                 *(*_NO_LOCK, *(_listed(kept, copy.handles) if copy.handles else _NOWHERE), 0, 0, 0, 0),
@@ -980,6 +994,7 @@ class Mover:
         if job.passage is not None and not (isinstance(copy, Flow) and copy.left):
             job.passage.give_back()
         self._awaiting -= copy.awaits
+        self._machine.state[records.HELD] -= copy.awaits
         if self._queue:
             self._send(self._queue.popleft())
         if self._parked and self._free:
@@ -1271,11 +1286,6 @@ def _forget_all() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _nanoseconds(seconds: float) -> int:
-    """As the machine counts time, whose clock ends in 292 years."""
-    return int(min(seconds, _FOREVER_S) * _NS)
 
 
 def _check(post: Post) -> None:

@@ -4,7 +4,6 @@ A copy is reported once, after every byte is visible to work that is launched af
 What is posted then cannot be recalled, but each of its parts can be kept from being posted.
 """
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
     from kvxfer.geometry.plan import SumPlan
 
 __all__ = [
+    "FOREVER",
     "NO_PIECES",
     "READY",
     "AllOf",
@@ -64,6 +64,10 @@ class _Ready:
 
 READY: Final[Event] = _Ready()
 """Pass it as `after=` when the work on the blocks is known to be complete."""
+
+
+FOREVER: Final = 9e9
+"""Seconds of any clock after which nothing is due any more: those of the machine's, which counts in ns, are no more."""
 
 
 def has_fired(event: Event) -> bool:
@@ -289,7 +293,7 @@ class CopyJob(Struct, frozen=True, eq=False):
     done: Callable[[CopyOutcome], None] = _unheard
     after: Event = READY  # the copy is launched when this has fired
     # when its lease ends, by the runtime's clock: then it is not launched, and nothing posted, any more
-    until: float = math.inf
+    until: float = FOREVER
     # passed right before anything is written to memory of another process. It is kept until nothing of the job is under
     # way, or in doubt
     passage: Passage | None = None

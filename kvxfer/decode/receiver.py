@@ -489,20 +489,21 @@ class Receiver:
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
             self._failed(error)
 
-    def _fed_at_once(self, message: wire.Accept) -> bool:
-        """Where the answer tells all, and the plan takes no time, let the mover know of all chunks: `run` need not."""
+    def _begin(self, message: wire.Accept) -> None:
+        """Let the mover know of all chunks where the answer tells all and the plan takes no time; else `run` does."""
         site, ring = self.site, self.grants.ring
-        known = self._grid is not None and message.chunks <= len(ring) and self.checking is None
+        known = self._plans and self._grid is not None and message.chunks <= len(ring) and self.checking is None
         warming = site.warming.get((self.peer.identity.incarnation, False))
         warm = warming is None or warming.done()
-        if not (known and warm and self._plan_rows <= SMALL_PLAN) or self._given_up:
-            return False
-        self._bound = bound = self._plan(message, self._source)
-        self.tally.pieces = bound.pieces
-        if bound.part_rows:  # the tables would take longer
-            return False
-        self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
-        return True
+        if known and warm and self._plan_rows <= SMALL_PLAN and not self._given_up:
+            self._bound = bound = self._plan(message, self._source)
+            self.tally.pieces = bound.pieces
+            if not bound.part_rows:  # else the tables would take longer
+                self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
+                return  # the mover does what there is to do, and keeps the transport progressing for it
+        self._help()
+        if self._plans:  # else there is nothing to do before chunks arrive
+            self._wake()
 
     @property
     def _plan_rows(self) -> int:
@@ -612,7 +613,7 @@ class Receiver:
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
             self._go_by([], 0, self._turns)
-            self.tally.spent("queued", self._asked, self.site.now())
+            self.tally.spent(("queued", self._asked, self.site.now()))
             ahead = len(grants.ring) if contended else self._ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
 
@@ -803,8 +804,8 @@ class Receiver:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
         site, machine, tally, run = self.site, self.machine, self.tally, self._run
         if over and outcome.posted:
-            tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
-            tally.spent("wire", outcome.posted, outcome.posted + outcome.wire)
+            posted = outcome.posted
+            tally.spent(("posting", posted, posted + outcome.posting), ("wire", posted, posted + outcome.wire))
         if run is None or run.first != first:  # it was let go: nothing was left to be done of it
             return
         if over and outcome.error is not None and outcome.may_move:
@@ -813,7 +814,7 @@ class Receiver:
             self._run = None
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
-            tally.spent("scattering", now - copying, now)
+            tally.spent(("scattering", now - copying, now))
             if moved > machine.arrived:
                 self._heard(machine.notified(moved), UNTIMED)
         elif moved > self._copied and self.moving:
@@ -1015,12 +1016,10 @@ class Receiver:
                 self.tally.pieces = message.pieces
             else:
                 self.exposure.void()
-            self._help()
             if message.spans:
                 self._learn(message.spans)
             self._answer = message
-            if self._plans and not self._fed_at_once(message):  # else there is nothing to do before chunks arrive
-                self._wake()
+            self._begin(message)
         except Exception as error:  # noqa: BLE001 - as in `run`
             self._failed(error)
 
@@ -1162,8 +1161,6 @@ class Receiver:
     def stop(self, failure: Failure) -> None:
         """Give up; `quiet` becomes true when memory is safe."""
         self._give_up()
-        if self.machine.exposed:  # perhaps before its answer was understood: the peer may be writing by now
-            self._help()
         if messages := self.machine.cancel(failure, reading=self.reading):
             self.link.send(*messages)
         self._settle()
@@ -1195,6 +1192,8 @@ class Receiver:
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
+        if self.machine.exposed:  # perhaps before its answer was understood: the peer may be writing by now
+            self._help()
         if self._request is not None:
             self.grants.desk.withdraw(self._request)
             self._request = None

@@ -691,7 +691,7 @@ class Sender:
             progress=progress,
         )
         self._shipped = run.allowed
-        self.tally.spent("queued", terms.granted, site.now())
+        self.tally.spent(("queued", terms.granted, site.now()))
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
@@ -747,7 +747,7 @@ class Sender:
         run.allowed = self._shipped = terms.stop
         run.terms.until = max(run.terms.until, terms.until)
         self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
-        self.tally.spent("queued", terms.granted, self.site.now())
+        self.tally.spent(("queued", terms.granted, self.site.now()))
 
     def _conclude(self, run: _Run) -> None:
         """Nothing follows what was granted: it ends when that is done."""
@@ -797,13 +797,15 @@ class Sender:
         tally, started, posted = self.tally, outcome.started, outcome.posted
         if self.machine.route is Route.MAPPED:
             posted = started if outcome.steps else 0.0
-            tally.spent("wire", started, started + outcome.copying)
+            tally.spent(("wire", started, started + outcome.copying))
         elif posted:
-            tally.spent("wire", posted, posted + outcome.wire)
-            tally.spent("posting", posted, posted + outcome.posting)
-            tally.spent("gathering", started, started + outcome.copying)
-        if posted:
-            tally.began(posted)
+            tally.spent(
+                ("wire", posted, posted + outcome.wire),
+                ("posting", posted, posted + outcome.posting),
+                ("gathering", started, started + outcome.copying),
+            )
+        if posted and tally.first_byte is None:
+            tally.first_byte = posted
         self._count(run, outcome)
         in_doubt, rest = outcome.in_doubt, run.allowed - run.first - outcome.steps
         if in_doubt:

@@ -15,7 +15,7 @@ from typing import Any
 
 from drawing import Message, Note, sequence, stack, states
 
-from kvxfer.memory import arena as extent
+from kvxfer.memory import books as extent
 from kvxfer.protocol import session
 from kvxfer.protocol import transfer as receiving
 from kvxfer.protocol import transfer as sending

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvxfer.geometry import Group as Group
     from kvxfer.geometry import Interleave as Interleave
     from kvxfer.geometry import Span as Span
-    from kvxfer.mapped.cpu import shared_empty as shared_empty
+    from kvxfer.mapped.host import shared_empty as shared_empty
     from kvxfer.prefill.offers import Expired as Expired
     from kvxfer.prefill.offers import Offer as Offer
     from kvxfer.prefill.offers import Released as Released
@@ -168,7 +168,7 @@ _HOMES = {
     "Withdrawn": "kvxfer.prefill.offers",
     "Worker": "kvxfer.worker",
     "drain_on_signal": "kvxfer.worker",
-    "shared_empty": "kvxfer.mapped.cpu",
+    "shared_empty": "kvxfer.mapped.host",
 }
 
 

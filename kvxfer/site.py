@@ -43,7 +43,9 @@ class Tally(msgspec.Struct, eq=False):
     first_byte: float | None = None  # when the first chunk had landed, or was posted; None before
     predicted: float | None = None  # seconds that it was expected to take; None without a prediction
     # intervals of each stage that was seen
-    stages: defaultdict[Stage, Intervals] = msgspec.field(default_factory=partial(defaultdict, Intervals))
+    stages: defaultdict[Stage, Intervals] = msgspec.field(
+        default_factory=partial(defaultdict[Stage, Intervals], Intervals)
+    )
 
     def spent(self, *intervals: tuple[Stage, float, float]) -> None:
         """Count intervals of stages, from and to seconds of the runtime's clock; one that ends too early is empty."""

@@ -2,8 +2,8 @@
 
 `Transport` is what is asked of a library underneath: synchronous calls, of which one is made at a time. `calls` owns
 one, makes those that may take long and knows the peers; posts are made by the mover, which calls C functions
-(`Native`). `nixl` is the transport of production (over `capi`, the only module that opens NIXL's library), and
-`loopback` is an in-process one that can be made to fail, for tests.
+(`Native`). `nixl` is the transport of production, the only module that opens NIXL's library, and `loopback` an
+in-process one that can be made to fail, for tests.
 """
 
 import re

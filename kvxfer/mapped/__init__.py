@@ -1,23 +1,27 @@
 """Memory of one process that another one on the same host can address.
 
-    window    what an owner says of its memory, and what a peer makes of it; open files      (window.py)
-    cpu       this host and its processes; CPU memory: anonymous files that both map         (cpu.py)
-    gpu       GPU memory: CUDA IPC handles, fabric handles, or open files                    (gpu.py)
+    host      this host and its processes, windows onto their memory, open files; CPU memory     (host.py)
+    gpu       GPU memory: CUDA IPC handles, fabric handles, or open files                        (gpu.py)
 
 Importing this package imports neither torch nor CUDA.
 """
 
-from kvxfer.mapped.cpu import (
+from kvxfer.mapped.host import (
+    Export,
+    Window,
+    Windows,
     check_process,
     elsewhere,
+    export,
     here,
+    joined,
     may_be_elsewhere,
     number_of,
+    open_window,
     own_number,
     process_of_stream,
     unlike,
 )
-from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
 __all__ = [
     "Export",

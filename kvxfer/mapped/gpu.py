@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.errors import FabricError, KvxferError
-from kvxfer.mapped.window import CUDA, VMM, Export, OpenFiles, Window, files_of, joined
+from kvxfer.mapped.host import CUDA, VMM, Export, OpenFiles, Window, files_of, joined
 from kvxfer.memory.device import admit, call, in_thread, lay_out, load
 from kvxfer.names import MAX_HANDLE
 

@@ -4,21 +4,23 @@ Synchronous and deterministic: time is an argument, the next deadline a return v
 the caller to carry out. Only `device` touches real memory.
 """
 
-from kvxfer.memory.arena import (
+from kvxfer.memory.books import (
     ALIGNMENT,
     TRANSITIONS,
     Arena,
+    Custody,
+    CustodySnapshot,
     Decisions,
     Extent,
     ExtentRow,
     ExtentState,
+    HolderSnapshot,
     InvariantError,
     PeerSnapshot,
     Request,
     Share,
     ShareSnapshot,
 )
-from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
 from kvxfer.memory.device import Backing, Kind, allocate
 
 __all__ = [

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 from kvxfer.errors import ArenaError, FabricError, KvxferError, MissingExtraError
-from kvxfer.memory.arena import InvariantError
+from kvxfer.memory.books import InvariantError
 
 __all__ = [
     "Arrival",

@@ -43,8 +43,7 @@ from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.mapped import Export, Window, Windows, check_process, export, joined, open_window, unlike
-from kvxfer.mapped.cpu import create, handle_of, open_handle
-from kvxfer.mapped.window import OpenFiles
+from kvxfer.mapped.host import OpenFiles, create, handle_of, open_handle
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.device import upload
 from kvxfer.names import MAX_TENSORS

@@ -13,7 +13,7 @@ import preloaded
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
 from kvxfer.copy.tables import NOTHING
-from kvxfer.fabric import Memory, capi
+from kvxfer.fabric import Memory, nixl
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.runtime import ThreadRuntime
@@ -29,7 +29,7 @@ class Agent:
     def __init__(self, name: str, buffers: int = 1, **settings: Any) -> None:
         self.transport = NixlTransport(name, **settings)
         self.transport.setup()
-        self.library = capi.opened(capi.find())
+        self.library = nixl.opened(nixl.find())
         self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
         self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
 
@@ -40,7 +40,7 @@ class Agent:
     def post(self, peer: str, operation: Operation, here: Descriptors, there: Descriptors) -> int:
         """Begin to move pieces, as the mover does but for its turns; `finish` it."""
         near, far = (self.library.pieces(side.kind, side.pieces.tolist(), side.device) for side in (here, there))
-        way = capi.WRITE if operation is Operation.WRITE else capi.READ
+        way = nixl.WRITE if operation is Operation.WRITE else nixl.READ
         request = self.library.request(self.native.agent, way, near, far, peer)
         self.library.post_xfer_req(self.native.agent, request, None)
         return request
@@ -63,7 +63,7 @@ def descriptors(buffer: np.ndarray, *spans: tuple[int, int]) -> Descriptors:
 def finish(request: int, *agents: Agent) -> None:
     """Poll at both ends, as two movers would, until it has ended; give it back."""
     first, *others = agents
-    while first.library.get_xfer_status(first.native.agent, request) == capi.IN_PROGRESS:
+    while first.library.get_xfer_status(first.native.agent, request) == nixl.IN_PROGRESS:
         for other in others:
             other.library.get_notifs(other.native.agent, other.native.notices, None)
     first.library.give_back(first.native.agent, request)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import FabricError, MissingExtraError
-from kvxfer.fabric import capi
-from kvxfer.fabric.capi import CallError, Capi, Owned, Wheel
+from kvxfer.fabric import nixl
+from kvxfer.fabric.nixl import CallError, Capi, Owned, Wheel
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -22,8 +22,8 @@ def install(tmp_path, monkeypatch):
         library = tmp_path / "libnixl_capi.so"
         library.touch()
         wheels = {name: Wheel(f"nixl-{name}", version, library) for name, version in versions.items()}
-        monkeypatch.setattr(capi, "_installed", lambda name: wheels.get(name.removeprefix("nixl-")))
-        monkeypatch.setattr(capi, "_cuda_major", lambda: cuda)
+        monkeypatch.setattr(nixl, "_installed", lambda name: wheels.get(name.removeprefix("nixl-")))
+        monkeypatch.setattr(nixl, "_cuda_major", lambda: cuda)
         return library
 
     return pretend
@@ -41,7 +41,7 @@ def install(tmp_path, monkeypatch):
 )
 def test_the_wheel_is_that_of_torchs_cuda_or_any_without(install, cuda, versions, found):
     install(cuda, **versions)
-    assert capi.find().name == found
+    assert nixl.find().name == found
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_the_wheel_is_that_of_torchs_cuda_or_any_without(install, cuda, versions
 def test_what_is_missing_is_named_with_what_to_do(install, cuda, versions, words):
     install(cuda, **versions)
     with pytest.raises(MissingExtraError, match=words):
-        capi.find()
+        nixl.find()
 
 
 def test_a_wheel_without_the_library_is_named_with_its_place(install):
     install(cu13="1.5.1").unlink()
     with pytest.raises(MissingExtraError, match=r"nixl-cu13 1\.5\.1 .*libnixl_capi\.so: pip install --force-reinstall"):
-        capi.find()
+        nixl.find()
 
 
 def test_the_version_that_is_known_is_the_one_that_the_package_requires():
     text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
-    major, minor = capi.KNOWN
+    major, minor = nixl.KNOWN
     assert f'"nixl>={major}.{minor},<{major}.{minor + 1}"' in text
-    assert f"nixl>={major}.{minor},<{major}.{minor + 1}" in capi._INSTALL
+    assert f"nixl>={major}.{minor},<{major}.{minor + 1}" in nixl._INSTALL
 
 
 # ---- the library -----------------------------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ def test_a_library_without_its_functions_is_refused_with_their_names():
 
 
 def test_a_library_that_lacks_one_function_is_refused_with_its_name(monkeypatch):
-    monkeypatch.setattr(capi, "_CALLS", {})
-    monkeypatch.setattr(capi, "_BRIEF", {})
-    monkeypatch.setattr(capi, "_XFER_STATUS", "nixl_status_of_tomorrow")
+    monkeypatch.setattr(nixl, "_CALLS", {})
+    monkeypatch.setattr(nixl, "_BRIEF", {})
+    monkeypatch.setattr(nixl, "_XFER_STATUS", "nixl_status_of_tomorrow")
     with pytest.raises(FabricError, match=r"lacks nixl_status_of_tomorrow; .* pip install --force-reinstall nixl-cu12"):
         Capi(Wheel("nixl-cu12", "1.5.1", Path("libm.so.6")))
 
@@ -99,7 +99,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 @pytest.fixture
 def library():
     """The library, with one agent and its backend."""
-    made = Capi(capi.find())
+    made = Capi(nixl.find())
     agent = made.agent("a")
     backend = made.backend(agent, "UCX", {})
     yield made, agent, backend
@@ -117,7 +117,7 @@ def test_an_agent_proves_that_it_writes(library):
 @needs_nixl
 @pytest.mark.parametrize("order", [("POSIX", "UCX"), ("UCX", "POSIX")])
 def test_an_agent_proves_it_by_the_backend_that_was_named(order):
-    made = Capi(capi.find())
+    made = Capi(nixl.find())
     agent = made.agent("a")
     try:
         if "POSIX" not in made.plugins(agent):
@@ -140,12 +140,12 @@ def refused(*_):
         (lambda made, agent: {"post_xfer_req": refused}, r"failed \(call: NIXL_CAPI_ERROR_BACKEND\)"),
         (lambda made, agent: {"register_mem": refused}, "failed"),
         (lambda made, agent: {"create_xfer_req": refused}, "failed"),
-        (lambda made, agent: {"get_xfer_status": lambda *_: capi.IN_PROGRESS}, "took over 0.2 s"),
+        (lambda made, agent: {"get_xfer_status": lambda *_: nixl.IN_PROGRESS}, "took over 0.2 s"),
         (lambda made, agent: {"opt_args_set_has_notif": lambda *_: 0}, "took over 0.2 s"),
         (lambda made, agent: {"_cause": lambda *_: 0}, "was at 0 before it was posted"),
         (
             lambda made, agent: {
-                "post_xfer_req": lambda *_: made.gen_notif(agent, b"a", capi._PROOF, 64, None),
+                "post_xfer_req": lambda *_: made.gen_notif(agent, b"a", nixl._PROOF, 64, None),
                 "get_xfer_status": lambda *_: 0,
             },
             "wrote other bytes",
@@ -160,7 +160,7 @@ def refused(*_):
 )
 def test_an_agent_that_does_something_else_is_found_out(library, monkeypatch, does, words):
     made, agent, backend = library
-    monkeypatch.setattr(capi, "_PROOF_S", 0.2)
+    monkeypatch.setattr(nixl, "_PROOF_S", 0.2)
     with monkeypatch.context() as patch:
         for name, function in does(made, agent).items():
             patch.setattr(made, name, function)

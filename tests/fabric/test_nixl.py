@@ -17,9 +17,8 @@ from ends import SIZE, TCP, Agent, descriptors, finish, memory, met, two_process
 from kvxfer import fabric as envelope
 from kvxfer.copy.port import Operation, Outcome
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import Memory, capi
-from kvxfer.fabric.capi import CallError
-from kvxfer.fabric.nixl import NixlTransport, device_params, shown_params
+from kvxfer.fabric import Memory, nixl
+from kvxfer.fabric.nixl import CallError, NixlTransport, device_params, shown_params
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -243,7 +242,7 @@ def test_a_backend_that_nixl_does_not_have_is_named():
 
 
 def test_without_nixl_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(capi, "_installed", lambda name: None)
+    monkeypatch.setattr(nixl, "_installed", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install 'nixl"):
         NixlTransport("a")
 
@@ -255,7 +254,7 @@ def test_an_agent_that_does_not_do_what_it_is_told_is_not_used(monkeypatch):
 
     transport = NixlTransport("a")
     destroyed: list[int] = []
-    library = capi.opened(capi.find())
+    library = nixl.opened(nixl.find())
     destroy = library.destroy_agent
     with monkeypatch.context() as patch:
         patch.setattr(library, "prove", fail)

@@ -17,7 +17,7 @@ from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
-from kvxfer.copy.port import Descriptors, Operation, Outcome, Post
+from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
 from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
 from kvxfer.fabric import Memory
@@ -159,7 +159,7 @@ async def test_the_time_in_which_parts_are_posted_is_told(rig):
         return real(*arguments)
 
     rig.transport.post = post
-    rig.post(nbytes=3 * PART, until=float("inf"))
+    rig.post(nbytes=3 * PART, until=FOREVER)
     for _ in range(4):
         rig.machine._code.step(rig.machine.state, rig.machine.jobs, rig.machine.ports)
     rig.mover._read()

@@ -42,7 +42,7 @@ from test_workers_gpu import needs_nixl  # noqa: E402  # pyright: ignore[reportM
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError, KvxferError, MemoryInDoubtError  # noqa: E402
 from kvxfer.mapped import joined, open_window  # noqa: E402
-from kvxfer.mapped.window import OpenFiles  # noqa: E402
+from kvxfer.mapped.host import OpenFiles  # noqa: E402
 from kvxfer.memory.device import (  # noqa: E402
     call,
     lay_out,

@@ -1,6 +1,5 @@
 """Batches of tables, one by one: what a test looks at, spoils or copies by itself."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,7 +44,7 @@ def singly(jobs: Iterable[CopyJob]) -> list[CopyJob]:
         for number, (tables, nbytes) in enumerate(zip(opened(job.tables), job.tables.nbytes.tolist(), strict=True)):
             post, sides = job.post, (() if job.post is None else (job.post.local, job.post.remote))
             if post is not None:
-                local, remote = (dataclasses.replace(side, pieces=side.pieces[number : number + 1]) for side in sides)
+                local, remote = (replace(side, pieces=side.pieces[number : number + 1]) for side in sides)
                 post = replace(post, local=local, remote=remote) if local.pieces[0, 1] else None
             found.append(replace(job, tables=tables, post=post, nbytes=job.nbytes or nbytes))
     return found

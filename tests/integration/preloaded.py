@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["CONTEXT", "Context", "process"]
 
-_IMPORTED = ["torch", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.machine", "kvxfer.mapped.cpu"]
+_IMPORTED = ["torch", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.machine", "kvxfer.mapped.host"]
 _SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Of the server alone: threads would be forked without their locks."""
 

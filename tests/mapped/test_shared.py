@@ -13,9 +13,8 @@ import torch
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import Export, Window, Windows, export, open_window, unlike
-from kvxfer.mapped import cpu as home_module
-from kvxfer.mapped.cpu import _files
-from kvxfer.mapped.window import OpenFiles
+from kvxfer.mapped import host as home_module
+from kvxfer.mapped.host import OpenFiles, _files
 
 CONTEXT = mp.get_context("spawn")
 
@@ -85,7 +84,7 @@ class Collecting(dict):
 @pytest.mark.timeout(30)
 def test_memory_that_is_collected_in_the_midst_of_an_export_is_given_back(monkeypatch):
     gc.collect()
-    monkeypatch.setattr("kvxfer.mapped.cpu._files", files := Collecting(_files))
+    monkeypatch.setattr("kvxfer.mapped.host._files", files := Collecting(_files))
     kept = shared_empty((4,))
     before = set(files)
     cycle: list[object] = [shared_empty((4,))]

@@ -18,7 +18,7 @@ from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
 from kvxfer.mapped import Windows, export, joined, open_window
-from kvxfer.mapped.window import OpenFiles
+from kvxfer.mapped.host import OpenFiles
 from kvxfer.protocol.messages import MappedMemory
 from kvxfer.safety.fence import Exports, Mappings
 
@@ -175,7 +175,7 @@ def test_a_process_that_does_not_let_itself_be_reached_is_a_refusal_with_the_rem
         return -1
 
     before = open_files()
-    monkeypatch.setattr("kvxfer.mapped.window._system_call", lambda: refuse)
+    monkeypatch.setattr("kvxfer.mapped.host._system_call", lambda: refuse)
     with pytest.raises(FabricError, match=said):
         open_window(three, "cuda", 0)
     assert (cuda.state.live(), open_files()) == ((0, 0, 0), before)

@@ -21,7 +21,7 @@ from kvxfer.memory import (
     Request,
     Share,
 )
-from kvxfer.memory.arena import Gaps
+from kvxfer.memory.books import Gaps
 
 UNIT = 512
 BASE = 1 << 40

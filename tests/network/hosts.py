@@ -12,7 +12,7 @@ from inside import sessions
 
 from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer import worker as assembly
-from kvxfer.mapped import cpu as home
+from kvxfer.mapped import host as home
 
 __all__ = ["Host", "Hosts"]
 

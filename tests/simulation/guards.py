@@ -4,7 +4,6 @@ A new guard is a new row; `test_guards` plays every scene with the guard in its 
 makes the decision, and nothing else: a scene that fails because something else breaks proves nothing.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 
 from kvxfer.copy import mover, records
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import READY, CopyOutcome, Direction
+from kvxfer.copy.port import FOREVER, READY, CopyOutcome, Direction
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.errors import ProtocolError
@@ -69,7 +68,7 @@ def _whenever(patch, *, posts):
     def free(job):
         if (job.post is not None) is not posts:
             return job
-        return replace(job, until=math.inf, passage=job.passage if posts else None)
+        return replace(job, until=FOREVER, passage=job.passage if posts else None)
 
     def let(mover, flow, steps, until=None):
         allow(mover, flow, steps, until if (flow.job.post is not None) is not posts else None)

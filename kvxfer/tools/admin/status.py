@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvxfer import __version__
-from kvxfer.memory.arena import ShareSnapshot
+from kvxfer.memory.books import ShareSnapshot
 from kvxfer.telemetry import SECONDS
 from kvxfer.tools.admin.health import Limits, reasons
 from kvxfer.tools.admin.look import Look

@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from kvxfer.errors import FabricError
 from kvxfer.fabric import Memory
-from kvxfer.fabric.capi import IN_PROGRESS, WRITE, CallError, Capi, find, opened
-from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.nixl import IN_PROGRESS, WRITE, CallError, Capi, NixlTransport, find, opened
 from kvxfer.memory.device import call, load
 from kvxfer.tools.bench.children import Side
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize

@@ -17,8 +17,7 @@ import torch
 
 from kvxfer.errors import KvxferError
 from kvxfer.mapped import Export, export, open_window
-from kvxfer.mapped.cpu import shared_empty
-from kvxfer.mapped.window import OpenFiles, files_of
+from kvxfer.mapped.host import OpenFiles, files_of, shared_empty
 from kvxfer.memory import allocate
 from kvxfer.memory.device import call, in_thread, load
 from kvxfer.tools.bench.device import index_of

@@ -515,7 +515,7 @@ def test_the_machine_has_what_it_reads_also_when_nobody_has_its_mover_any_more()
     async def scene():
         world = World()
         copy = world.submit("a")
-        return world.machine, weakref.ref(copy.kept[0])
+        return world.machine, weakref.ref(copy.kept[0].out)
 
     machine, parts = asyncio.run(scene())
     try:

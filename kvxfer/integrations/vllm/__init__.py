@@ -8,6 +8,7 @@
     worker.py      what the second does: a `BlockingWorker` that is polled once a step
     orders.py      what the first tells the second, step by step
     caches.py      vLLM's cache tensors in kvxfer's words
+    layout.py      where an attention backend puts K and V, found by having it write
 
 Only the first of them imports vLLM. What it overrides and reads there was taken from release 0.33.0; the names and
 signatures are recorded beside the tests.

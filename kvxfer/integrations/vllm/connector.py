@@ -52,8 +52,9 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     """Hands requests of a prefill engine over to decode engines. Any engine may be both.
 
     `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
-    offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them; and
-    `key_file`, which holds the engine's key where a router makes tickets as well.
+    offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them;
+    `key_file`, which holds the engine's key where a router makes tickets as well; and `trust_layout`, to believe what
+    views say of the caches.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -83,6 +84,7 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         self._heads: Final[int] = model.get_total_num_kv_heads()
         usual = {"engine": transfer.engine_id, "model": model.model}
         settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
+        self._trust_layout: Final = bool(extra.get("trust_layout"))
         self._worker = WorkerSide(Config.load(**settings), layerwise=layerwise)
 
     @property
@@ -138,7 +140,8 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the caches. Blocks."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        self._worker.register(describe(kv_caches, self._caches_config, self._place, self._heads, layers))
+        found = describe(kv_caches, self._caches_config, self._place, self._heads, layers, trusted=self._trust_layout)
+        self._worker.register(found)
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:
         """This rank's card; another one after each wake-up."""

@@ -35,13 +35,11 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
     )
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=spec, enable_kv_transfer=True)
     caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
-    layer = {
-        "vec": vllm_stand_in.layer("CPUAttentionBackend", isa="vec"),
-        "amx": vllm_stand_in.layer("CPUAttentionBackend", isa="amx"),
-    }.get(engine.get("layout", ""), vllm_stand_in.layer("FlashAttentionBackend"))
+    stores = vllm_stand_in.by_columns if engine.get("layout") == "vec" else None
+    layers = {name: vllm_stand_in.layer(stores=stores) for name in names}
     config = make(
         "VllmConfig",
-        compilation_config=make("CompilationConfig", static_forward_context=dict.fromkeys(names, layer)),
+        compilation_config=make("CompilationConfig", static_forward_context=layers),
         kv_transfer_config=make(
             "KVTransferConfig", engine_id=engine["name"], kv_connector_extra_config=engine["extra"]
         ),

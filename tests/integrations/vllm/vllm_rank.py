@@ -16,7 +16,7 @@ from vllm_engine import BLOCKS, DIM, HEADS, LAYERS, configured
 from kvxfer import BusyError, shared_empty
 from kvxfer.integrations.vllm import KvxferConnector
 
-ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3), "vec": (0, 1, 2, 3), "amx": (0, 1, 2, 3)}
+ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3), "vec": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""
 PATIENCE = 30
 
@@ -53,10 +53,13 @@ class Rank:
         order = ORDERS[engine["layout"]]
         sizes = (BLOCKS, held, self._block_tokens, 2 * DIM)
         self._views = {}
+        config, role, caches = configured(engine, rank)
         for layer in range(LAYERS):
             memory = shared_empty(tuple(sizes[axis] for axis in order), dtype=torch.float32).fill_(-1)
-            self._views[f"model.layers.{layer}.self_attn.attn"] = memory.permute(*(order.index(a) for a in range(4)))
-        self.connector: Any = KvxferConnector(*configured(engine, rank))
+            name = f"model.layers.{layer}.self_attn.attn"
+            self._views[name] = memory.permute(*(order.index(axis) for axis in range(4)))
+            config.compilation_config.static_forward_context[name].kv_cache = self._views[name]
+        self.connector: Any = KvxferConnector(config, role, caches)
         self.connector.register_kv_caches(self._views)
 
     def handshake(self) -> Any:

@@ -38,36 +38,41 @@ def make(name: str, **fields: Any) -> Any:
     return stock(name)(**fields)
 
 
-def layer(backend: str, *, name: str = "", isa: str = "", stores: Any = None) -> Any:
+def layer(backend: str = "FlashAttentionBackend", *, stores: Any = None, cache: Any = None) -> Any:
     """An attention layer once its backend has been set up.
 
     Args:
         backend: Class of that.
-        name: What it calls itself.
-        isa: The kernel of the CPU attention, as its builder tells each layer.
-        stores: What that does with a cache: `by_columns`, or something like it.
+        stores: K and V where it has them in a cache, views by block, head, token and content; as the view says without.
+        cache: The view that is bound to the layer.
     """
-    own = type(backend, (stock(backend),), {"__module__": stock(backend).__module__, "get_name": lambda: name})
-    found = make("Attention", get_attn_backend=lambda: own)
-    if isa:
-        given = parameters(RECORDED["CPUAttentionBackendImpl"]["methods"]["do_kv_cache_update"])
-        update = _with_parameters("do_kv_cache_update", given, lambda *those: _update(stores or by_columns, *those))
-        found.impl = type("CPUAttentionBackendImpl", (), {"do_kv_cache_update": update})()
-        found.isa = make("CPUAttentionMetadataBuilder", isa=isa).isa
+    latent = "MLA" in backend
+    body = {"get_name": lambda: backend, "forward_includes_kv_cache_update": False}
+    own = type(backend, (stock(backend),), {"__module__": stock(backend).__module__, **body})
+    found = make("MLAAttention" if latent else "Attention", get_attn_backend=lambda: own, kv_cache_dtype="auto")
+    if latent:
+        found.kv_lora_rank, found._k_scale = 16, 1.0
+    kind = "MLAAttentionImpl" if latent else "FlashAttentionImpl"
+    given = parameters(RECORDED[kind]["methods"]["do_kv_cache_update"])
+
+    def update(_, *those):
+        views = those[2].unsqueeze(1) if latent else those[3]
+        rows = [row.unflatten(0, (-1, 1)) if row.dim() < 3 else row for row in those[:2]] if latent else those[1:3]
+        parts = stores(views) if stores else views.split([row.shape[-1] for row in rows], dim=-1)
+        for part, new in zip(parts, rows, strict=True):
+            for at, slot in enumerate(those[3 if latent else 4].tolist()):
+                part[slot // views.shape[2], :, slot % views.shape[2]] = new[at]
+
+    found.impl = type(kind, (), {"do_kv_cache_update": _with_parameters("do_kv_cache_update", given, update)})()
+    found.kv_cache = cache if cache is None or not latent else cache.squeeze(1)
     return found
 
 
 def by_columns(cache: Any) -> tuple[Any, Any]:
-    """K and V of a cache where the CPU attention has them with `vec`: views by block, head, token and content."""
+    """K and V of a cache where vLLM's CPU attention has them: views by block, head, token and content."""
     blocks, heads, tokens, content = cache.shape
     key, value = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
     return key.view(blocks, heads, content // 2, tokens).transpose(2, 3), value
-
-
-def _update(stores: Any, impl: Any, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-    for part, new in zip(stores(cache), (key, value), strict=True):
-        for at, slot in enumerate(slots.tolist()):
-            part[slot // cache.shape[2], :, slot % cache.shape[2]] = new[at]
 
 
 def stock(name: str) -> Any:

@@ -127,6 +127,11 @@ def _shown(
 
     sizes = {"k": spec.head_size, "v": spec.head_size_v} if spec.head_size_v else {"": spec.head_size}
     probe = Probe(name, layer, cache, sizes)
+    if probe.backend.startswith("CPU_MLA "):
+        raise GeometryError(
+            f"the cache of {name} is written by attention backend {probe.backend}, which makes other tokens of a cache "
+            "than of the prompt that is in it, so vLLM runs it without prefix caching; this connector cannot either"
+        )
     if probe.shows(said):
         return said, (probe.backend, "as its view says")
     held = {field: getattr(said[0], field) for field in ("layers", "heads", "kernel_blocks_per_id")}

@@ -258,6 +258,15 @@ def test_a_backend_of_latent_attention_that_writes_elsewhere():
     assert (found.axes, found.kv) == ("block dim token", ("",))
 
 
+def test_latent_attention_that_vllm_itself_does_not_continue_is_refused():
+    one = spec("MLAAttentionSpec", num_kv_heads=1, head_size=24, head_size_v=0)
+    view = torch.zeros(BLOCKS, 1, 16, 24)
+    of = layer("FlashMLABackend", cache=view)
+    of.get_attn_backend().get_name = lambda: "CPU_MLA"
+    with pytest.raises(GeometryError, match=r"CPU_MLA.*without prefix caching"):
+        described(one, (BLOCKS, 1, 16, 24), of=of)
+
+
 def columns(cache):
     return cache.view(BLOCKS, 1, 24, 16).transpose(2, 3)
 

@@ -7,13 +7,17 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 3
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# a vLLM for CPUs, with all that it needs and nothing of $(VENV)
+VLLM := build/vllm
+VLLM_VERSION := 0.32.0
+
 TOOLS := $(addprefix tests/,tools bench demo deploy docs doctor examples release) \
 	$(addprefix tests/integration/,test_admin.py test_admin_page.py test_top.py)
 
 # without mkdocs-material's advertisement of its successor
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: house demo serve test check unit tools fuzz simulate network loops rows cancel faults soak format docs docs-serve
+.PHONY: house demo serve test check unit tools fuzz simulate network loops rows cancel faults soak engines format docs docs-serve
 .PHONY: mutants pages clean schema drawings licences
 
 demo: $(STAMP)
@@ -27,7 +31,7 @@ test: check unit
 
 # the core and the integrations
 unit: $(STAMP)
-	$(SPREAD) $(addprefix --ignore=,$(TOOLS)) $(ARGS)
+	$(SPREAD) $(addprefix --ignore=,$(TOOLS) tests/engines) $(ARGS)
 
 # tools, documents, examples, deployment and release
 tools: $(STAMP)
@@ -64,6 +68,10 @@ faults: $(STAMP) network
 # ARGS="10000 --json soak.json" for fewer, and for figures
 soak: $(STAMP)
 	$(BIN)/python tests/faults/soak.py $(ARGS)
+
+# real engines hand requests over, on CPUs; ARGS=--full for every configuration, model and fault
+engines: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/engines $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -114,6 +122,16 @@ $(STAMP): constraints.txt pyproject.toml
 	@echo "installing into $(VENV): this takes some minutes"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,otel,ray,docs]"
+	touch $@
+
+# all pins and no dependencies, of which vLLM's would bring builds for GPUs; its command asks for a package `vllm`
+$(VLLM)/.installed: tests/engines/constraints.txt pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing into $(VLLM): this takes some minutes"
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement tests/engines/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	cd $(VLLM)/lib/python*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && printf \
+		'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
 clean:

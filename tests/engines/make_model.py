@@ -1,4 +1,7 @@
-"""A tiny Llama with random weights and a tokenizer of numbered words, in a folder."""
+"""Tiny models with random weights and a tokenizer of numbered words, each in a folder.
+
+Weights are wide: with the usual range of 0.02 tokens hardly depend on the cache.
+"""
 
 # what comes with vLLM is not installed where types are checked
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
@@ -6,32 +9,60 @@
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 1000
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+MODELS = {
+    "llama": ("Llama", {"num_key_value_heads": 4, "head_dim": 32}),
+    # K is not stored as K of the others is: its heads are no multiple of 32
+    "llama-48": ("Llama", {"num_key_value_heads": 4, "head_dim": 48}),
+    # a window sees where a block stands, which full attention does not
+    "sliding": (
+        "Gemma3",
+        {"num_key_value_heads": 4, "head_dim": 32, "sliding_window": 48, "layer_types": [SLIDING, FULL] * 2},
+    ),
+    "latent": (
+        "DeepseekV2",
+        {
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 4,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "recurrent": ("Mamba", {"state_size": 16, "conv_kernel": 4}),
+}
+"""By name: transformers' class, and what it has besides `COMMON`."""
 
 
-def make(folder: Path, *, head_dim: int) -> None:
-    """Weights are wide: with the usual range of 0.02 tokens hardly depend on the cache."""
+def make(name: str, folder: Path) -> Path:
+    """Write a model; returns its folder."""
+    kind, own = MODELS[name]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=head_dim,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder, safe_serialization=True)
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**COMMON | own)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name, safe_serialization=True)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / name)
+    return folder / name

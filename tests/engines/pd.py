@@ -1,10 +1,11 @@
-"""Engines of vLLM as child processes, and what a router does between a prefill engine and a decode engine."""
+"""Engines of vLLM as child processes, and what a router does between a prefill engine and decode engines."""
 
 # neither vLLM nor what comes with it is installed where types are checked
 # pyright: reportMissingImports=false
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -16,14 +17,20 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from make_model import VOCABULARY
 
-HERE = Path(__file__).resolve().parent
+from kvxfer.tickets import Issuer, Ticket
+
+T = TypeVar("T")
+
+TOKENS = 24
+"""Of an answer."""
 LENGTHS = (1, 5, 31, 32, 33, 64, 100, 127, 128, 129, 200, 256, 300, 400)
 PATIENCE = aiohttp.ClientTimeout(total=300)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -35,7 +42,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
-    "VLLM_LOGGING_CONFIG_PATH": str(HERE / "logging.json"),
+    "VLLM_LOGGING_CONFIG_PATH": str(Path(__file__).with_name("logging.json")),
 }
 
 
@@ -45,14 +52,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def prompts(lengths: Iterable[int], *, seed: int, vocabulary: int) -> list[list[int]]:
+def prompts(seed: int, lengths: Iterable[int] = LENGTHS) -> list[list[int]]:
     """Token ids of each length, without special ones."""
     draw = random.Random(seed)
-    return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
 class EngineError(Exception):
-    """An engine ended, or did not start."""
+    """An engine ended, did not start, or refused a request."""
 
 
 @dataclass
@@ -62,7 +69,7 @@ class Engine:
     name: str  # of its log
     model: Path  # folder
     logs: Path  # folder
-    args: tuple[str, ...] = ()  # more of the command line
+    args: Sequence[str] = ()  # more of the command line
     transfer: dict[str, Any] | None = None  # what stands in `--kv-transfer-config`, if anything
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -81,7 +88,7 @@ class Engine:
         command += ["--max-num-seqs", "16", *self.args]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, start_new_session=True
             )
@@ -90,19 +97,26 @@ class Engine:
         """Until it answers.
 
         Raises:
-            EngineError: If it ended, with what kvxfer said, or does not answer in time.
+            EngineError: If it ended, with what was raised in it, or does not answer in time.
         """
         assert self.process is not None
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.process.poll() is not None:
-                said = re.findall(r"kvxfer\.errors\.\w+: .*", self.log.read_text())
+                said = re.findall(r"\b\w+(?:\.\w+)*Error: .*", self.log.read_text())
                 raise EngineError(f"{self.name} ended: {said[0] if said else f'see {self.log}'}")
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).read()
                 return
-            time.sleep(0.5)
+            time.sleep(0.2)
         raise EngineError(f"{self.name} did not start in {seconds} s: see {self.log}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes at once, as when its container is paused or killed."""
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
+        if number is signal.SIGKILL:
+            self.process.wait()
 
     def stop(self) -> None:
         """End it and whatever it has started."""
@@ -120,66 +134,110 @@ class Engine:
         """Sums over labels of vLLM's counters, and prompt tokens by their source."""
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
         found: dict[str, float] = {}
-        for name, labels, value in re.findall(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE):
+        for name, labels, value in re.findall(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE):
             if name.endswith(("_created", "_bucket")):
                 continue
             source = re.search(r'source="([^"]*)"', labels)
-            key = f"{name}[{source[1]}]" if source else name
+            key = source[1] if source else name
             found[key] = found.get(key, 0.0) + float(value)
         return found
 
 
-async def complete(
-    session: aiohttp.ClientSession, engine: Engine, prompt: list[int], tokens: int, **more: Any
-) -> dict[str, Any]:
-    """The reply of an engine, whatever it would rather have done than all these tokens."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    async with session.post(f"{engine.url}/v1/completions", json=body | {"return_token_ids": True} | more) as reply:
-        text = await reply.text()
-        if reply.status != 200:
-            raise EngineError(f"{engine.name}: {reply.status}: {text[:300]}")
-        return json.loads(text)
+def connected(name: str, model: Path, logs: Path, *args: str, **extra: Any) -> Engine:
+    """An engine with kvxfer's connector, for the side that its name begins with; `extra` is the connector's own."""
+    transfer = {
+        "kv_connector": "KvxferConnector",
+        "kv_connector_module_path": "kvxfer.integrations.vllm",
+        "kv_role": "kv_producer" if name.startswith("prefill") else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return Engine(name, model, logs, args, transfer)
 
 
-def token_ids(reply: dict[str, Any]) -> list[int]:
-    return reply["choices"][0]["token_ids"]
+@dataclass
+class Router:
+    """Sends each prompt to the prefill engine and then, with what its reply has, to one of the decode engines."""
+
+    session: aiohttp.ClientSession
+    prefill: Engine
+    decodes: Sequence[Engine]
+    key: bytes | None = None  # the prefill engine's: tickets are made here, and both engines get the prompt at once
+
+    def __post_init__(self) -> None:
+        self._turns = itertools.cycle(self.decodes)
+        self._issuer: Issuer | None = None
+
+    async def complete(self, engine: Engine, prompt: list[int], tokens: int, **params: Any) -> dict[str, Any]:
+        """The reply of an engine, whatever it would rather have done than all these tokens."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "kv_transfer_params": params or None}
+        async with self.session.post(f"{engine.url}/v1/completions", json=body) as reply:
+            text = await reply.text()
+            if reply.status != 200:
+                raise EngineError(f"{engine.name}: {reply.status}: {text[:300]}")
+            return json.loads(text)
+
+    async def ticket(self, prompt: list[int], **params: Any) -> dict[str, Any]:
+        """Have a prompt computed by the prefill engine: what a decode engine needs."""
+        return (await self.complete(self.prefill, prompt, 1, **PREFILL, **params))["kv_transfer_params"]
+
+    async def decode(self, prompt: list[int], **params: Any) -> list[int]:
+        """The next decode engine's answer; without parameters it computes everything."""
+        return (await self.complete(next(self._turns), prompt, TOKENS, **params))["choices"][0]["token_ids"]
+
+    async def ask(self, prompt: list[int]) -> list[int]:
+        """The answer. A decode engine computes what the prefill engine could not, since that one has gone."""
+        if self.key is not None:
+            return await self._at_once(prompt, self.key)
+        try:
+            params = await self.ticket(prompt)
+        except aiohttp.ClientConnectionError:
+            params = {}
+        return await self.decode(prompt, **params)
+
+    async def _at_once(self, prompt: list[int], key: bytes) -> list[int]:
+        if self._issuer is None:
+            params = await self.ticket(prompt)
+            self._issuer = Issuer(Ticket.parse(params["ticket"]).card, key)
+            return await self.decode(prompt, **params)
+        name = uuid.uuid4().hex
+        to_decode = {"do_remote_prefill": True, "ticket": self._issuer.ticket(name), "remote_num_tokens": len(prompt)}
+        _, tokens = await asyncio.gather(self.ticket(prompt, transfer_id=name), self.decode(prompt, **to_decode))
+        return tokens
+
+    async def free(self, engine: Engine, seconds: float) -> None:
+        """Wait until an engine has no block taken.
+
+        Raises:
+            TimeoutError: If it has some after that time.
+        """
+        async with asyncio.timeout(seconds):
+            while True:
+                await self.complete(engine, [3], 1)  # the engine counts, and gives back, with a step alone
+                if engine.metrics()["kv_cache_usage_perc"] == 0:
+                    return
+                await asyncio.sleep(0.2)
 
 
-async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: list[int]) -> dict[str, Any]:
-    """Have a prompt computed by a prefill engine: what the decode engine needs."""
-    reply = await complete(session, engine, prompt, 1, kv_transfer_params=PREFILL)
-    if not reply.get("kv_transfer_params"):
-        raise EngineError(f"{engine.name} gave no kv_transfer_params")
-    return reply["kv_transfer_params"]
+@contextlib.asynccontextmanager
+async def routed(prefill: Engine, *decodes: Engine, key: bytes | None = None) -> AsyncIterator[Router]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
+        yield Router(session, prefill, decodes, key)
 
 
-async def one_after_the_other(
-    session: aiohttp.ClientSession, first: Engine, second: Engine, prompt: list[int], tokens: int
-) -> list[int]:
-    """A request whose ticket comes with the reply of the prefill engine."""
-    params = await prefill(session, first, prompt)
-    return token_ids(await complete(session, second, prompt, tokens, kv_transfer_params=params))
-
-
-async def both_at_once(
-    session: aiohttp.ClientSession, issuer: Any, first: Engine, second: Engine, prompt: list[int], tokens: int
-) -> list[int]:
-    """A request whose ticket is made before: the decode engine fetches while the prompt is computed."""
-    name = uuid.uuid4().hex
-    to_decode = {"do_remote_prefill": True, "ticket": issuer.ticket(name), "remote_num_tokens": len(prompt)}
-    _, reply = await asyncio.gather(
-        complete(session, first, prompt, 1, kv_transfer_params=PREFILL | {"transfer_id": name}),
-        complete(session, second, prompt, tokens, kv_transfer_params=to_decode),
-    )
-    return token_ids(reply)
-
-
-async def gathered(jobs: Iterable[Awaitable[list[int]]], concurrency: int) -> list[list[int] | BaseException]:
-    """What each gave or raised, some at a time."""
+async def gathered(jobs: Iterable[Awaitable[T]], concurrency: int) -> list[T]:
+    """What each gave, some at a time."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(job: Awaitable[list[int]]) -> list[int]:
+    async def one(job: Awaitable[T]) -> T:
         async with gate:
             return await job
 
-    return await asyncio.gather(*map(one, jobs), return_exceptions=True)
+    return await asyncio.gather(*map(one, jobs))
+
+
+def shorter(those: Iterable[list[int]]) -> list[list[int]]:
+    """The beginnings of long prompts."""
+    return [prompt[:-10] for prompt in those if len(prompt) >= 200]

@@ -1,0 +1,99 @@
+"""Real engines for tests, and the table of what they did."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]  # `make engines` has it
+
+ROWS = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="every configuration, model and fault: about an hour")
+
+
+def pytest_configure(config):
+    config.stash[ROWS] = []
+    config.addinivalue_line("markers", "full: real engines in more than what CI has time for")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if not config.getoption("--full") and item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="make engines ARGS=--full"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[ROWS]:
+        terminalreporter.section("equal / asked | loaded / prompt tokens")
+        for row in config.stash[ROWS]:
+            terminalreporter.write_line(row)
+
+
+@pytest.fixture
+def table(request):
+    """Lines that are printed at the end."""
+    return request.config.stash[ROWS]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a model, by its name."""
+    from make_model import make
+
+    folder, made = tmp_path_factory.mktemp("models"), {}
+    return lambda name: made.get(name) or made.setdefault(name, make(name, folder))
+
+
+@dataclass(frozen=True)
+class Started:
+    """Starts engines, which are ended after the test; their logs are shown if it failed."""
+
+    engines: list
+
+    def __call__(self, *engines):
+        self.engines.extend(engines)
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait()
+        return engines
+
+
+@pytest.fixture
+def start():
+    started = Started([])
+    try:
+        yield started
+    finally:
+        for engine in started.engines:
+            engine.stop()
+            print(engine.log, *engine.log.read_text().splitlines()[-40:], sep="\n")
+
+
+@pytest.fixture(scope="session")
+def answers(model, tmp_path_factory):
+    """What an engine that does everything itself makes of prompts, one at a time, as a list of token ids each."""
+    from pd import Engine, gathered, prompts, routed, shorter
+
+    known = {}
+
+    async def ask(name, dtype):
+        if (name, dtype) in known:
+            return known[name, dtype]
+        engine = Engine("plain", model(name), tmp_path_factory.mktemp("plain"), ("--dtype", dtype))
+        every = [prompt for seed in range(3) for prompt in prompts(seed)]
+        every += shorter(every)
+        try:
+            engine.start()
+            engine.wait()
+            async with routed(engine, engine) as router:
+                said = await gathered(map(router.decode, every), 1)
+        finally:
+            engine.stop()
+        known[name, dtype] = {tuple(prompt): tokens for prompt, tokens in zip(every, said, strict=True)}
+        return known[name, dtype]
+
+    return ask

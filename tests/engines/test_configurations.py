@@ -1,0 +1,123 @@
+"""Every token that is handed over is the one that an engine alone would have said, however both engines are set up."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+from pd import connected, gathered, prompts, routed, shorter
+
+from kvxfer.tickets import KEY_BYTES
+
+pytestmark = pytest.mark.timeout(900)
+
+SMALL = ("--num-gpu-blocks-override", "34", "--block-size", "32")
+"""Memory for about a thousand tokens."""
+SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "16")
+"""Several prompts are computed at a time, a little of each in a step."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a prefill engine and decode engines are set up."""
+
+    model: str = "llama"
+    dtype: str = "float32"
+    args: tuple[str, ...] = ()  # of vLLM's command line, on both sides
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    cached: bool = True  # prefixes are
+    layerwise: tuple[str, ...] = ()
+    ahead: bool = False  # tickets are made before prompts are computed
+    decodes: int = 1
+    concurrencies: tuple[int, ...] = (1, 8)
+    preempted: str = ""  # the side on which requests must have been
+
+    def engines(self, folder, model, key):
+        for side in ["prefill", *(f"decode{n}" for n in range(self.decodes))]:
+            kind = side.rstrip("0123456789")
+            extra = {"key_file": str(key)} if self.ahead and kind == "prefill" else {}
+            args = ("--dtype", self.dtype, f"--{'' if self.cached else 'no-'}enable-prefix-caching")
+            args += (*self.args, *getattr(self, kind))
+            yield connected(side, model, folder, *args, layerwise=kind in self.layerwise, **extra)
+
+
+CI = {
+    "prefixes cached": Configuration(),
+    "blocks of 32 and 128 tokens, chunked, sliding windows": Configuration(
+        model="sliding",
+        prefill=("--block-size", "32", "--max-num-batched-tokens", "64"),
+        decode=("--block-size", "128"),
+        cached=False,
+    ),
+}
+FULL = {
+    "prefixes not cached": Configuration(cached=False),
+    "blocks of 128 and 32 tokens": Configuration(prefill=("--block-size", "128"), decode=("--block-size", "32")),
+    "blocks of 32 and 64 tokens": Configuration(prefill=("--block-size", "32"), decode=("--block-size", "64")),
+    "bfloat16": Configuration(dtype="bfloat16", args=("--max-num-seqs", "1")),
+    "bfloat16, heads of 48": Configuration(model="llama-48", dtype="bfloat16", args=("--max-num-seqs", "1")),
+    "chunked prefill": Configuration(args=SOME_AT_ONCE),
+    "layerwise on both": Configuration(layerwise=("prefill", "decode"), cached=False),
+    "layerwise on both, prefixes cached": Configuration(layerwise=("prefill", "decode")),
+    "layerwise on decode": Configuration(layerwise=("decode",), cached=False),
+    "tickets made ahead": Configuration(layerwise=("prefill",), ahead=True),
+    "tickets made ahead, chunked, layerwise on both": Configuration(
+        layerwise=("prefill", "decode"), ahead=True, cached=False, prefill=SOME_AT_ONCE
+    ),
+    "preemption on prefill": Configuration(prefill=(*SMALL, *SOME_AT_ONCE), preempted="prefill"),
+    "preemption on decode": Configuration(decode=SMALL, preempted="decode0"),
+    "4 decode engines": Configuration(decodes=4),
+    "sliding windows and full attention": Configuration(model="sliding"),
+    "sliding windows, layerwise on both": Configuration(
+        model="sliding", layerwise=("prefill", "decode"), cached=False, decode=("--block-size", "64")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*CI, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
+async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, start, model, answers, table, tmp_path):
+    made = (CI | FULL)[name]
+    key = tmp_path / "engine.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(KEY_BYTES))
+    expected = await answers(made.model, made.dtype)
+    prefill, *decodes = start(*made.engines(tmp_path, model(made.model), key))
+    async with routed(prefill, *decodes, key=key.read_bytes() if made.ahead else None) as router:
+
+        async def run(what, ask, asked, concurrency):
+            before = [engine.metrics() for engine in decodes]
+            got = await gathered(map(ask, asked), concurrency)
+            after = [engine.metrics() for engine in decodes]
+            wanted = [expected[tuple(prompt)] for prompt in asked]
+            equal = sum(one == other for one, other in zip(got, wanted, strict=True))
+            tokens = sum(map(len, asked))
+            loaded, held = (
+                int(sum(now.get(of, 0) - then.get(of, 0) for then, now in zip(before, after, strict=True)))
+                for of in ("external_prefix_cache_hits_total", "local_cache_hit")
+            )
+            table.append(f"{name}, {what}: {equal} / {len(asked)} | {loaded} / {tokens}, {held} held there")
+            assert got == wanted
+            return tokens - loaded - held, loaded, held
+
+        # a forward pass computes one token at least, so one that loads inside of it has the rest loaded
+        computed = 1 if "decode" in made.layerwise and not made.cached else 0
+        seen = []
+        for seed, concurrency in enumerate(made.concurrencies):
+            asked = prompts(seed)
+            missed, _, held = await run(f"{concurrency} at a time", router.ask, asked, concurrency)
+            assert missed <= computed * len(asked), "what was not loaded was computed"
+            assert held == 0, "prompts have nothing in common"
+            seen += asked
+        if made.cached:
+            missed, _, held = await run("again", router.ask, seen, 8)
+            assert missed <= 0
+            assert held or made.preempted or made.decodes > 1, "nothing was kept"
+            # of blocks in another order full attention tells nothing, but one who needs the first of them does
+            _, loaded, held = await run("their beginnings", router.decode, shorter(seen), 8)
+            assert loaded == 0
+            assert held or made.preempted or made.decodes > 1, "nothing was kept"
+        for engine in (prefill, *decodes):
+            await router.free(engine, 60)
+        if made.preempted:
+            (engine,) = (engine for engine in (prefill, *decodes) if engine.name == made.preempted)
+            assert engine.metrics()["num_preemptions_total"] > 0

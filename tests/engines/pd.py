@@ -97,13 +97,13 @@ class Engine:
         """Until it answers.
 
         Raises:
-            EngineError: If it ended, with what was raised in it, or does not answer in time.
+            EngineError: If it ended, with what kvxfer said, or does not answer in time.
         """
         assert self.process is not None
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.process.poll() is not None:
-                said = re.findall(r"\b\w+(?:\.\w+)*Error: .*", self.log.read_text())
+                said = re.findall(r"kvxfer\.errors\.\w+: .*", self.log.read_text())
                 raise EngineError(f"{self.name} ended: {said[0] if said else f'see {self.log}'}")
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).read()
@@ -222,7 +222,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def routed(prefill: Engine, *decodes: Engine, key: bytes | None = None) -> AsyncIterator[Router]:
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close a connection as it is used again
     async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
         yield Router(session, prefill, decodes, key)
 

@@ -10,8 +10,8 @@ from kvxfer.tickets import KEY_BYTES
 
 pytestmark = pytest.mark.timeout(900)
 
-SMALL = ("--num-gpu-blocks-override", "34", "--block-size", "32")
-"""Memory for about a thousand tokens."""
+SMALL = ("--num-gpu-blocks-override", "18", "--block-size", "32", "--no-scheduler-reserve-full-isl")
+"""Memory for the longest prompt, and begun for more than fit."""
 SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "16")
 """Several prompts are computed at a time, a little of each in a step."""
 

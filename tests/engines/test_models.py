@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
         ("latent", r"the cache of model\.layers\.0\.\S+ is written by attention backend (CPU|AMX)_MLA"),
         ("recurrent", r"the cache of backbone\.layers\.0\.mixer is a MambaSpec"),
     ],
+    ids=["latent", "recurrent"],
 )
 def test_a_model_is_refused_by_name(name, reason, start, model, tmp_path):
     with pytest.raises(EngineError, match=rf"GeometryError: {reason}"):

@@ -1,0 +1,199 @@
+"""What engines that stop, are killed or come back, and clients that go, leave of all others' answers and of memory."""
+
+# neither vLLM nor what comes with it is installed where types are checked
+# pyright: reportMissingImports=false
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from pd import Engine, EngineError, Router, connected, gathered, prompts, routed
+
+pytestmark = pytest.mark.timeout(900)
+
+SETTINGS = {"peer_timeout": 2, "revoke_timeout": 3, "no_progress_timeout": 5, "offer_lease": 5, "unclaimed_timeout": 5}
+AFTER = 60
+"""Seconds that doubts and leases of these settings have surely ended after."""
+
+
+@pytest.fixture(scope="module")
+def pair(model, tmp_path_factory):
+    """Both engines, which outlive a test unless it kills them."""
+    folder = tmp_path_factory.mktemp("faults")
+    extra = {"kvxfer": SETTINGS}
+    args = ("--dtype", "float32", "--no-enable-prefix-caching")
+    prefill, decode = (connected(name, model("llama"), folder, *args, **extra) for name in ("prefill", "decode"))
+    yield prefill, decode
+    prefill.stop()
+    decode.stop()
+
+
+@dataclass
+class Scene:
+    prefill: Engine
+    decode: Engine
+    router: Router
+    expected: dict
+
+    def wanted(self, asked):
+        return [self.expected[tuple(prompt)] for prompt in asked]
+
+    async def under_load(self, asked, strike):
+        """What became of them, eight at a time, if this happens after the third."""
+        after, answered = asyncio.Event(), 0
+
+        async def one(prompt):
+            nonlocal answered
+            try:
+                return await self.router.ask(prompt)
+            except (EngineError, aiohttp.ClientError) as error:
+                return error
+            finally:
+                answered += 1
+                if answered == 3:
+                    after.set()
+
+        asking = asyncio.create_task(gathered(map(one, asked), 8))
+        await after.wait()
+        await strike()
+        return await asking
+
+    async def others(self, engine):
+        """Requests of others, which an engine answers alone."""
+        asked = prompts(2)
+        replies = [self.router.complete(engine, prompt, len(self.wanted(asked)[0])) for prompt in asked]
+        got = [reply["choices"][0]["token_ids"] for reply in await asyncio.gather(*replies)]
+        assert got == self.wanted(asked)
+
+    async def works(self):
+        """Whether nothing is held any more, and caches are loaded."""
+        for engine in (self.prefill, self.decode):
+            await self.router.free(engine, AFTER)
+        asked, before = prompts(1), self.decode.metrics()
+        assert await gathered(map(self.router.ask, asked), 8) == self.wanted(asked)
+        loaded = self.decode.metrics()["external_prefix_cache_hits_total"] - before["external_prefix_cache_hits_total"]
+        assert loaded == sum(map(len, asked))
+
+
+@pytest.fixture
+async def scene(pair, answers):
+    expected = await answers("llama", "float32")
+    dead = [engine for engine in pair if engine.process is None or engine.process.poll() is not None]
+    for engine in dead:
+        engine.start()  # on the port that it had
+    for engine in dead:
+        engine.wait()
+    async with routed(*pair) as router:
+        yield Scene(pair[0], pair[1], router, expected)
+
+
+async def test_a_prefill_engine_killed_under_load_costs_nobody_his_answer_and_comes_back_on_its_port(scene):
+    async def kill():
+        scene.prefill.signal(signal.SIGKILL)
+        await scene.others(scene.decode)
+
+    asked = prompts(0) + prompts(1)
+    assert await scene.under_load(asked, kill) == scene.wanted(asked)
+    await scene.router.free(scene.decode, AFTER)
+    scene.prefill.start()
+    scene.prefill.wait()
+    await scene.works()
+
+
+@pytest.mark.full
+async def test_who_has_a_ticket_of_a_prefill_engine_that_was_killed_computes_his_prompt(scene):
+    asked = prompts(0)
+    tickets = [await scene.router.ticket(prompt) for prompt in asked]
+    scene.prefill.signal(signal.SIGKILL)
+    answers = (scene.router.decode(prompt, **ticket) for prompt, ticket in zip(asked, tickets, strict=True))
+    assert await gathered(answers, 8) == scene.wanted(asked)
+    await scene.router.free(scene.decode, AFTER)
+
+
+@pytest.mark.full
+async def test_a_prefill_engine_that_stands_still_costs_nobody_else_anything(scene):
+    """And those who have its tickets are computed; or told so, where it could still write."""
+    asked = prompts(0)
+    tickets = [await scene.router.ticket(prompt) for prompt in asked]
+
+    async def one(prompt, ticket):
+        try:
+            return await scene.router.decode(prompt, **ticket)
+        except EngineError as error:
+            return str(error)
+
+    scene.prefill.signal(signal.SIGSTOP)
+    try:
+        loads = asyncio.create_task(gathered(map(one, asked, tickets), 8))
+        await scene.others(scene.decode)
+        got = await loads
+    finally:
+        scene.prefill.signal(signal.SIGCONT)
+    assert got == scene.wanted(asked)
+    await scene.works()
+
+
+@pytest.mark.full
+async def test_a_prefill_engine_that_stands_still_under_load_gives_no_wrong_answer(scene):
+    async def pause():
+        scene.prefill.signal(signal.SIGSTOP)
+        try:
+            await scene.others(scene.decode)
+        finally:
+            scene.prefill.signal(signal.SIGCONT)
+
+    asked = prompts(0) + prompts(1)
+    assert await scene.under_load(asked, pause) == scene.wanted(asked)
+    await scene.works()
+
+
+@pytest.mark.full
+async def test_a_decode_engine_that_is_killed_under_load_leaves_the_prefill_engine_free(scene):
+    async def kill():
+        scene.decode.signal(signal.SIGKILL)
+        await scene.others(scene.prefill)
+
+    asked = prompts(0) + prompts(1)
+    got = await scene.under_load(asked, kill)
+    wrong = [
+        one for one, wanted in zip(got, scene.wanted(asked), strict=True) if isinstance(one, list) and one != wanted
+    ]
+    assert wrong == []
+    await scene.router.free(scene.prefill, AFTER)
+    scene.decode.start()
+    scene.decode.wait()
+    await scene.works()
+
+
+@pytest.mark.full
+async def test_clients_that_hang_up_harm_nobody(scene, table):
+    """84 of them: while their prompt is computed, with a ticket that nobody redeems, while it is loaded, and later."""
+    draw, asked = random.Random(7), (prompts(0) + prompts(1)) * 3
+    gone = Counter()
+
+    async def hang_up(at, prompt):
+        doing = "prompt"
+        try:
+            async with asyncio.timeout(draw.uniform(0, 8)):
+                params = await scene.router.ticket(prompt)
+                if at % 4 == 0:
+                    gone["ticket"] += 1
+                    return None
+                doing = "answer"
+                return await scene.router.decode(prompt, **params)
+        except TimeoutError:
+            gone[doing] += 1
+            return None
+
+    leaving = asyncio.gather(*(hang_up(at, prompt) for at, prompt in enumerate(asked)))
+    await scene.others(scene.decode)
+    await scene.others(scene.prefill)
+    got = await leaving
+    assert set(gone) == {"prompt", "ticket", "answer"}
+    assert all(one in (None, wanted) for one, wanted in zip(got, scene.wanted(asked), strict=True))
+    await scene.works()
+    table.append(f"84 clients of whom hung up: {dict(gone)}")

@@ -56,7 +56,6 @@ def reported(facts, engine, kind, ranks=BOTH):
         ("handed_over", 2),
         ("one_step_at_a_time", 2),
         ("one_rank_to_two", 1),
-        ("from_cpu_to_cpu", 2),
         ("from_gpu_to_cpu", 2),
     ],
 )
@@ -154,12 +153,6 @@ def test_a_load_that_fails_on_one_rank_waits_for_the_other(stage):
     assert facts["failed_together"] == [True]
     assert reported(facts, "decode", "recv") == {"d"}
     assert reported(facts, "prefill", "send") == {"p"}
-
-
-def test_a_request_without_a_good_ticket_is_computed(stage):
-    facts = stage.play("bad_tickets")
-    assert facts["sampled"] == {f"d-{at}": 1 for at in range(4)}
-    assert facts["reported"] == {}
 
 
 def test_nobody_gets_the_cache_of_another_request_by_its_name(stage):

@@ -108,10 +108,6 @@ def one_rank_to_two(wires):
     return handed_over(wires, ranks=1)
 
 
-def from_cpu_to_cpu(wires):
-    return handed_over(wires, layouts=("vec", "vec"))
-
-
 def from_gpu_to_cpu(wires):
     return handed_over(wires, layouts=("LBNHC", "vec"))
 
@@ -254,15 +250,6 @@ def load_fails_on_one_rank(wires):
     params = pair.prefilled("p", 1, 40)
     pair.decode.workers.call("refuse_loads")
     pair.decode.add("d", 1, 40, params=params)
-    return pair.until_over()
-
-
-def bad_tickets(wires):
-    """What clients may send in place of what a prefill engine gave."""
-    pair = Pair(wires)
-    good = pair.early("p", 40)
-    for at, bad in enumerate(({}, {"ticket": 5}, {"ticket": {"v": 1}}, good | {"remote_num_tokens": "40"})):
-        pair.decode.add(f"d-{at}", at, 20, params={"do_remote_prefill": True, **bad})
     return pair.until_over()
 
 

@@ -169,7 +169,6 @@ async def test_a_decode_engine_that_is_killed_under_load_leaves_the_prefill_engi
     await scene.works()
 
 
-@pytest.mark.full
 async def test_clients_that_hang_up_harm_nobody(scene, table):
     """84 of them: while their prompt is computed, with a ticket that nobody redeems, while it is loaded, and later."""
     draw, asked = random.Random(7), (prompts(0) + prompts(1)) * 3

@@ -97,28 +97,6 @@ def test_a_load_that_fails_inside_of_the_forward_pass_is_computed(stage):
     assert reported(facts, "decode", "recv") == set()
 
 
-def test_requests_that_are_aborted_before_admission_free_the_prefill_engine(stage):
-    facts = stage.play("aborted_before_admission")
-    assert {facts["ended"][one] for one in ("d-at once", "d-later")} == {ABORTED}
-    assert reported(facts, "prefill", "send") == {"p-at once", "p-later"}
-    assert reported(facts, "decode", "recv") == set()
-
-
-def test_a_load_that_is_aborted_keeps_its_blocks_until_it_has_ended(stage):
-    facts = stage.play("aborted_while_loading")
-    assert facts["ended"] == {"d": ABORTED, "p": COMPLETE}
-    assert reported(facts, "decode", "recv") == {"d"}
-    assert reported(facts, "prefill", "send") == {"p"}, "once it had finished, though its offer was over before"
-    assert facts["failed_together"] == []
-
-
-def test_an_offer_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(stage):
-    facts = stage.play("aborted_while_prefilling")
-    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
-    assert reported(facts, "prefill", "send") == {"p"}
-    assert reported(facts, "decode", "recv") == {"d"}
-
-
 def test_a_preempted_prompt_is_offered_anew(stage):
     facts = stage.play("preempted")
     assert facts["attempts"] == {"p": 1, "other": 0}

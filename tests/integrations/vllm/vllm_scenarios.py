@@ -148,48 +148,6 @@ def layer_fails(wires):
     return pair.until_over()
 
 
-def aborted_before_admission(wires):
-    """One request is aborted as it comes, one while it waits for blocks."""
-    pair = Pair(wires)
-    params = {one: pair.prefilled(f"p-{one}", 1, 40) for one in ("at once", "later")}
-    free, pair.decode.free = pair.decode.free, []
-    for one, known in params.items():
-        pair.decode.add(f"d-{one}", 1, 40, params=known)
-        if one == "at once":
-            pair.decode.finish(f"d-{one}")
-    for _ in range(3):
-        pair.decode.step()
-    assert pair.decode.requests["d-later"].status is STATUS.WAITING
-    assert "p-later" in pair.prefill.requests
-    pair.decode.finish("d-later")
-    pair.decode.free = free
-    return pair.until_over()
-
-
-def aborted_while_loading(wires):
-    """The client leaves while the load waits for a prefill engine that has not begun, and then computes for nobody."""
-    pair = Pair(wires, prefill={"budget": 16})
-    pair.prefill.step()  # its ranks join
-    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
-    pair.until(lambda: pair.waits("d"), pair.decode)
-    pair.decode.finish("d")
-    assert "d" in pair.decode.requests, "its blocks were freed under a load"
-    pair.until(lambda: not pair.decode.requests, pair.decode)
-    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
-    return pair.until_over()
-
-
-def aborted_while_prefilling(wires):
-    """The client leaves while its prompt is computed, and a decode engine fetches what there is."""
-    pair = Pair(wires, prefill={"budget": 16})
-    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
-    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
-    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
-    pair.prefill.finish("p")
-    assert pair.prefill.params["p"] is None
-    return pair.until_over()
-
-
 def aborted_before_it_is_computed(wires):
     """A router makes a ticket itself, and the client leaves before the prompt's first step."""
     with tempfile.NamedTemporaryFile() as file:

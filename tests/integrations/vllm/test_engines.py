@@ -97,6 +97,13 @@ def test_a_load_that_fails_inside_of_the_forward_pass_is_computed(stage):
     assert reported(facts, "decode", "recv") == set()
 
 
+def test_an_offer_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(stage):
+    facts = stage.play("aborted_while_prefilling")
+    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
+    assert reported(facts, "prefill", "send") == {"p"}
+    assert reported(facts, "decode", "recv") == {"d"}
+
+
 def test_a_preempted_prompt_is_offered_anew(stage):
     facts = stage.play("preempted")
     assert facts["attempts"] == {"p": 1, "other": 0}

@@ -148,6 +148,17 @@ def layer_fails(wires):
     return pair.until_over()
 
 
+def aborted_while_prefilling(wires):
+    """The client leaves while its prompt is computed, and a decode engine fetches what there is."""
+    pair = Pair(wires, prefill={"budget": 16})
+    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
+    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
+    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
+    pair.prefill.finish("p")
+    assert pair.prefill.params["p"] is None
+    return pair.until_over()
+
+
 def aborted_before_it_is_computed(wires):
     """A router makes a ticket itself, and the client leaves before the prompt's first step."""
     with tempfile.NamedTemporaryFile() as file:

@@ -8,6 +8,7 @@ import pytest
 from stepped import CANARY, Flag, World, kind
 
 from kvxfer.copy import CopyJob, Direction, records
+from kvxfer.copy.port import Turns
 from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError, TransferFailedError
 
@@ -23,7 +24,7 @@ async def world():
     assert (state[records.LIVE], state[records.FLOW_COUNT], state[records.EAGER]) == (0, 0, 0)
     spare = state[records.SPARE : records.SPARE + state[records.SPARE_COUNT]]
     assert sorted(spare) == list(range(records.JOBS, records.ROWS)), "every row of a step is given back"
-    assert world.mover._copies == {}
+    assert (world.mover._copies, world.mover.held_awake) == ({}, 0)
     assert sorted(world.mover._free) == list(range(records.JOBS))
 
 
@@ -99,6 +100,14 @@ async def test_no_step_begins_that_is_not_allowed(world):
     world.mover.allow(flow.flow, 9)
     await world.run(1)
     assert kind(flow.outcome) == "done"
+
+
+async def test_what_is_to_arrive_keeps_the_transport_progressing(world):
+    flow = Progress(world, "f", 2, direction=Direction.SCATTER, turns=Turns(2))
+    world.step()
+    assert world.mover.held_awake == 1
+    world.mover.hear(flow.flow, 2)
+    await world.run(1)
 
 
 async def test_steps_are_added_while_others_are_under_way(world):

@@ -45,6 +45,7 @@ class Apart:
         self._done: set[int] = set()
         self._severed = self._stopping = self._over = False
         self._told, self._verdict = CopyOutcome(None, 0.0, 0.0), CopyOutcome(None, 0.0, 0.0)
+        self._let_go = mover.hold_awake() if direction is Direction.SCATTER else lambda: None  # as for what may arrive
         self._steps.extend(singly(steps))
         self.allow(allowed)
 
@@ -151,6 +152,7 @@ class Apart:
         whole = self._told.steps == self._total
         if not self._over and not self._under_way and (whole or self._stopping):
             self._over = True
+            self._let_go()
             verdict = self._verdict
             stopped = not whole and verdict.error is None
             self.job.done(replace(self._told, error=verdict.error, stopped=stopped, in_doubt=verdict.in_doubt))

@@ -42,7 +42,6 @@ from kvxfer.errors import (
     TicketError,
     TokensError,
     TransferFailedError,
-    TransferTimeoutError,
 )
 from kvxfer.geometry import Group, Span
 from kvxfer.prefill.offers import Awaited
@@ -336,12 +335,6 @@ def test_a_refused_fetch_comes_by_poll(pair):
     assert transfer.failed_blocks == {"default": [2, 7]}
     with pytest.raises(RefusedError):
         transfer.result()
-
-
-def test_a_time_out_comes_by_poll(pair):
-    transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
-    assert isinstance(event(pair.decode, FetchFailed).error, TransferTimeoutError)
-    assert transfer.memory_safe
 
 
 def test_a_result_is_not_waited_for(pair):

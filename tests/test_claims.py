@@ -96,17 +96,6 @@ def test_more_claims_than_a_frame_holds_are_all_said_and_renewed():
     play(scenario)
 
 
-def test_what_is_claimed_in_one_turn_is_said_together():
-    async def scenario(claims, peers):
-        await peers.link("unix:/e0", b"")
-        for name in "rst":
-            claims.keep(ticket(name))
-        await asyncio.sleep(0)
-        assert [names for _, _, names in peers.told] == [["r", "s", "t"]]
-
-    play(scenario)
-
-
 def test_what_is_claimed_no_more_as_the_turn_ends_is_not_said():
     """To say it would take the request over from another engine."""
 

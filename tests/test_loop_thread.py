@@ -27,13 +27,6 @@ async def answer():
     return threading.current_thread().name
 
 
-def test_every_way_in_leads_to_the_thread(thread):
-    assert thread.call(lambda: threading.current_thread().name) == "kvxfer-loop"
-    assert thread.wait(answer()) == "kvxfer-loop"
-    assert thread.submit(answer()).result(PATIENCE) == "kvxfer-loop"
-    assert asyncio.run(thread.awaits(answer())) == "kvxfer-loop"
-
-
 def test_what_is_handed_in_runs_in_order(thread):
     seen = []
 
@@ -143,12 +136,6 @@ async def test_a_wait_that_is_cancelled_cancels_the_work(thread):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await asyncio.to_thread(ended.wait, PATIENCE)
-
-
-async def test_it_is_closed_from_another_loop():
-    thread = LoopThread()
-    assert await thread.aclose(PATIENCE)
-    assert await thread.aclose(PATIENCE)
 
 
 def test_a_loop_that_stands_still_is_not_waited_for():

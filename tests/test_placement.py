@@ -12,6 +12,7 @@ from kvxfer.errors import ConfigError, FabricError
 from kvxfer.runtime import Placement, place
 
 BUS = "0000:1b:00.0"
+REFUSED = "threads cannot be bound here: [Errno 1]"
 
 
 class Machine:
@@ -69,59 +70,27 @@ def test_only_to_cpus_that_the_process_may_use(machine):
     assert machine.place().cpus == {2, 3}
 
 
-def one_node(machine):
-    machine.gpu(0).node(0, "0-7")
-
-
-def bound_to_that_node_already(machine):
-    machine.gpu(1).node(1, "4-7").allow({4, 5})
-
-
-def bound_to_another_node(machine):
-    machine.gpu(1).node(1, "4-7").allow({0, 1})
-
-
-def no_numa_information(machine):
-    machine.gpu(-1).node(0, "0-7")
-
-
-def no_such_device_in_sysfs(machine):
-    machine.node(0, "0-7")
-
-
-def a_node_that_has_no_cpus(machine):
-    machine.gpu(1).node(1, "")
-
-
-def a_node_that_is_not_shown(machine):
-    machine.gpu(1)
-
-
-def nonsense(machine):
-    machine.gpu("?")
-
-
-def a_system_that_refuses(machine):
-    machine.gpu(1).node(1, "4-7")
-    machine.refuses = True
-
-
 @pytest.mark.parametrize(
-    ("prepare", "words"),
+    ("gpu", "nodes", "allowed", "words"),
     [
-        (one_node, "every CPU that this process may use is on NUMA node 0"),
-        (bound_to_that_node_already, "every CPU that this process may use is on NUMA node 1"),
-        (bound_to_another_node, "this process may use no CPU of NUMA node 1"),
-        (no_numa_information, f"is not known: the system gives none for {BUS}"),
-        (no_such_device_in_sysfs, "is not known: [Errno 2]"),
-        (a_node_that_has_no_cpus, "is not known: a list of CPUs is"),
-        (a_node_that_is_not_shown, "is not known: [Errno 2]"),
-        (nonsense, "is not known: invalid literal"),
-        (a_system_that_refuses, "threads cannot be bound here: [Errno 1]"),
+        (0, {0: "0-7"}, range(8), "every CPU that this process may use is on NUMA node 0"),
+        (1, {1: "4-7"}, {4, 5}, "every CPU that this process may use is on NUMA node 1"),
+        (1, {1: "4-7"}, {0, 1}, "this process may use no CPU of NUMA node 1"),
+        (-1, {0: "0-7"}, range(8), f"is not known: the system gives none for {BUS}"),
+        (None, {0: "0-7"}, range(8), "is not known: [Errno 2]"),
+        (1, {1: ""}, range(8), "is not known: a list of CPUs is"),
+        (1, {}, range(8), "is not known: [Errno 2]"),
+        ("?", {}, range(8), "is not known: invalid literal"),
+        (1, {1: "4-7"}, range(8), REFUSED),
     ],
 )
-def test_nothing_is_done_without_a_choice(machine, prepare, words):
-    prepare(machine)
+def test_nothing_is_done_without_a_choice(machine, gpu, nodes, allowed, words):
+    if gpu is not None:
+        machine.gpu(gpu)
+    for number, cpus in nodes.items():
+        machine.node(number, cpus)
+    machine.allow(allowed)
+    machine.refuses = words is REFUSED
     found = machine.place()
     assert found.cpus == frozenset()
     assert words in found.why

@@ -13,17 +13,6 @@ def test_a_peer_alone_has_three_quarters(limit, alone):
     assert [quota.take("a") for _ in range(limit + 1)].count(True) == alone == len(quota)
 
 
-@pytest.mark.parametrize("peers", [2, 3, 10])
-def test_peers_that_want_all_get_equal_parts(peers):
-    quota = Quota(1000)
-    for _ in range(1000):
-        for peer in range(peers):
-            quota.take(peer)
-    parts = [quota._held[peer] for peer in range(peers)]
-    assert max(parts) - min(parts) <= 1
-    assert 1000 - len(quota) == pytest.approx(1000 / (3 * peers + 1), abs=2)
-
-
 @given(limit=st.integers(1, 40), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
 def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
     quota, held = Quota(limit), dict.fromkeys(range(6), 0)
@@ -41,11 +30,3 @@ def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
                 quota.give(peer)
         assert len(quota) == sum(held.values()) <= limit
         assert quota._held == {peer: places for peer, places in held.items() if places}
-
-
-def test_nothing_is_kept_of_peers_that_are_gone():
-    quota = Quota(4)
-    for peer in range(100):
-        assert quota.take(peer)
-        quota.give(peer)
-    assert not quota._held

@@ -41,15 +41,3 @@ async def test_what_waits_while_it_is_made_goes_on_once(rebuilds, done):
     rebuilds.end(done=done)
     assert said == ["at once", "later"]
     assert (coming.done(), rebuilds.next.done()) == (done, False)
-
-
-async def test_who_has_an_answer_wants_nothing_any_more(rebuilds):
-    told = []
-    rebuilds.wanted = lambda: told.append(len(rebuilds.wants))
-    leave, other = rebuilds.want(urgent=True), rebuilds.want(urgent=False)
-    assert told == [1, 2]
-    leave()
-    leave()
-    assert [want.urgent for want in rebuilds.wants] == [False]
-    other()
-    assert rebuilds.wants == []

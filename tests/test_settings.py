@@ -11,18 +11,14 @@ from kvxfer.names import cpu_numbers
 @pytest.mark.parametrize(("text", "size"), [
     (0, 0), (7, 7), ("7", 7), ("7B", 7), ("64KiB", 65536), ("64 kib", 65536), ("256MiB", 256 << 20), ("1GiB", 1 << 30),
     ("2TiB", 2 << 40), ("100MB", 100_000_000), ("1.5GiB", 3 << 29), ("0.1KB", 100), (" 1KB ", 1000),
+    ("1e400", 10**400),  # a number all the same; its bound is for the field to check
 ])  # fmt: skip
 def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "MiB", "1K", "1XiB", "1 Mi B", "0.1KiB", "1e400", "nan", 1.5, True, None, "1,5MiB"]
-)
+@pytest.mark.parametrize("text", ["", "MiB", "1K", "1XiB", "1 Mi B", "0.1KiB", "nan", 1.5, True, None, "1,5MiB"])
 def test_sizes_that_are_none(text):
-    if text == "1e400":  # a number all the same; its bound is for the field to check
-        assert parse_size(text) == 10**400
-        return
     with pytest.raises(ValueError, match=r"size|whole number of bytes"):
         parse_size(text)
 

@@ -113,11 +113,6 @@ def test_merging_intervals(pairs, others):
     assert right.length == union_by_counting(others)
 
 
-def test_overlapping_chunks_take_no_more_room_than_one():
-    intervals = Intervals((chunk, chunk + 1.5) for chunk in range(1000))
-    assert intervals.spans() == ((0, 1000.5),)
-
-
 # --- stats
 
 

@@ -32,7 +32,6 @@ from kvxfer import (
     IntegrityError,
     KvxferError,
     MismatchError,
-    RefusedError,
     RequestError,
     TicketError,
     TransferFailedError,
@@ -187,16 +186,6 @@ async def who_does_not_know_the_secret_gets_nothing(play):
     await knowing.fetch(play.ticket("r"), [3, 4], tokens=range(8))
 
 
-@field("secret")
-async def a_secret_earns_the_trust_of_a_remote_peer(play):
-    config = {"secret": "correct horse battery", "route": "direct"}
-    prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0", **config)
-    decode = await play.worker("decode", play.target, **config)
-    prefill.offer("r", [1, 2], tokens=8)
-    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
-    assert result.stats.route == "direct"
-
-
 @field("trust", "none", "full")
 async def whom_addresses_are_told(trust, play):
     prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0", trust=trust)
@@ -231,16 +220,6 @@ async def the_arena_is_as_large_as_that(play):
     worker = await play.worker("w", Cache(), arena_bytes="96KiB")
     arena = worker.describe()["arena"]
     assert arena["send"].capacity_bytes + arena["receive"].capacity_bytes == 96 << 10
-
-
-@field("arena_bytes")
-async def without_an_arena_nothing_is_staged(play):
-    await play.pair(arena_bytes=0)
-    assert play.decode.describe()["arena"]["kind"] is None
-    many = list(range(16))
-    play.prefill.offer("r", many, tokens=64)
-    result = await play.start("r", many, range(64))
-    assert result.stats.route == "direct"
 
 
 @field("arena_kind")
@@ -298,30 +277,19 @@ async def frames_come_as_often(play):
         assert 110 <= frames <= 121
 
 
-async def fires_after(seconds, gate, transfer):
-    """The event of a transfer that may be used for five seconds."""
-    await asyncio.sleep(seconds)
+@field("grant_lease", ("direct", 4.9), ("direct", 5.1), ("pull", 4.9), ("pull", 5.1))
+async def what_was_granted_or_announced_may_be_used_so_long(case, play):
+    (route, fires), gate = case, Gate()
+    granted = route == "direct"
+    await play.pair(route=route, **{"decode" if granted else "prefill": {"grant_lease": 5}})
+    play.prefill.offer("r", [1, 2], tokens=8, **({"after": gate} if granted else {}))
+    transfer = play.start("r", **({} if granted else {"after": gate}))
+    await asyncio.sleep(fires)
     gate.fired = True
-    if seconds < 5:
+    if fires < 5:
         await transfer
     else:
         assert (await raised(transfer, TransferFailedError)).reason is Code.TIMEOUT
-
-
-@field("grant_lease", 4.9, 5.1)
-async def a_grant_may_be_used_so_long(fires, play):
-    await play.pair(route="direct", decode={"grant_lease": 5})
-    gate = Gate()
-    play.prefill.offer("r", [1, 2], tokens=8, after=gate)
-    await fires_after(fires, gate, play.start("r"))
-
-
-@field("grant_lease", 4.9, 5.1)
-async def what_was_announced_may_be_read_so_long(fires, play):
-    await play.pair(route="pull", prefill={"grant_lease": 5})
-    gate = Gate()
-    play.prefill.offer("r", [1, 2], tokens=8)
-    await fires_after(fires, gate, play.start("r", after=gate))
 
 
 # --- how many
@@ -333,15 +301,6 @@ async def no_more_fetches_here(play):
     play.start("r")
     with pytest.raises(RequestError, match="max_transfers is 1"):
         play.start("s", [5, 6])
-
-
-@field("max_transfers")
-async def no_more_fetches_from_here(play):
-    await play.pair(prefill={"max_transfers": 1})
-    play.start("r")
-    await asyncio.sleep(1)
-    error = await raised(play.start("s", [5, 6]), RefusedError)
-    assert error.reason is Code.TOO_MANY
 
 
 class Counting(LoopbackTransport):

@@ -1,12 +1,10 @@
 """`kvxfer top`: what it draws is what workers say, whoever answers at the address."""
 
 import asyncio
-import http.server
 import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 from rich.console import Console
@@ -149,28 +147,6 @@ def test_it_is_led_nowhere_else(speaking, place):
             elsewhere.accept()
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"workers": [{}]}', b"no JSON", b'{"workers": 5}'])
-def test_something_else_at_the_address_is_named(body):
-    class Other(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format, *args):  # noqa: A002 - its name there
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        top = Top([f"127.0.0.1:{server.server_port}"])
-        sights = top.look()
-        server.shutdown()
-        thread.join()
-    assert not sights[0].ready
-    assert "is no admin page of kvxfer" in (text := drawn(top, sights)) or "no answer" in text
-
-
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -182,6 +158,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
         (OK + b"A: x\r\n" * 200 + b"\r\n", "more than 100 headers"),
         (OK + b"\r\n" + b"[" * 100_000, "recursion"),
         (b"", "no answer: "),
+        (OK + b"\r\nno JSON", "no answer: "),
     ],
 )
 def test_what_does_not_speak_http_or_json_is_named(speaking, answer, why):
@@ -189,6 +166,14 @@ def test_what_does_not_speak_http_or_json_is_named(speaking, answer, why):
         (sight,) = Top([address]).look()
     assert sight.why.startswith("no answer: ")
     assert why in sight.why
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"workers": [{}]}', b'{"workers": 5}'])
+def test_something_else_at_the_address_is_named(speaking, body):
+    with speaking(OK + b"\r\n" + body) as address:
+        sights = Top([address]).look()
+    assert not sights[0].ready
+    assert "is no admin page of kvxfer" in drawn(Top([]), sights)
 
 
 @pytest.mark.parametrize(

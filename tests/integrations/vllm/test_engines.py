@@ -7,7 +7,7 @@ from vllm_processes import BOTH, Processes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
-COMPLETE, ABORTED, ERROR = "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"
+COMPLETE, ABORTED = "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"
 
 
 class Stage:
@@ -54,9 +54,7 @@ def reported(facts, engine, kind, ranks=BOTH):
     ("name", "ranks"),
     [
         ("handed_over", 2),
-        ("one_step_at_a_time", 2),
         ("one_rank_to_two", 1),
-        ("from_gpu_to_cpu", 2),
     ],
 )
 def test_requests_are_handed_over(stage, name, ranks):
@@ -111,25 +109,11 @@ def test_a_preempted_prompt_is_offered_anew(stage):
     assert reported(facts, "prefill", "send") == {"p", "other"}
 
 
-def test_what_is_held_already_is_not_fetched(stage):
-    facts = stage.play("held_already")
-    assert reported(facts, "prefill", "send") == {"p-all", "p-half"}
-    assert reported(facts, "decode", "recv") == {"d-half"}
-
-
 def test_who_waits_for_a_prompt_that_was_aborted_before_its_first_step_computes_it(stage):
     facts = stage.play("aborted_before_it_is_computed")
     assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
     assert facts["sampled"] == {"d": 1}
     assert reported(facts, "prefill", "send") == set()
-
-
-@pytest.mark.parametrize(("name", "end"), [("load_fails", COMPLETE), ("load_fails_for_good", ERROR)])
-def test_a_load_that_fails_is_told_with_its_blocks(stage, name, end):
-    facts = stage.play(name)
-    assert facts["ended"] == {"p": COMPLETE, "d": end, "d-2": COMPLETE}
-    assert set(facts["failed_together"]) == {True}
-    assert reported(facts, "decode", "recv") == {"d", "d-2"}
 
 
 def test_a_load_that_fails_on_one_rank_waits_for_the_other(stage):
@@ -138,12 +122,6 @@ def test_a_load_that_fails_on_one_rank_waits_for_the_other(stage):
     assert facts["failed_together"] == [True]
     assert reported(facts, "decode", "recv") == {"d"}
     assert reported(facts, "prefill", "send") == {"p"}
-
-
-def test_nobody_gets_the_cache_of_another_request_by_its_name(stage):
-    facts = stage.play("named_alike")
-    assert "second" not in facts["given"]
-    assert facts["sampled"] == {"d-first": 1, "d-third": 1}
 
 
 def test_engines_sleep_and_wake(stage):

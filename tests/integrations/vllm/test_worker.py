@@ -70,7 +70,7 @@ class Service:
         return self._made(self.offers)
 
     def start_fetch(self, ticket, blocks, *, tokens, after):
-        assert (ticket, after) == (TICKET, None)
+        assert (ticket, blocks.ids, blocks.first_token, tokens, after) == (TICKET, [1, 2], 16, range(20, 48), None)
         return self._made(self.transfers)
 
     def claim(self, ticket):
@@ -118,7 +118,7 @@ def growing(start=0, stop=32, *, last=True):
 
 
 def loading(*, in_step=False):
-    return Orders(claims={"r": TICKET}, loads=[Load("r", TICKET, [1, 2], 0, 0, 32, in_step)])
+    return Orders(claims={"r": TICKET}, loads=[Load("r", TICKET, [1, 2], 16, 20, 48, in_step)])
 
 
 def begun(side, orders):

@@ -35,8 +35,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
     )
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=spec, enable_kv_transfer=True)
     caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
-    stores = vllm_stand_in.by_columns if engine.get("layout") == "vec" else None
-    layers = {name: vllm_stand_in.layer(stores=stores) for name in names}
+    layers = {name: vllm_stand_in.layer() for name in names}
     config = make(
         "VllmConfig",
         compilation_config=make("CompilationConfig", static_forward_context=layers),
@@ -100,7 +99,6 @@ class Engine:
         block_tokens,
         layout,
         layerwise=False,
-        policy="recompute",
         budget=64,
         depth=2,
         prefix_caching=False,
@@ -115,7 +113,7 @@ class Engine:
             "prefix_caching": prefix_caching,
             "extra": {"layerwise": layerwise, "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"}, **extra},
         }
-        self._block_tokens, self._policy, self.budget, self._depth = block_tokens, policy, budget, depth
+        self._block_tokens, self.budget, self._depth = block_tokens, budget, depth
         self.connector: Any = KvxferConnector(*configured(described, None))
         self.workers.send("open", described)
         self.workers.receive()
@@ -127,7 +125,6 @@ class Engine:
         self.gates: dict[str, dict[Any, str]] = {}
         self.running: list[Any] = []
         self.waiting: list[Any] = []
-        self.held: dict[int, list[int]] = {}  # blocks of prefixes in the local cache, by seed
         self.sampled: Counter[str] = Counter()
         self.ended: dict[str, str] = {}
         self.params: dict[str, Any] = {}
@@ -180,7 +177,7 @@ class Engine:
         self.waiting.append(request)
         self.connector.on_new_request(request)
 
-    def finish(self, request_id, status="FINISHED_ABORTED"):
+    def finish(self, request_id):
         """As `Scheduler.finish_requests`."""
         request = self.requests.get(request_id)
         if request is None or request_id in self.ended:
@@ -191,7 +188,7 @@ class Engine:
         delay = request.status is STATUS.WAITING_FOR_REMOTE_KVS and request_id not in self._received
         self._received.discard(request_id)
         self._failed.discard(request_id)
-        self._end(request, status, delay)
+        self._end(request, "FINISHED_ABORTED", delay)
 
     def _end(self, request, status, delay=False):
         request.status = STATUS[status]
@@ -207,13 +204,8 @@ class Engine:
         del self.requests[request.request_id]
 
     def _release(self, request_id):
-        kept = self.held.get(self.seeds[request_id], [])
-        self.free += [block for block in self.tables[request_id] if block not in kept]
+        self.free += self.tables[request_id]
         self.tables[request_id] = []
-
-    def keep(self, seed, request_id, blocks):
-        """The first blocks of a request stay in the local prefix cache."""
-        self.held[seed] = self.tables[request_id][:blocks]
 
     def preempt(self, request_id):
         request = self.requests[request_id]
@@ -290,20 +282,16 @@ class Engine:
         return fresh
 
     def _place(self, request):
-        """Local hit, question to the connector, blocks, as for a request that is to run for the first time."""
-        local = list(self.held.get(self.seeds[request.request_id], []))
-        hit = min(len(local), (request.num_prompt_tokens - 1) // self._block_tokens) * self._block_tokens
-        asked = [self.connector.get_num_new_matched_tokens(request, hit) for _ in range(3)]
+        """Question to the connector, blocks, as for a request that is to run for the first time."""
+        asked = [self.connector.get_num_new_matched_tokens(request, 0) for _ in range(3)]
         assert asked[0] == asked[1] == asked[2], "asking changed something"
         external, waits = asked[0]
         assert not waits or external > 0
-        count = hit + external
-        if -(-request.num_prompt_tokens // self._block_tokens) - hit // self._block_tokens > len(self.free):
+        if -(-request.num_prompt_tokens // self._block_tokens) > len(self.free):
             return None, False
-        self.tables[request.request_id] = local[: hit // self._block_tokens]
-        self._grow(request, count)
+        self._grow(request, external)
         self.connector.update_state_after_alloc(request, Blocks(self.tables[request.request_id]), external)
-        request.num_computed_tokens = hit + external
+        request.num_computed_tokens = external
         return external, waits
 
     def _promoted(self, request):
@@ -377,9 +365,6 @@ class Engine:
                 if self.sampled[request_id] == request.max_tokens:
                     self.running.remove(request)
                     self._end(request, "FINISHED_LENGTH_CAPPED")
-        if self._policy == "fail":
-            for request_id in bad:
-                self.finish(request_id, "FINISHED_ERROR")
         output = make("KVConnectorOutput", finished_recving=received, finished_sending=sent)
         self.connector.update_connector_output(output)
         for request_id in received:
@@ -423,7 +408,7 @@ class Engine:
             if first is None:
                 continue
             request.num_computed_tokens = first * self._block_tokens
-            if loading and self._policy == "recompute":
+            if loading:
                 self._failed.add(one)
             else:
                 dropped.add(one)

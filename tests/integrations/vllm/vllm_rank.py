@@ -16,7 +16,7 @@ from vllm_engine import BLOCKS, DIM, HEADS, LAYERS, configured
 from kvxfer import BusyError, shared_empty
 from kvxfer.integrations.vllm import KvxferConnector
 
-ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3), "vec": (0, 1, 2, 3)}
+ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""
 PATIENCE = 30
 
@@ -49,7 +49,6 @@ class Rank:
         held = HEADS // engine["world"]
         self._heads = range(rank * held, (rank + 1) * held)
         self._block_tokens: int = engine["block_tokens"]
-        self._by_columns = engine["layout"] == "vec"
         order = ORDERS[engine["layout"]]
         sizes = (BLOCKS, held, self._block_tokens, 2 * DIM)
         self._views = {}
@@ -133,23 +132,14 @@ class Rank:
     def _matches(self, request: dict[str, Any], layer: int, view: torch.Tensor) -> bool:
         """Whether the tokens before this step are in the cache."""
         before = range(request["start"])
-        found = self._rows(request["blocks"], view)[:, : len(before)]
+        found = view[request["blocks"]].transpose(0, 1).flatten(1, 2)[:, : len(before)]
         return torch.equal(found, content(request["seed"], before, layer, self._heads))
 
     def _compute(self, request: dict[str, Any], layer: int, view: torch.Tensor) -> None:
         tokens = range(request["start"], request["stop"])
         for at, token in enumerate(tokens):
             block = request["blocks"][token // self._block_tokens]
-            new = content(request["seed"], tokens, layer, self._heads)[:, at]
-            for half, part in zip(self._halves(view), new.split(DIM, dim=-1), strict=True):
-                half[block, :, token % self._block_tokens] = part
-
-    def _rows(self, blocks: list[int], view: torch.Tensor) -> torch.Tensor:
-        return torch.cat([half[blocks] for half in self._halves(view)], dim=-1).transpose(0, 1).flatten(1, 2)
-
-    def _halves(self, view: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """K and V where the attention of this engine has them."""
-        return vllm_stand_in.by_columns(view) if self._by_columns else view.split(DIM, dim=-1)
+            view[block, :, token % self._block_tokens] = content(request["seed"], tokens, layer, self._heads)[:, at]
 
 
 def serve(rank: int, wires: list[Any]) -> None:

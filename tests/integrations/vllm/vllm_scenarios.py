@@ -25,12 +25,10 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 class Pair:
     """Two engines whose block sizes and layouts differ, and which two processes hold the ranks of."""
 
-    def __init__(
-        self, wires: list[list[Any]], *, ranks=2, layouts=("LBNHC", "LBHNC"), prefill=None, **both: Any
-    ) -> None:
+    def __init__(self, wires: list[list[Any]], *, ranks=2, prefill=None, **both: Any) -> None:
         mine, theirs = Workers(wires[0][:ranks]), Workers(wires[1])
-        self.prefill = Engine("prefill", mine, block_tokens=16, layout=layouts[0], **both, **(prefill or {}))
-        self.decode = Engine("decode", theirs, block_tokens=8, layout=layouts[1], **both)
+        self.prefill = Engine("prefill", mine, block_tokens=16, layout="LBNHC", **both, **(prefill or {}))
+        self.decode = Engine("decode", theirs, block_tokens=8, layout="LBHNC", **both)
 
     def __str__(self) -> str:
         engines = (self.prefill, self.decode)
@@ -57,10 +55,7 @@ class Pair:
             "wrong": self.prefill.wrong + self.decode.wrong,
             "ended": self.prefill.ended | self.decode.ended,
             "sampled": dict(self.decode.sampled),
-            "lost": {
-                name: sorted(set(range(1, BLOCKS)).difference(engine.free, *engine.held.values()))
-                for name, engine in engines.items()
-            },
+            "lost": {name: sorted(set(range(1, BLOCKS)).difference(engine.free)) for name, engine in engines.items()},
             "reported": {(name, *key): n for name, engine in engines.items() for key, n in engine.reported.items()},
             "failed_together": self.decode.failed_together,
         }
@@ -100,16 +95,8 @@ def handed_over(wires, **settings):
     return pair.until_over() | {"params": params}
 
 
-def one_step_at_a_time(wires):
-    return handed_over(wires, depth=1)
-
-
 def one_rank_to_two(wires):
     return handed_over(wires, ranks=1)
-
-
-def from_gpu_to_cpu(wires):
-    return handed_over(wires, layouts=("LBNHC", "vec"))
 
 
 def layerwise(wires):
@@ -187,32 +174,6 @@ def preempted(wires):
     return pair.until_over() | {"attempts": {one: known["ticket"]["attempt"] for one, known in params.items()}}
 
 
-def held_already(wires):
-    """The decode engine has a prefix: all that was prefilled, then half of it."""
-    pair = Pair(wires)
-    pair.decode.add("warm", 1, 32)
-    pair.decode.step()
-    pair.decode.keep(1, "warm", 4)
-    pair.until(lambda: "warm" in pair.decode.ended, pair.decode)
-    pair.decode.add("d-all", 1, 36, params=pair.prefilled("p-all", 1, 32))
-    pair.decode.add("d-half", 1, 64, params=pair.prefilled("p-half", 1, 64))
-    return pair.until_over()
-
-
-def load_fails(wires, **settings):
-    """A prefill engine refuses a fetch; with a ticket that it takes, it goes well."""
-    pair = Pair(wires, **settings)
-    params = pair.prefilled("p", 1, 40)
-    pair.decode.add("d", 1, 40, params=forged(params))
-    pair.until(lambda: "d" in pair.decode.ended, pair.decode)
-    pair.decode.add("d-2", 1, 40, params=params)
-    return pair.until_over()
-
-
-def load_fails_for_good(wires):
-    return load_fails(wires, policy="fail")
-
-
 def load_fails_on_one_rank(wires):
     """One rank of two cannot even begin."""
     pair = Pair(wires)
@@ -220,25 +181,6 @@ def load_fails_on_one_rank(wires):
     pair.decode.workers.call("refuse_loads")
     pair.decode.add("d", 1, 40, params=params)
     return pair.until_over()
-
-
-def named_alike(wires):
-    """A client names a transfer as another one's, which waits to be fetched; and again when that is over."""
-    pair = Pair(wires)
-    named, params = PREFILL | {"transfer_id": "same"}, {}
-
-    def prefilled(one, seed):
-        pair.prefill.add(f"p-{one}", seed, 40, params=dict(named))
-        pair.until(lambda: f"p-{one}" in pair.prefill.ended, pair.prefill)
-        params[one] = pair.prefill.params[f"p-{one}"]
-
-    prefilled("first", 1)
-    prefilled("second", 2)
-    pair.decode.add("d-first", 1, 40, params=params["first"])
-    pair.until(lambda: not pair.prefill.requests and not pair.decode.requests)
-    prefilled("third", 3)
-    pair.decode.add("d-third", 3, 40, params=params["third"])
-    return pair.until_over() | {"given": {one for one, known in params.items() if known is not None}}
 
 
 def slept(wires):

@@ -303,15 +303,6 @@ def test_a_preempted_prompt_is_another_attempt():
     assert params["ticket"]["attempt"] == 1
 
 
-def test_a_prompt_that_is_preempted_between_steps_and_then_aborted_has_lost_its_blocks_too():
-    scheduler, going = announced(produced())
-    scheduler.build_connector_meta(step(new=[("r", [3, 4], 0, 32)]))
-    going.status = STATUS.FINISHED_ABORTED
-    assert scheduler.request_finished(going) == (True, None)
-    orders = scheduler.build_connector_meta(step(preempted=["r"]))
-    assert (orders.preempted, orders.withdraws) == (["r"], ["r"])
-
-
 def test_a_request_of_which_no_ticket_can_be_made_is_withdrawn():
     scheduler, going = announced(produced(name="r" * 300))
     scheduler.build_connector_meta(step(new=[(going.request_id, [3, 4, 5], 0, 40)]))

@@ -179,16 +179,6 @@ def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
     assert side.poll(()) == ({"r"}, set())
 
 
-def test_a_preempted_offer_that_has_long_been_in_doubt_stops_the_engine(side):
-    service = begun(side, growing())
-    service.events = [OfferInDoubt("name", service.offers[0], doubt())]
-    side.poll(())
-    with pytest.raises(MemoryInDoubtError):
-        side.preempt(Orders(preempted=["r"]))
-    service.events = [OfferSettled("name", service.offers[0])]
-    side.poll(())
-
-
 def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
     begun(side, growing())
     with pytest.raises(FabricError, match="'r' has not ended"):
@@ -259,20 +249,9 @@ def test_memory_that_a_peer_may_touch_is_not_given_up(side):
         side.unregister()
 
 
-def test_sleeping_and_waking_may_come_twice(side):
-    service = side._worker
-    side.restore()
-    assert service.registered == 1
-    side.unregister()
-    side.unregister()
-    assert side.card is None
-    side.restore()
-    side.restore()
-    assert service.registered == 2
-
-
 def test_requests_come_and_go_while_it_sleeps(side):
     side.unregister()
+    assert side.card is None
     begun(side, Orders(claims={"r": TICKET}))
     begun(side, Orders(claims={"r": TICKET}, declines={"r": TICKET}))
     side.end_step()

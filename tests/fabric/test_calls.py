@@ -445,25 +445,6 @@ async def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(make, 
     assert await rig.close() is True
 
 
-@pytest.mark.parametrize("given_up", ["before", "for it"])
-@pytest.mark.parametrize("operation", Operation)
-async def test_a_post_that_runs_on_without_an_agent_stays_in_doubt(make, operation, given_up):
-    """A copy between GPUs of one host: its memory is nobody's until the process ends."""
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.wedge("b")
-    way = rig.way()
-    rig.post(operation=operation, way=way, runs_on=True)
-    rig.step()
-    rig.step(8 if given_up == "before" else 0, seconds=0.2)
-    assert await rig.rebuilt(0.0)
-    rig.step()
-    rig.ended(Outcome.IN_DOUBT, may_move=True)
-    assert way.inside
-    assert rig.late == []
-    assert rig.transport.open_handles == 0
-    assert await rig.close() is False
-
-
 async def test_a_post_that_falls_silent_while_a_rebuild_waits_for_it_keeps_no_handle(make, monkeypatch):
     rig = await make(no_progress_timeout=2.0)
     handles, polled = [], []

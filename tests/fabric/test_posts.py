@@ -193,24 +193,6 @@ async def test_cancelled_before_the_first_part(make):
     assert rig.network.log == []
 
 
-async def test_cancelled_between_parts_waits_for_those_in_flight(rig, way):
-    rig.network.hold("b")
-    copy = rig.post(way=way)
-    rig.step(2)
-    rig.mover.cancel(copy)
-    rig.step(5)
-    assert rig.results["x"] == [], "two parts are still in flight"
-    assert (way.inside, rig.mover.may_copy(copy)) == (1, False)
-    rig.network.release("b")
-    rig.step()
-    assert rig.result().outcome is Outcome.STOPPED
-    assert rig.landed() == 2 * PART
-    assert (way.inside, way.lent, rig.transport.open_handles) == (0, 0, 0)
-    rig.mover.cancel(copy)
-    rig.step(2)
-    assert len(rig.results["x"]) == 1, "harmless when it is over"
-
-
 @pytest.mark.parametrize("held", [True, False])
 async def test_a_lease_that_runs_out_between_parts(rig, way, held):
     if held:
@@ -363,41 +345,6 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
     rig.post("again")
     rig.step(9)
     assert rig.result("again").outcome is Outcome.DONE
-
-
-@pytest.mark.parametrize("operation", list(Operation))
-async def test_a_read_from_a_lost_peer_leaves_its_gate_and_a_write_does_not(rig, way, operation):
-    """The reader says that it reads nothing any more, and the gate is given to another; bytes that were written may
-    still be under way."""
-    rig.network.hold("b")
-    copy = rig.post(way=way, operation=operation)
-    rig.step(2)
-    rig.network.disconnect("b")
-    rig.step(2)
-    rig.ended(Outcome.IN_DOUBT, disconnected=True)
-    kept = operation is Operation.WRITE
-    assert (way.inside, way.lent, copy.left) == (kept, kept, kept)
-    assert rig.mover.lingering == 0
-    rig.mover.forget(copy)
-    rig.step()
-    assert (way.inside, way.lent, copy.left) == (0, 0, False)
-    assert rig.late == [], "nobody asked any more"
-    assert rig.counted() == [0] * 5
-
-
-@pytest.mark.parametrize("operation", list(Operation))
-async def test_that_a_peer_is_lost_is_not_said_where_a_part_never_ended(make, operation):
-    """Else whoever posted would use memory again that a part may still read or write."""
-    rig = await make(no_progress_timeout=5.0)
-    way = rig.way()
-    rig.network.wedge("b")
-    rig.network.break_next("b", disconnected=True, skip=2)
-    rig.post(way=way, operation=operation)
-    rig.step(4)
-    assert rig.results["x"] == []
-    rig.step(8, seconds=1.0)
-    rig.ended(Outcome.IN_DOUBT, "not every part has ended", may_move=True)
-    assert way.inside == 1
 
 
 async def test_no_progress_gives_up_and_late_bytes_still_land(make):

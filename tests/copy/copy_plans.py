@@ -1,8 +1,6 @@
 """Random copy plans over two byte arenas, and what they mean, byte by byte."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
@@ -134,21 +132,6 @@ def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):
     for at, to, count in zip(*(column.tolist() for column in columns), strict=True):
         result[to : to + count] = src[at : at + count]
     return result
-
-
-def addresses(plan: CopyPlan) -> Iterator[tuple[int, int, int]]:
-    """(source, destination, bytes) of every run, by the formula of `copyplan` and none of its code."""
-    for segment in plan.segments:
-        box = segment.stencil.box
-        for bases, row in product(segment.regions.tolist(), segment.stencil.rows.tolist()):
-            src_block, src_first, dst_block, dst_first, tokens = row
-            for token, index in product(range(tokens), np.ndindex(*(axis.count for axis in box.outer))):
-                src = bases[0] + src_block * segment.stencil.src_block + (src_first + token) * box.src_token
-                dst = bases[1] + dst_block * segment.stencil.dst_block + (dst_first + token) * box.dst_token
-                for axis, i in zip(box.outer, index, strict=True):
-                    src += i * axis.src
-                    dst += i * axis.dst
-                yield src, dst, box.run_bytes
 
 
 def contiguous_rows(

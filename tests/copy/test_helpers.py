@@ -96,13 +96,6 @@ async def test_the_others_copy_too(copies):
         assert time.monotonic() < until
 
 
-async def test_random_plans_in_the_smallest_parts_equal_their_pieces(copies, monkeypatch):
-    parts_of_at_most(monkeypatch, 1)
-    for seed in range(60):
-        await copies.run(random_plan(seed, SRC.ctypes.data, DST.ctypes.data, MIB)[0], MIB)
-    assert len(copies.helpers()) == 2
-
-
 @pytest.mark.parametrize("part_bytes", [1, 3 << 10])
 async def test_copies_one_after_the_other_share_nothing_but_the_threads(copies, monkeypatch, part_bytes):
     """Whoever comes late to one finds the next, of another size, or nothing."""
@@ -214,22 +207,6 @@ async def test_the_mover_itself_gives_way_to_nobody_and_stays_where_its_runtime_
     (thread,) = [one.native_id or 0 for one in threading.enumerate() if one not in before]
     assert os.sched_getaffinity(thread) == {cpu}
     assert os.getpriority(os.PRIO_PROCESS, thread) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert await mover.close(10)
-
-
-async def test_an_idle_mover_uses_no_cpu():
-    before = {*threading.enumerate()}
-    mover, reports = Mover(ThreadRuntime()), Reports()
-    mover.submit(
-        CopyJob(pack(random_plan(1, SRC.ctypes.data, DST.ctypes.data, MIB)[0]), reports("a")), Direction.GATHER
-    )
-    await reports.wait(1)
-    (thread,) = [one for one in threading.enumerate() if one not in before]
-    turns = [-1]
-    await until(lambda: turns.append(int(mover._machine.state[records.TURNS])) or turns[-1] == turns[-2], 0.02)
-    used = copied(thread)
-    await asyncio.sleep(0.2)
-    assert (mover._machine.state[records.TURNS], copied(thread)) == (turns[-1], used)
     assert await mover.close(10)
 
 

@@ -27,7 +27,3 @@ def test_one_block_at_a_time(bench, loop):
         assert cell["reference"]["repetitions"] == latency._REFERENCES
         assert cell["offer_s"] > 0
     assert output.count("yes") == 4
-
-
-def test_blocks_have_the_sizes_that_they_are_named_after():
-    assert [layout.block_bytes for layout in latency.BLOCKS] == [64 << 10, 2 << 20]

@@ -90,28 +90,9 @@ async def test_nobody_answers(folder):
         await collect(check_peer("code", Endpoint.parse("unix:/nowhere/x"), "cpu", folder))
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("tcp:127.0.0.1", "an endpoint is"),
-        ("tcp:0.0.0.0:0", "name the address at which the other side reaches this host"),
-        ("unix", "give a path that both sides see"),
-    ],
-)
-def test_an_address_that_is_none(address, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
-        listening(address)
-
-
 async def test_an_address_where_one_cannot_listen(folder):
     with pytest.raises(UsageError, match=r"--listen unix:/nowhere/at/all: one cannot listen there"):
         await collect(serve_peer(listening("unix:/nowhere/at/all"), "cpu", folder, print, 1.0))
-
-
-@pytest.mark.parametrize(("line", "said"), [("tcp:127.0.0.1:5", "paste what"), ("code@tcp:x", "an endpoint is")])
-def test_a_line_that_is_none(line, said):
-    with pytest.raises(UsageError, match=said):
-        pasted(line)
 
 
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\n", b"[]\n", b"{" * 3_000_000])

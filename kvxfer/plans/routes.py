@@ -32,7 +32,6 @@ __all__ = [
     "acceptable",
     "choose",
     "never",
-    "predicted_faster",
     "profile_of",
 ]
 
@@ -241,16 +240,6 @@ def choose(
     return replace(choice, fallback=f"{first.name.lower()} {reason}")
 
 
-def predicted_faster(*, direct: float, staged: float) -> Route:
-    """Which of the two a pair that can do both takes: the faster one, `direct` if they are about equal.
-
-    Args:
-        direct: Seconds that `direct` is predicted to take.
-        staged: Likewise `staged`.
-    """
-    return Route.DIRECT if direct <= staged * _NEARLY else Route.STAGED
-
-
 def _by_time(
     nbytes: int,
     pieces: int,
@@ -261,7 +250,7 @@ def _by_time(
     what = f"{pieces} pieces of {nbytes // max(pieces, 1)} bytes on average"
     why = f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged"
     found = [(Route.DIRECT, direct), (Route.STAGED, staged)]
-    if predicted_faster(direct=direct, staged=staged) is Route.STAGED:
+    if direct > staged * _NEARLY:
         found.reverse()
     (best, best_s), (other, other_s) = found
     if overdue(other, other_s, best, best_s):

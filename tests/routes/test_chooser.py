@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.plans.routes import Means, acceptable, choose, predicted_faster
+from kvxfer.plans.routes import Means, acceptable, choose
 from kvxfer.protocol.messages import Route
 
 
@@ -11,7 +11,6 @@ from kvxfer.protocol.messages import Route
     (1.06, 1.0, Route.STAGED),
 ])  # fmt: skip
 def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, staged, faster):
-    assert predicted_faster(direct=direct, staged=staged) is faster
     means = Means(staged=True, direct=True, pull=True)
     choice = choose(
         "auto",

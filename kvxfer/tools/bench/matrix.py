@@ -13,7 +13,6 @@ from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
 from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
-from kvxfer.tools.bench.verdict import Verdict, judge
 
 __all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
 
@@ -138,27 +137,22 @@ def noise(cells: Sequence[Measured]) -> dict[str, Any]:
 def _report(head: dict[str, Any], device: Kind, done: Sequence[Measured | Skipped]) -> Report:
     measured = [one for one in done if isinstance(one, Measured)]
     skipped = [one for one in done if isinstance(one, Skipped)]
-    verdict = judge(measured)
     data: dict[str, Any] = {
         "cells": [as_json(device, one) for one in measured],
         "skipped": [{"cell": str(one.cell), "reason": one.reason} for one in skipped],
         "noise": noise(measured),
     }
-    if judged := verdict.to_json():
-        data["auto"] = judged
     return Report(
         "matrix",
         head,
         data,
-        [_table(data["cells"], data["noise"], verdict, skipped)],
-        [*_charts(data["cells"]), *verdict.charts()],
+        [_table(data["cells"], data["noise"], skipped)],
+        _charts(data["cells"]),
         [f"{one.cell}: {one.difference}" for one in measured if one.difference],
     )
 
 
-def _table(
-    cells: Sequence[dict[str, Any]], spread: dict[str, Any], verdict: Verdict, skipped: Sequence[Skipped]
-) -> Table:
+def _table(cells: Sequence[dict[str, Any]], spread: dict[str, Any], skipped: Sequence[Skipped]) -> Table:
     headings = ["route", "pieces", "request", "ms", "GB/s", "reference", "GB/s", "ratio", "verified", "stages, ms"]
     rows = [
         [
@@ -175,7 +169,7 @@ def _table(
         ]
         for cell in cells
     ]
-    notes = [*verdict.lines(), *(f"skipped: {one.cell}: {one.reason}" for one in skipped)]
+    notes = [f"skipped: {one.cell}: {one.reason}" for one in skipped]
     if spread["reference_spread_within_cells"] is not None:
         within, between = spread["reference_spread_within_cells"], spread["reference_spread_between_cells"]
         also = "" if between is None else f", those of different cells up to {between:.0%}"

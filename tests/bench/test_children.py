@@ -136,12 +136,13 @@ def test_no_child_outlives_the_parent(bodies, tmp_path, number):
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
-        process.communicate(timeout=60)  # every process of the group has closed the pipes
+        _, err = process.communicate(timeout=60)  # every process of the group has closed the pipes
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise
     assert process.returncode == (143 if number is signal.SIGTERM else -number)
+    assert err.count("Traceback") == (number is signal.SIGINT), err  # the program's own, of the KeyboardInterrupt
     if number is signal.SIGKILL:  # nobody was left to remove it
         for folder in Path(os.environ["TMPDIR"]).iterdir():
             folder.rmdir()

@@ -1,7 +1,6 @@
 """Layouts have the pieces that they are named after: the planner counts them."""
 
 import pytest
-import torch
 
 from kvxfer.errors import UsageError
 from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
@@ -63,7 +62,3 @@ def test_names():
     assert parse_layout("8KiB") == plain(8192)
     assert parse_layout("head-split") is NAMED["head-split"]
     assert [plain(size).name for size in PIECES] == ["512B", "2KiB", "8KiB", "32KiB", "256KiB", "2MiB"]
-
-
-def test_caches_are_of_two_byte_numbers():
-    assert Slab("cpu", [(plain(512), 2)], source=True).cache(plain(512), 2).tensors[0].dtype is torch.bfloat16

@@ -97,6 +97,8 @@ def test_config_as_json(command):
         (["inspect", "--file", "/nowhere/frames"], {}, "cannot be read"),
         (["inspect", "0g"], {}, "this is not hexadecimal"),
         (["demo", "--route", "fast"], {}, "routes are auto, mapped, staged, direct, pull"),
+        (["demo", "--device", "tpu"], {}, "--device tpu: routes are auto, mapped, staged, direct, pull; devices cpu"),
+        (["demo", "--sabotage", "all"], {}, "--sabotage all: one of none, zero-block"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(command, arguments, environment, said):

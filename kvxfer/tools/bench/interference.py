@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Cache, Request, Slab, in_shared_memory
+from kvxfer.tools.bench.caches import Request, Slab, in_shared_memory
 from kvxfer.tools.bench.cells import settings
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind, sides
@@ -124,7 +124,9 @@ async def decode(side: Side, spec: Interference) -> None:
                 for kind, where in spec.victims:
                     side.report(Step(f"{route}, {ctas or 'no'} CTAs, {kind} in {where}"))
                     values = await _suffer(side, spec, traffic, kind, where)
-                    difference = await _verify(cache, traffic, seed)
+                    await asyncio.to_thread(cache.scrub)
+                    await traffic.fetch()
+                    difference = await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
                     side.report({**named, "victim": kind, "side": where, **values, **checked})
@@ -164,12 +166,6 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
         "gbps_with_victim": statistics.median(beside),
         "request_bytes": spec.blocks * _LAYOUT.block_bytes,
     }
-
-
-async def _verify(cache: Cache, traffic: "_Traffic", seed: int) -> str:
-    await asyncio.to_thread(cache.scrub)
-    await traffic.fetch()
-    return await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))
 
 
 @dataclass(slots=True)

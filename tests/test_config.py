@@ -217,7 +217,8 @@ def test_files_that_cannot_be_used(toml, name, text, said):
 
 def test_a_file_that_is_not_there(tmp_path):
     assert "No such file" in refusal(config_file=tmp_path / "none.toml")
-    assert "give the path" in refusal(config_file=3)
+    for wrong in (1, b"settings.toml", ["settings.toml"], {}):
+        assert "give the path of a TOML or JSON file" in refusal(config_file=wrong)
 
 
 # --- values

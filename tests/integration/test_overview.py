@@ -1,13 +1,9 @@
 """`describe`: what is said of sessions and transfers is what was seen; and it can be asked for from any thread."""
 
 import asyncio
-import threading
 
 import pytest
 from stage import Cache, eventually, quiet, written
-
-from kvxfer import BlockingWorker, ClosedError, Config
-from kvxfer.fabric.loopback import LoopbackTransport
 
 
 def session(worker):
@@ -76,19 +72,3 @@ async def test_describe_is_asked_for_from_any_thread(stage, loop):
     await worker.aclose()
     if loop == "caller":
         assert worker.describe()["closed"]
-
-
-def test_describe_is_asked_of_a_blocking_worker(network):
-    with BlockingWorker(
-        Config(arena_bytes="64KiB", chunk_bytes="2KiB"), (), lambda: LoopbackTransport("a", network)
-    ) as worker:
-        with pytest.raises(ClosedError):
-            worker.describe_soon()
-        worker.register(Cache().tensors)
-        asked = []
-        thread = threading.Thread(target=lambda: asked.append(worker.describe_soon()))
-        thread.start()
-        thread.join()
-        assert asked[0].result(timeout=30)["card"] == worker.card.to_dict()
-    with pytest.raises(ClosedError):
-        worker.describe_soon()

@@ -116,6 +116,8 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     with pytest.raises(MemoryInDoubt) as caught:
         await transfer
     assert isinstance(caught.value.__cause__, PeerLostError)
+    assert caught.value.blocks == {"default": (3, 4)}
+    assert caught.value.peer.startswith("prefill")
     await eventually(lambda: len(inside.sessions(decode)) == 1)
     with pytest.raises(BlocksError):
         decode.offer("mine", [3], tokens=4)

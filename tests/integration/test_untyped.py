@@ -172,9 +172,3 @@ async def test_a_key_is_bytes(pair):
 def test_cards_are_a_list_of_cards(cards):
     with pytest.raises(TicketError, match="card"):
         EngineCard.of(cards)
-
-
-@pytest.mark.parametrize("file", [1, b"settings.toml", ["settings.toml"], {}])
-def test_a_file_of_settings_is_a_path(file):
-    with pytest.raises(ConfigError, match="give the path of a TOML or JSON file"):
-        Config.load(file)

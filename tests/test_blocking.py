@@ -42,6 +42,7 @@ from kvxfer.errors import (
     TicketError,
     TokensError,
     TransferFailedError,
+    TransferTimeoutError,
 )
 from kvxfer.geometry import Group, Span
 from kvxfer.prefill.offers import Awaited
@@ -337,6 +338,12 @@ def test_a_refused_fetch_comes_by_poll(pair):
         transfer.result()
 
 
+def test_a_time_out_comes_by_poll(pair):
+    transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
+    assert isinstance(event(pair.decode, FetchFailed).error, TransferTimeoutError)
+    assert transfer.memory_safe
+
+
 def test_a_result_is_not_waited_for(pair):
     transfer = pair.fetch("never offered", [2], 16)
     with pytest.raises(RequestError, match="not done"):
@@ -533,6 +540,7 @@ def test_nothing_works_before_register():
         lambda: worker.decline({}),
         lambda: worker.occupy(24),
         lambda: worker.awaited("r"),
+        worker.describe_soon,
     ):
         with pytest.raises(ClosedError, match="register"):
             call()
@@ -628,6 +636,8 @@ def test_close_with_work_under_way():
         pair.prefill.close()
         ended = events(pair.prefill, 2)
         assert {(type(got), got.offer) for got in ended} == {(OfferWithdrawn, offer), (OfferWithdrawn, unclaimed)}
+        with pytest.raises(ClosedError):
+            pair.prefill.describe_soon()
         transfer.cancel()
         offer.withdraw()
         offer.finish()

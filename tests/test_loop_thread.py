@@ -148,6 +148,7 @@ def test_a_loop_that_stands_still_is_not_waited_for():
     assert not thread.close(0.01)
     assert not asyncio.run(thread.aclose(0.01))
     go.set()
+    assert asyncio.run(thread.aclose(PATIENCE))
     assert thread.close(PATIENCE)
 
 

@@ -226,6 +226,7 @@ async def the_arena_is_as_large_as_that(play):
 async def the_arena_is_of_that_kind(play):
     worker = await play.worker("w", Cache(), arena_kind="cpu")
     assert worker.describe()["arena"]["kind"] == "cpu"
+    assert (await play.worker("none", Cache(), arena_bytes=0)).describe()["arena"]["kind"] is None
     if not torch.cuda.is_available():
         await raised(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
     for kind in ("cuda", "fabric"):

@@ -1,5 +1,6 @@
 """The demo with a small model: every route passes, every kind of damage is found, and nothing is left behind."""
-# pyright: reportArgumentType=false  # dicts of keyword arguments
+# dicts of keyword arguments
+# pyright: reportArgumentType=false
 
 import io
 import re

@@ -11,7 +11,7 @@ import torch
 from inside import before_connecting, begin_copies_by, take_all, time_out
 from stage import SOON, Cache, Copied, Gate, eventually, frames, quiet
 
-from kvxfer import KvxferError, Released, TransferTimeoutError
+from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
 from kvxfer.copy.mover import Copy
 
 TOKENS = range(8)
@@ -247,6 +247,65 @@ async def test_cancel_between_chunks(stage, target):
     await decode.fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256), timeout=10)
     copied.check()
     await offer.released()
+
+
+# --- longer than revoke_timeout
+
+
+async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
+    offer, transfer = await stage.in_flight(prefill, decode, "decode", keep=True)
+    transfer.cancel()
+    with pytest.raises(MemoryInDoubt) as caught:
+        await transfer
+    doubt = caught.value
+    assert isinstance(doubt.__cause__, asyncio.CancelledError)
+    assert not doubt.memory_safe
+    assert doubt.blocks == {"default": (3, 4)}
+    assert doubt.peer.startswith("prefill")
+    for use in (
+        lambda: decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4)),
+        lambda: decode.offer("mine", [3], tokens=4),
+    ):
+        with pytest.raises(BlocksError, match="may still write it; await settled"):
+            use()
+    settling = asyncio.create_task(doubt.settled())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not settling.done()
+    assert decode.describe()["in_doubt"] == 1
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    stage.network.release("decode")  # the late bytes land
+    async with asyncio.timeout(30):
+        await settling
+        await doubt.settled()
+    copied.expected = target.clone()
+    await quiet(prefill, decode)
+    copied.check()
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_pull_in_doubt_on_both_sides_until_the_read_has_ended(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="pull", **SOON)
+    offer, transfer = await stage.in_flight(prefill, decode, "prefill")
+    with pytest.raises(MemoryInDoubt) as reading:
+        await offer.withdraw()  # the puller does not answer while it reads
+    with pytest.raises(MemoryInDoubt) as writing:
+        await transfer
+    assert reading.value.blocks == {"default": [1, 2]} or reading.value.blocks == {"default": (1, 2)}
+    with pytest.raises(BlocksError, match="may still read it"):
+        prefill.offer("again", [2], tokens=4)
+    with pytest.raises(BlocksError, match="may still write it"):
+        decode.offer("again", [3], tokens=4)
+    stage.network.release("prefill")
+    async with asyncio.timeout(30):
+        await reading.value.settled()
+        await writing.value.settled()
+    await quiet(prefill, decode)
+    await stage.bring(prefill, decode, "again")
 
 
 async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):

@@ -96,6 +96,13 @@ async def test_the_others_copy_too(copies):
         assert time.monotonic() < until
 
 
+async def test_random_plans_in_the_smallest_parts_equal_their_pieces(copies, monkeypatch):
+    parts_of_at_most(monkeypatch, 1)
+    for seed in range(60):
+        await copies.run(random_plan(seed, SRC.ctypes.data, DST.ctypes.data, MIB)[0], MIB)
+    assert len(copies.helpers()) == 2
+
+
 @pytest.mark.parametrize("part_bytes", [1, 3 << 10])
 async def test_copies_one_after_the_other_share_nothing_but_the_threads(copies, monkeypatch, part_bytes):
     """Whoever comes late to one finds the next, of another size, or nothing."""

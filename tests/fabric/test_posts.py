@@ -347,6 +347,21 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
     assert rig.result("again").outcome is Outcome.DONE
 
 
+@pytest.mark.parametrize("operation", list(Operation))
+async def test_that_a_peer_is_lost_is_not_said_where_a_part_never_ended(make, operation):
+    """Else whoever posted would use memory again that a part may still read or write."""
+    rig = await make(no_progress_timeout=5.0)
+    way = rig.way()
+    rig.network.wedge("b")
+    rig.network.break_next("b", disconnected=True, skip=2)
+    rig.post(way=way, operation=operation)
+    rig.step(4)
+    assert rig.results["x"] == []
+    rig.step(8, seconds=1.0)
+    rig.ended(Outcome.IN_DOUBT, "not every part has ended", may_move=True)
+    assert way.inside == 1
+
+
 async def test_no_progress_gives_up_and_late_bytes_still_land(make):
     rig = await make(no_progress_timeout=5.0)
     way = rig.way()

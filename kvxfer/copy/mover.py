@@ -311,6 +311,8 @@ class Mover:
         flow.awaits = flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
         self._untold += 1
+        # what is to arrive may need the transport to progress here, also while there is no place for its flow
+        self._machine.state[records.HELD] += flow.awaits
         if job.post is not None and job.post.peer in self._gone:
             error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
             self._loop.call_soon(self._tell, flow, self._outcome(error))
@@ -442,7 +444,7 @@ class Mover:
 
     @property
     def held_awake(self) -> int:
-        """For how many reasons the transport progresses though nothing of our own is under way."""
+        """For how many reasons the transport progresses though nothing is posted here: holds, and flows that await."""
         return int(self._machine.state[records.HELD])
 
     @property
@@ -687,9 +689,6 @@ class Mover:
             copy.slot = self._free.pop()
             self._copies[copy.slot] = copy
             self._awaiting += copy.awaits
-            self._machine.state[records.HELD] += (
-                copy.awaits
-            )  # what is to arrive may need the transport to progress here
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
             owner = self._number(job.owner)
@@ -994,7 +993,6 @@ class Mover:
         if job.passage is not None and not (isinstance(copy, Flow) and copy.left):
             job.passage.give_back()
         self._awaiting -= copy.awaits
-        self._machine.state[records.HELD] -= copy.awaits
         if self._queue:
             self._send(self._queue.popleft())
         if self._parked and self._free:
@@ -1053,6 +1051,7 @@ class Mover:
         return CopyOutcome(error, now, now, stopped)
 
     def _tell(self, copy: Copy, outcome: CopyOutcome) -> None:
+        self._machine.state[records.HELD] -= copy.awaits
         if outcome.stopped and copy.closed:
             outcome = replace(outcome, stopped=False, error=ClosedError("the worker was closed before it was copied"))
         try:

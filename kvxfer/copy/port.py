@@ -67,7 +67,7 @@ READY: Final[Event] = _Ready()
 
 
 FOREVER: Final = 9e9
-"""Seconds of any clock after which nothing is due any more: those of the machine's, which counts in ns, are no more."""
+"""Seconds of the runtime's clock at which nothing ends any more. None is later: in ns it would not fit in 64 bits."""
 
 
 def has_fired(event: Event) -> bool:

@@ -500,7 +500,7 @@ class Receiver:
             self.tally.pieces = bound.pieces
             if not bound.part_rows:  # else the tables would take longer
                 self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
-                return  # the mover does what there is to do, and keeps the transport progressing for it
+                return  # the mover does what there is to do, and keeps the transport progressing meanwhile
         self._help()
         if self._plans:  # else there is nothing to do before chunks arrive
             self._wake()

@@ -458,7 +458,8 @@ class Share:
     def take(self, peer: str, nbytes: int, most: int = 1, state: ExtentState = ExtentState.RESERVED) -> list[Extent]:
         """Up to so many extents of at least `nbytes` bytes for `peer` that are there right now, if nobody waits.
 
-        They are what requests would be granted by the next `advance`, without any; WRITING if they are told at once.
+        They are what requests would be granted by the next `advance`, without any; `state` is WRITING where their
+        addresses are told at once.
         """
         found: list[Extent] = []
         length = _aligned(nbytes)

@@ -626,10 +626,11 @@ class Sender:
         run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(site, peer), late)
         if machine.route is Route.STAGED and (nbytes := bound.most_bytes):
             most = min(len(machine.ring), machine.chunks - run.first)
-            now = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
-            run.extents += now or await self._room(nbytes, most)
+            found = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
+            found = found or await self._room(nbytes, run.first)
+            run.extents += found
 
-    async def _room(self, nbytes: int, most: int) -> list[Extent]:
+    async def _room(self, nbytes: int, first: int) -> list[Extent]:
         """Wait for staging memory to gather a chunk into, and take as much as is there then; none if it was stopped."""
         desk = self.site.send_desk
         admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
@@ -653,7 +654,7 @@ class Sender:
         self._forgo = no_hold
         if isinstance(extent, KvxferError):
             raise extent
-        return desk.write(extent, most - 1)
+        return desk.write(extent, min(len(self.machine.ring), self.machine.chunks - first) - 1)
 
     async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
         """Make steps of chunks, in a thread where that takes long, and give them to the mover."""

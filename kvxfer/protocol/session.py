@@ -383,7 +383,7 @@ class Session:
         return self._reader.buffered_bytes
 
     def send(self, message: Message, now: float, at_once: int = 0) -> bytes:
-        """Queue a message; its bytes come out of `take_output`.
+        """Send a message: queued, so that its bytes come out of `take_output`, or given back to be written at once.
 
         Args:
             message: Which.
@@ -391,7 +391,8 @@ class Session:
             at_once: How many bytes the stream takes at once.
 
         Returns:
-            The frame itself if nothing is to be written before it, and it is no longer than that; else nothing.
+            The frame if nothing is to be written before it, and it is no longer than `at_once`: the caller writes it.
+            Nothing if it was queued.
 
         Raises:
             PeerLostError: If the session is not open.

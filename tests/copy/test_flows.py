@@ -108,6 +108,12 @@ async def test_what_is_to_arrive_keeps_the_transport_progressing(world):
     assert world.mover.held_awake == 1
     world.mover.hear(flow.flow, 2)
     await world.run(1)
+    busy = [Progress(world, n, 1, turns=Turns(1), allowed=0) for n in range(records.JOBS)]
+    flow = Progress(world, "g", 1, direction=Direction.SCATTER, turns=Turns(1))
+    assert (flow.flow.slot, world.mover.held_awake) == (-1, 1), "nor need there be a place for it"
+    for one in (*busy, flow):
+        world.mover.cancel(one.flow)
+    await world.run(2 + records.JOBS)
 
 
 async def test_steps_are_added_while_others_are_under_way(world):

@@ -88,7 +88,13 @@ class Probe:
 
     def _read(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The number of the element at each place of the blocks in these views, once all are written; -1 for none."""
-        write, bound, blocks = self._writer(), self._layer.kv_cache, self._blocks
+        write, blocks = self._writer(), self._blocks
+        bound: Any = getattr(self._layer, "kv_cache", None)
+        if not isinstance(bound, torch.Tensor) or bound.shape[:1] != self._cache.shape[:1]:
+            raise GeometryError(
+                f"{self._name} is bound to no cache whose first axis is the {self._cache.shape[0]} blocks of its view, "
+                f"so where attention backend {self.backend} has K and V is not known: {_ADVICE}"
+            )
         base, place = int(2 / torch.finfo(self._cache.dtype).eps), 1  # up to there whole numbers are exact
         with torch.inference_mode():  # as vLLM has it
             found = [torch.zeros_like(view[blocks], dtype=torch.int64) for view in views]

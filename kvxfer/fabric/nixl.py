@@ -14,8 +14,8 @@ What NIXL does and does not promise shapes this file:
 - An error is a number, and most are one and the same; NIXL's own log says more. Why a request failed is asked for at
   C++'s function, which C's calls with what its handles begin with.
 
-- It has no progress thread (that would spin a core); everything happens inside calls from the fabric's thread.
-- Its errors become `FabricError`. What is posted is the mover's, which calls the agent by the C functions themselves.
+- An agent has no progress thread (that would spin a core); everything happens inside calls from the fabric's thread.
+- NIXL's errors become `FabricError`. What is posted is the mover's, which calls the agent by its C functions.
 - `disconnect` recalls nothing that was posted.
 - A peer gets the metadata of the registrations that it needs and no other (partial metadata). That keeps a correct peer
   in its place; against a hostile one only RDMA keys do.

@@ -16,6 +16,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[ROWS] = []
+    config.addinivalue_line("filterwarnings", "default")  # of vLLM and what it brings, which are not ours to mend
     config.addinivalue_line("markers", "full: real engines in more than what CI has time for")
 
 

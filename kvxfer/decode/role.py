@@ -90,12 +90,12 @@ class Claims:
     def __init__(self, site: Site, peers: Peers) -> None:
         self._site: Final = site
         self._peers: Final = peers
-        self.kept: Final[dict[TicketKey, _Engine]] = {}  # what is claimed, and of whom
+        self._engine_of: dict[TicketKey, _Engine] = {}
         self._engines: dict[object, _Engine] = {}
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self._engine_of)
 
     def keep(self, ticket: Ticket) -> Callable[[], bool]:
         """Claim a request from now on.
@@ -107,7 +107,7 @@ class Claims:
         Raises:
             BusyError: If there are too many claims.
         """
-        if len(self) >= _MAX_CLAIMS and ticket.key not in self.kept:
+        if len(self) >= _MAX_CLAIMS and ticket.key not in self._engine_of:
             raise BusyError(f"{len(self)} claims are kept, which is as many as may")
         kept = self.drop(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
         kept.ticket, kept.holders = ticket, kept.holders + 1
@@ -116,7 +116,7 @@ class Claims:
         if engine is None:
             ranks = [_Rank(endpoint, endpoint) for endpoint in ticket.rank_endpoints]
             engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
-        self.kept[ticket.key] = engine
+        self._engine_of[ticket.key] = engine
         engine.kept[ticket.key] = kept
         if not engine.unsaid:
             self._site.loop.call_soon(self._say_new, engine)
@@ -125,7 +125,7 @@ class Claims:
 
     def drop(self, key: TicketKey) -> _Kept | None:
         """Claim it no longer, whoever did."""
-        engine = self.kept.pop(key, None)
+        engine = self._engine_of.pop(key, None)
         if engine is None:
             return None
         kept = engine.kept.pop(key)
@@ -134,7 +134,7 @@ class Claims:
 
     def note_fetch(self, key: TicketKey, *, given_up: bool) -> bool:
         """A fetch of it begins, or was given up by its caller. Whether it is claimed."""
-        engine = self.kept.get(key)
+        engine = self._engine_of.get(key)
         if engine is not None:
             engine.kept[key].given_up = given_up
         return engine is not None
@@ -147,12 +147,12 @@ class Claims:
                 if rank.timer is not None:
                     rank.timer.cancel()
             engine.kept.clear()  # for those that are being connected
-        self.kept.clear()
+        self._engine_of.clear()
         self._engines.clear()
 
     def _let_go(self, kept: _Kept) -> bool:
         kept.holders -= 1
-        engine = self.kept.get(kept.ticket.key)
+        engine = self._engine_of.get(kept.ticket.key)
         last = not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept
         if last:
             self.drop(kept.ticket.key)
@@ -360,14 +360,12 @@ class Decode:
         ident = f"{site.incarnation.hex()[:8]}-{number}"
         site.custody.hold(ident, written)
         fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
-        if fetch.key in self._claims.kept:
-            self._claims.note_fetch(fetch.key, given_up=False)
+        self._claims.note_fetch(fetch.key, given_up=False)
         for older in self._of_ticket.get(fetch.key, ()):
             older.supersede()
         if (later := self._later.pop(fetch.key, None)) is not None:
             later.cancel()
-        if fetch.key in self._windows:
-            self._close_window(fetch.key)
+        self._close_window(fetch.key)
         self.fetches.add(fetch)
         self._of_ticket.setdefault(fetch.key, set()).add(fetch)
         fetch.begin()
@@ -414,8 +412,7 @@ class Decode:
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
-        if fetch.key in self._claims.kept:
-            self._claims.drop(fetch.key)
+        self._claims.drop(fetch.key)
         for receiver in fetch.receivers:
             self._incoming.pop(receiver.transfer, None)
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once

@@ -342,7 +342,7 @@ RequestKey: TypeAlias = tuple[str, int]
 """Request id and attempt."""
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class Ended(Struct, frozen=True):
     """A transfer that is over."""
 
     side: Side

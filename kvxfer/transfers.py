@@ -220,7 +220,7 @@ class Progress:
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self.result: Final = self._outcome.result  # see `Transfer.result`
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
+        self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
 
     # --- for whoever looks on
 
@@ -237,7 +237,7 @@ class Progress:
     @property
     def awaited(self) -> bool:
         """Whether somebody waits for its end."""
-        return bool(self._waiters)
+        return not all(waiter.done() for waiter in self._waiters)
 
     def cancel(self) -> None:
         """Give up. Idempotent."""
@@ -256,15 +256,14 @@ class Progress:
         self._watch()
         await waiter
 
-    async def ended(self) -> None:
-        """Return when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
-        if not self.done:
-            waiter: asyncio.Future[None] = self.loop.create_future()
-            self._waiters[waiter] = None
-            try:
-                await waiter
-            finally:
-                del self._waiters[waiter]
+    def ended(self) -> "asyncio.Future[None]":
+        """Resolves when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        if self.done:
+            waiter.set_result(None)
+        else:
+            self._waiters.append(waiter)
+        return waiter
 
     # --- for the worker
 
@@ -277,7 +276,10 @@ class Progress:
             self._layers[layer] = self._layers.get(layer, 0) + parts
 
     def landed(self, layers: Sequence[int]) -> None:
-        """One part of each of these layers has landed."""
+        """One part of each of these layers has landed. Harmless if it is over."""
+        if self.done:
+            return
+        self.state = TransferState.MOVING
         for layer in layers:
             self._layers[layer] -= 1
         for waiter, wanted in self.watched.items():
@@ -362,7 +364,7 @@ class Transfer:
     def __await__(self) -> Generator[Any, None, FetchResult]:
         self._home.own(self)
         try:
-            yield from self._progress.ended().__await__()
+            yield from self._progress.ended()
         except asyncio.CancelledError as cancelled:
             yield from self._give_up(cancelled).__await__()
             raise

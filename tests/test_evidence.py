@@ -54,7 +54,7 @@ class Doubt:
     """Something in doubt."""
 
     def __init__(self, *, gate=OWN, fenced=True, ends_with_process=True):
-        self.peer = SimpleNamespace(body=SimpleNamespace(staging=[], host=""))
+        self.link = SimpleNamespace(peer=SimpleNamespace(body=SimpleNamespace(staging=[], host="")))
         self.gate, self.fenced, self.ends_with_process, self.in_doubt = gate, fenced, ends_with_process, True
         self.why = ""
 
@@ -132,7 +132,7 @@ def test_a_worker_that_closes_looks_once_more():
 )
 def test_who_died_in_a_gate_may_have_left_work_to_a_gpu(kind, staging, ends):
     doubt = Doubt()
-    doubt.peer.body.staging = [SimpleNamespace(kind=staging)]
+    doubt.link.peer.body.staging = [SimpleNamespace(kind=staging)]
 
     async def scenario(runtime):
         site = Looked(found=Revoked.DIED)

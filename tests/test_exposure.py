@@ -21,7 +21,7 @@ def test_one_grant_that_names_no_gate_is_enough_for_it_to_tell_nothing(granted, 
         loop=SimpleNamespace(create_future=Future),
     )
     link = SimpleNamespace(peer=SimpleNamespace(identity=SimpleNamespace(incarnation=b"p")), renewals=0)
-    exposure = Exposure(site, link, "x", lambda: None, ())  # pyright: ignore[reportArgumentType]
+    exposure = Exposure(site, link, "x", lambda: None, frozenset())  # pyright: ignore[reportArgumentType]
     for one in granted:
         if one is None:
             exposure.void()

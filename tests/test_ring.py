@@ -30,7 +30,7 @@ async def site():
 @pytest.fixture
 def grants(site):
     peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
-    return Grants(site, peer)
+    return Grants(site, peer, site.receive_desk)
 
 
 def hold(grants, places, chunk=0):

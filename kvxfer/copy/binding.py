@@ -26,7 +26,7 @@ from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 from kvxfer.geometry.plan import MOST_BLANKS
 from kvxfer.names import MAX_ROWS
 
-__all__ = ["bind", "fill", "lay", "marks", "scratch_words", "told_words"]
+__all__ = ["bind", "fill", "lay", "scratch_words", "told_words"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -770,12 +770,6 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
 
 
 # --- how large the arrays are that are given to them
-
-
-def marks(ids: int, limit: int) -> int:
-    """Zeros that `bind` needs for a list of so many ids at the destination, of a pool of as many as `limit`."""
-    size = 1 << max(0, 2 * ids - 1).bit_length()
-    return min(size, (limit + 63) // 64)
 
 
 def told_words(variants: int) -> int:

@@ -72,7 +72,7 @@ _ON: Final = struct.Struct(f"<2q24xq80x4q{_GAP}xq{8 * (records.RECORD_WORDS - re
 _FLOW: Final = struct.Struct(f"<11q16x7q{_GAP}xq8x4q16s{8 * (records.RECORD_WORDS - records.TOKEN - 2)}x")
 _LATE_NS: Final = 25_000_000
 """After which a loop hears of steps of which movers tell each other: half of the time after which loops repeat that."""
-_ROOM: Final = 64
+_ROOM: Final = 256
 """Steps of a flow that the machine may see ahead."""
 _MOST_AWAITING: Final = records.JOBS // 2
 _NOWHERE: Final = (0, 0)

@@ -318,7 +318,8 @@ class Template:
             src_ids.append(theirs)
             dst_ids.append(ours)
             from_src, from_dst = from_src + len(theirs), from_dst + len(ours)
-            marks += binding.marks(len(ours), self.pair.dst.pool_ids[name])
+            # in which an id is seen that is there twice: a table of them, or a bit for each of the pool
+            marks += min(1 << max(0, 2 * len(ours) - 1).bit_length(), -(-self.pair.dst.pool_ids[name] // 64))
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
         both = (src_ids[0], dst_ids[0]) if len(src_ids) == 1 else (np.concatenate(src_ids), np.concatenate(dst_ids))
         lists = np.array(request, np.int64), *both

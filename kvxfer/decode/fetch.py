@@ -260,7 +260,7 @@ class Fetch:
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
         links = self._known()
         try:
-            shares = None if None in links else self._site.plans.known_shares(list(map(_peer_of, links)))
+            shares = None if None in links else self._site.plans.known_shares(map(_peer_of, links))
             if shares is not None:
                 self._ask(shares, links)
         except KvxferError as error:
@@ -299,10 +299,7 @@ class Fetch:
                 what = f"fetch of {self.transfer.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
-        found: Sequence[tuple[Selection, ...]] | None = site.plans.known_shares(peers)
-        if found is None:
-            found = await site.plan(shares, rows=site.plans.shares_rows(peers))
-        return found, links
+        return await site.plan(shares, rows=site.plans.shares_rows(peers)), links
 
     def _known(self) -> list[Link | None]:
         """Links to all ranks; None for one that is not connected."""
@@ -357,12 +354,13 @@ class Fetch:
 
     def _succeed(self) -> None:
         """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""
-        transfer, payload = self.transfer, b""
+        site, transfer, payload = self._site, self.transfer, b""
         if self._timer is not None:
             self._timer.cancel()
-        self._site.custody.release(transfer.id)
+        site.custody.release(transfer.id)
         tally, stats = self._counted()
-        self._count(stats, tally, None, None)
+        key = transfer.request, self.demand.ticket.attempt
+        site.metrics.transfer_ended(Ended("receive", None, stats, None, transfer.id, key, tally.stages))
         if _hears_info():
             request = transfer.request
             _log.info("fetch_ended", request=request, transfer=transfer.id, outcome="ok", **stats.log_fields())
@@ -370,7 +368,7 @@ class Fetch:
             payload = payload or receiver.machine.payload
         self._role.succeeded(self)
         transfer.succeed(FetchResult(transfer.request, payload, stats))
-        self._site.loop.call_soon(self._release)  # when whoever awaits it has gone on, perhaps with another one
+        site.loop.call_soon(self._release)  # when whoever awaits it has gone on, perhaps with another one
 
     def _end(self, error: Cause) -> None:
         """Tell the caller why it failed, and keep in custody what may still be written. Once."""
@@ -392,7 +390,8 @@ class Fetch:
             site.custody.release(transfer.id)
         error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        self._count(stats, tally, code, report)
+        key = transfer.request, self.demand.ticket.attempt
+        site.metrics.transfer_ended(Ended("receive", code, stats, report, transfer.id, key, tally.stages))
         say = _log.info if report.code is Code.CANCELLED else _log.warning
         say("fetch_failed", **stats.log_fields(), **report.log_fields())
         transfer.fail(error, report)
@@ -402,25 +401,8 @@ class Fetch:
             role.failed(self)
         role.ended(self)
 
-    def _count(self, stats: TransferStats, tally: Tally, code: Code | None, report: FailureReport | None) -> None:
-        """It has ended: for whoever counts."""
-        transfer = self.transfer
-        self._site.metrics.transfer_ended(
-            Ended(
-                side="receive",
-                code=code,
-                stats=stats,
-                report=report,
-                transfer=transfer.id,
-                key=(transfer.request, self.demand.ticket.attempt),
-                stages=tally.stages,
-            )
-        )
-        for receiver in self.receivers:
-            receiver.link.moved[receiver.route] += receiver.tally.bytes
-
     def _counted(self) -> tuple[Tally, TransferStats]:
-        """What all ranks' parts counted, and that as the caller sees it."""
+        """What all ranks' parts counted, and that as the caller sees it. Once."""
         routes: set[str] = set()
         whys: dict[str, None] = {}
         peers: list[str] = []
@@ -429,6 +411,7 @@ class Fetch:
             routes.add(ROUTE_NAMES[receiver.route])
             whys[receiver.why] = None
             peers.append(receiver.peer.name)
+            receiver.link.moved[receiver.route] += receiver.tally.bytes
             if tally is not receiver.tally:
                 tally.merge(receiver.tally)
         return tally, tally.stats(
@@ -445,17 +428,6 @@ class Fetch:
             link.send(wire.Release(self.ref))
 
     # --- what its receivers say
-
-    def planned(self, needed: Sequence[int], parts: Mapping[int, int]) -> None:
-        """One rank's plan is made: of each of the layers that it sends, so many parts will land."""
-        self.transfer.expect(parts)
-        self.transfer.landed(needed)  # each counted as one part until now
-
-    def landed(self, layers: Sequence[int]) -> None:
-        """A part of each of these layers is in place."""
-        if not self.transfer.done:
-            self.transfer.state = max(self.transfer.state, TransferState.MOVING)
-            self.transfer.landed(layers)
 
     def changed(self) -> None:
         """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""

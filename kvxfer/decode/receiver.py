@@ -46,12 +46,13 @@ from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
+from kvxfer.plans.routes import acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import SMALL_PLAN, Site, Tally, no_hold, resolve
+from kvxfer.site import SMALL_PLAN, Desk, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -136,14 +137,14 @@ _TURNS: Final = 2
 `REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
-_MOST_FED: Final = 64
+_MOST_FED: Final = 256
 """Chunks that the mover is given at once at most: it looks no further ahead."""
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _RUNNING: Final = (ReceiveState.ASKED, ReceiveState.MOVING)
 
 
-class Grants:
+class Grants(Struct, eq=False):
     """What one transfer puts into its peer's hands: staging memory. In place its part is counted, and no more.
 
     On `staged` chunks take turns in a ring of extents: the peer writes a place, our own copy reads it, and then the
@@ -151,33 +152,27 @@ class Grants:
     that was granted has been copied, or the transfer is over there and our copies are here.
     """
 
-    def __init__(self, site: Site, peer: PeerInfo) -> None:
-        self.desk: Final = site.receive_desk  # where it comes from
-        self.lease_ms = 0  # for how long `Fetch` grants, from its arrival on
-        self.ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
-        self.ring: Sequence[Extent] = ()  # what chunks take turns in
-        self._first = 0  # the chunk that the first place was for
-        self._turn = 0  # the chunk with which the turn began that is under way
-        self._since = 0.0  # when that was
-        self._in_place = 0  # bytes of blocks that the peer may write
-        self._site: Final = site
-        self._peer: Final = peer
-        self._key: Final = peer.identity.incarnation
+    site: Site
+    peer: PeerInfo
+    desk: Desk  # where it comes from
+    lease_ms: int = 0  # for how long `Fetch` grants, from its arrival on
+    ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
+    ring: Sequence[Extent] = ()  # what chunks take turns in
+    _first: int = 0  # the chunk that the first place was for
+    _turn: int = 0  # the chunk with which the turn began that is under way
+    _since: float = 0.0  # when that was
+    _in_place: int = 0  # bytes of blocks that the peer may write
 
     def __bool__(self) -> bool:
         """Whether it has any memory."""
         return bool(self.ahead or self.ring)
 
-    def take_ahead(self, nbytes: int, most: int = 1) -> bool:
-        """Grant so much, up to so many times, with the question, if it is free right now."""
-        self.ahead = self.desk.take(self._peer.account, max(1, nbytes), most, ExtentState.WRITING)
-        return bool(self.ahead)
-
     def write_in_place(self, nbytes: int) -> None:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
         if nbytes:
             self._in_place += nbytes
-            self._site.written[self._key] = self._site.written.get(self._key, 0) + nbytes
+            written, key = self.site.written, self.peer.identity.incarnation
+            written[key] = written.get(key, 0) + nbytes
 
     def void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
@@ -186,7 +181,7 @@ class Grants:
             self._give_back(ahead)
         nbytes, self._in_place = self._in_place, 0
         if nbytes:
-            written, key = self._site.written, self._key
+            written, key = self.site.written, self.peer.identity.incarnation
             if left := written.pop(key) - nbytes:
                 written[key] = left
 
@@ -197,8 +192,9 @@ class Grants:
 
     def turns(self) -> int:
         """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
-        ring, pace = self.ring or self.ahead, self._site.estimates.paces.get(self._key, 0.0)
-        if not pace or self.desk.contended or self._site.mover.crowded:
+        pace = self.site.estimates.paces.get(self.peer.identity.incarnation, 0.0)
+        ring = self.ring or self.ahead
+        if not pace or self.desk.contended or self.site.mover.crowded:
             return _TURNS
         return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace)))
 
@@ -208,15 +204,15 @@ class Grants:
 
     def note(self, copied: int, now: float, nbytes: int) -> None:
         """So many chunks, of at most so many bytes each, have left their places: see how fast turns are."""
-        chunks = copied - self._turn
-        if chunks >= len(self.ring) > 0 and now > self._since and self._key in self._site.here:
-            self._site.estimates.paces[self._key] = chunks * nbytes / (now - self._since)
+        chunks, key = copied - self._turn, self.peer.identity.incarnation
+        if chunks >= len(self.ring) > 0 and now > self._since and key in self.site.here:
+            self.site.estimates.paces[key] = chunks * nbytes / (now - self._since)
             self._turn, self._since = copied, now
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
-        written = self._site.written.get(self._key, 0)
-        return self._site.lease_ms(written + self.desk.share.held_bytes(self._peer.account))
+        written = self.site.written.get(self.peer.identity.incarnation, 0)
+        return self.site.lease_ms(written + self.desk.share.held.get(self.peer.account, 0))
 
     def places(self, chunks: range) -> list[Extent]:
         """Where chunks go, or are."""
@@ -240,7 +236,7 @@ class Grants:
             self.void_ahead()
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
-                self.desk.quarantine(extent, f"{self._peer.name} is silent")
+                self.desk.quarantine(extent, f"{self.peer.name} is silent")
         if self.ring:
             self._settle(hands)
 
@@ -254,7 +250,7 @@ class Grants:
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
         for extent in kept:
             if extent.state is not ExtentState.QUARANTINED:
-                self.desk.quarantine(extent, f"{self._peer.name} is silent")
+                self.desk.quarantine(extent, f"{self.peer.name} is silent")
         self._give_back([extent for extent in ring if extent not in kept] if kept else ring)
 
     def _give_back(self, extents: Sequence[Extent]) -> None:
@@ -314,11 +310,12 @@ class Receiver:
         self.layers: Final = sorted(layers.union(*map(_layers_of, selections)))  # of which it sends something
         # what it says its chunks add up to, if that is compared
         self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
-        self.grants: Final = Grants(site, link.peer)  # memory in its hands
+        self.grants: Final = Grants(site, link.peer, site.receive_desk)  # memory in its hands
         self._selections: Final = selections
         self._fetch: Final = fetch
         # of a peer that was lost since it was looked up nothing is known any more
-        self._routes: Final = site.routes(self.peer, trusted=link.trusted, sending=False) if link.is_open else []
+        means = site.means(self.peer, trusted=link.trusted, sending=False) if link.is_open else None
+        self._routes: Final = [] if means is None else acceptable(site.config.route, means)
         self._pair: PairPlan | None = None
         self._bound: Bound | None = None
         self._grid: ChunkGrid | None = None
@@ -339,7 +336,8 @@ class Receiver:
         self._room: Extent | None = None  # what was waited for
         self._nbytes: int | None = None  # that the peer has moved, as it says
         self._plans = True  # whether this side makes a plan of it
-        self._answer: wire.Accept | None = None  # with which `run` has not begun yet
+        # with which `run` has not begun yet, and about how many rows the tables of its plan have
+        self._answer: tuple[wire.Accept, int] | None = None
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
         self._news: asyncio.Future[None] | None = None
         self._stirred = False  # whether there is news that `run` has not looked at
@@ -351,9 +349,9 @@ class Receiver:
         self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
         ahead = self._grant_ahead()
         name = f"{site.incarnation.hex()[:8]}-{number}"
-        routes = (Route.STAGED,) if self._staged else self._routes
+        routes = frozenset[Route]() if not ahead else frozenset({Route.STAGED} if self._staged else self._routes)
         # what the prefill rank may touch, and the gate before it
-        self.exposure: Final = Exposure(site, link, name, self._safe, routes if ahead else ())
+        self.exposure: Final = Exposure(site, link, name, self._safe, routes)
         self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self._staged else 0)
 
     # --- what others ask
@@ -458,8 +456,8 @@ class Receiver:
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
 
-    async def run(self, message: wire.Accept) -> None:
-        """Receive what was asked for. What fails stops all of it."""
+    async def run(self, message: wire.Accept, rows: int) -> None:
+        """Receive what was asked for, by a plan of about so many rows. What fails stops all of it."""
         machine = self.machine
         try:
             if self._plans and self._bound is None:
@@ -467,11 +465,8 @@ class Receiver:
                 if warming is not None and not warming.done():
                     await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
                 self._stale = False  # while a thread plans with the peer's blocks, they may grow
-                plan, rows = partial(self._plan, message, self._source), self._plan_rows
-                self._bound = made = await self.site.plan(plan, rows=rows)
-                self.tally.pieces = made.pieces
-                if self._grid is None:
-                    self._cut(made.grid)
+                self._bound = made = await self.site.plan(partial(self._plan, message, self._source), rows=rows)
+                self.tally.pieces, self._grid = made.pieces, made.grid
             bound = self._bound
             while self.moving:
                 if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
@@ -492,10 +487,11 @@ class Receiver:
     def _begin(self, message: wire.Accept) -> None:
         """Let the mover know of all chunks where the answer tells all and the plan takes no time; else `run` does."""
         site, ring = self.site, self.grants.ring
+        theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self._fetch.demand.spans.values())
+        self._answer = message, (rows := max(sum(map(len, theirs)), sum(map(len, ours))))
         known = self._plans and self._grid is not None and message.chunks <= len(ring) and self.checking is None
         warming = site.warming.get((self.peer.identity.incarnation, False))
-        warm = warming is None or warming.done()
-        if known and warm and self._plan_rows <= SMALL_PLAN and not self._given_up:
+        if known and (warming is None or warming.done()) and rows <= SMALL_PLAN and not self._given_up:
             self._bound = bound = self._plan(message, self._source)
             self.tally.pieces = bound.pieces
             if not bound.part_rows:  # else the tables would take longer
@@ -504,12 +500,6 @@ class Receiver:
         self._help()
         if self._plans:  # else there is nothing to do before chunks arrive
             self._wake()
-
-    @property
-    def _plan_rows(self) -> int:
-        """About how many rows the tables of its plan have."""
-        theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self._fetch.demand.spans.values())
-        return max(sum(map(len, theirs)), sum(map(len, ours)))
 
     def _plan(self, message: wire.Accept, source: BlockLists) -> Bound:
         """The plan that the peer has made. From any thread.
@@ -531,13 +521,6 @@ class Receiver:
         except KvxferError as error:
             raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
         return Bound(plan, grid)
-
-    def _cut(self, grid: ChunkGrid) -> None:
-        """It is known how the transfer is cut."""
-        self._grid = grid
-        self.tally.chunks = grid.chunks
-        if grid.windows > 1:  # each layer was counted as one part until now
-            self._fetch.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
 
     # --- chunks, in their order
 
@@ -874,14 +857,17 @@ class Receiver:
                 raise self._differs()
         machine.done(stop)
         if grid is not None:
-            self._fetch.landed(grid.layers_of(begin, stop))
+            if begin == 0 and grid.windows > 1:  # each layer was counted as one part until now
+                self._fetch.transfer.expect(dict.fromkeys(grid.layers, grid.windows - 1))
+            self._fetch.transfer.landed(grid.layers_of(begin, stop))
 
     def _land_soon(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
         machine, flushes = self.machine, not self._staged and _by_nic(self, staged=False)
         there = self._copied if self._staged else self._flushed if flushes else machine.arrived
         planned = not self._plans or (self._bound is not None and not self._stale)
-        lands = planned and self.checking is None and self.moving
+        moving = machine.state is ReceiveState.MOVING and not self._given_up
+        lands = planned and moving and self.checking is None
         if lands and machine.chunks_done < there:
             try:
                 self._landed(there)
@@ -967,7 +953,8 @@ class Receiver:
                 token, agent = _token(None if self.checking is not None else self._agent())
                 if not token:
                     return 0
-            if not grants.take_ahead(nbytes, most):
+            grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
+            if not grants.ahead:
                 return 0
         self._pair, self._agreement, grants.lease_ms = pair, agreement, grants.next_lease_ms()
         places = len(grants.ahead) or 1
@@ -994,6 +981,7 @@ class Receiver:
         self.route, self.why = message.route, message.why
         self._staged = message.route is Route.STAGED
         self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
+        self.tally.chunks = message.chunks
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
         try:
@@ -1005,7 +993,7 @@ class Receiver:
                 grid = _grid(pair, message, self._fetch.demand.tokens)
                 if grid.chunks != message.chunks:
                     raise _plan_differs(message)
-                self._cut(grid)
+                self._grid = grid
                 if self._turns is not None:
                     self._go_by([], 0, self._turns)
                     grants.begin_turns(0, site.now())
@@ -1018,7 +1006,6 @@ class Receiver:
                 self.exposure.void()
             if message.spans:
                 self._learn(message.spans)
-            self._answer = message
             self._begin(message)
         except Exception as error:  # noqa: BLE001 - as in `run`
             self._failed(error)
@@ -1070,7 +1057,8 @@ class Receiver:
             self.stop(machine.failure)
         if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
             self.exposure.told_in_doubt()
-        self._settle()
+        if machine.ended or machine.failure is not None:
+            self._settle()
 
     def _heard(self, chunks: range | None, timings: wire.Timings) -> None:
         """The peer, or its agent, says that it is through with chunks; None of what nothing waits for."""
@@ -1128,7 +1116,7 @@ class Receiver:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None
-            self.site.tasks.spawn(self.run(answer), self._name, self._fetch.broken, spare=True)
+            self.site.tasks.spawn(self.run(*answer), self._name, self._fetch.broken, spare=True)
             return
         self._stirred = True
         if self._news is not None and not self._news.done():

@@ -294,7 +294,7 @@ class Recoveries:
     @staticmethod
     def _replaced(receiver: Receiver, link: Link) -> bool:
         """Whether another incarnation has taken the peer's place, which knows nothing of what its predecessor did."""
-        before = receiver.exposure.peer
+        before = receiver.exposure.link.peer
         if link.peer.identity.incarnation == before.identity.incarnation:
             return False
         _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)

@@ -814,7 +814,8 @@ class PairPlan:
     def most_staged_bytes(self, tokens: range) -> int:
         """Staging that a transfer of these tokens takes at the most, as one chunk."""
         align = self.row_tokens
-        return self._staged_bytes((-(-tokens.stop // align) - tokens.start // align) * align)[1]
+        rounded = (-(-tokens.stop // align) - tokens.start // align) * align
+        return (self._staged.get(rounded) or self._staged_bytes(rounded))[1]
 
     @lazy
     def row_tokens(self) -> int:

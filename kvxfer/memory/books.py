@@ -350,11 +350,6 @@ ALIGNMENT: Final = 512
 _HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
 
 
-def _aligned(nbytes: int) -> int:
-    """The bytes that so many occupy."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no."""
@@ -408,7 +403,8 @@ class Share:
         self._live: dict[int, Extent] = {}
         self._grants: dict[Request, Extent] = {}
         self._granted_to: dict[Extent, Request] = {}
-        self._accounts: dict[str, dict[ExtentState, int]] = {}
+        self.held: Final[dict[str, int]] = {}  # by peer, bytes that it holds, quarantined ones included
+        self._accounts: dict[str, dict[ExtentState, int]] = {}  # the same by state
         self._doubtful: list[tuple[int, int]] = []
         self._doubt_grew = False
         self._reachable_cache: int | None = None
@@ -436,7 +432,7 @@ class Share:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
             )
-        length = _aligned(nbytes)
+        length = nbytes + -nbytes % ALIGNMENT
         if not self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
@@ -462,7 +458,7 @@ class Share:
         addresses are told at once.
         """
         found: list[Extent] = []
-        length = _aligned(nbytes)
+        length = nbytes + -nbytes % ALIGNMENT
         contenders = len(self._accounts) + (peer not in self._accounts)
         while len(found) < most and nbytes > 0 and not self._queue.overtaken:
             if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
@@ -472,7 +468,7 @@ class Share:
 
     def most(self, nbytes: int) -> int:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
-        return max(1, self._alone // _aligned(max(1, nbytes)))
+        return max(1, self._alone // max(ALIGNMENT, nbytes + -nbytes % ALIGNMENT))
 
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
@@ -554,10 +550,6 @@ class Share:
 
     # --- looking
 
-    def held_bytes(self, peer: str) -> int:
-        """Bytes that `peer` holds, quarantined ones included."""
-        return sum(self._accounts.get(peer, {}).values())
-
     def quarantined_bytes(self, peer: str | None = None) -> int:
         """Bytes in quarantine: those of `peer`, or all."""
         if peer is None:
@@ -612,7 +604,7 @@ class Share:
         """Whether `length` bytes can be given to a peer now; it is `alone` if no other waits."""
         account = self._accounts.get(peer)
         if account is not None:
-            held = sum(account.values())
+            held = self.held[peer]
             doubtful = account[ExtentState.QUARANTINED]
             cap = self._alone if alone else self.capacity // contenders
             if doubtful * 4 > self.capacity or (held > doubtful and held + length > cap):
@@ -639,6 +631,7 @@ class Share:
         if account is None:
             account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
         account[state] += length
+        self.held[peer] = self.held.get(peer, 0) + length
         return extent
 
     def _move(self, extent: Extent, target: ExtentState) -> None:
@@ -660,8 +653,9 @@ class Share:
             request = self._granted_to.pop(extent, None)
             if request is not None:
                 del self._grants[request]
-            if not any(account.values()):
-                del self._accounts[extent.peer]
+            self.held[extent.peer] -= extent.length
+            if not self.held[extent.peer]:
+                del self.held[extent.peer], self._accounts[extent.peer]
         extent.state = target
 
     def _total(self, state: ExtentState) -> int:
@@ -723,7 +717,7 @@ class Arena:
         Raises:
             ConfigError: The capacity is negative, or positive and too small for a single aligned extent.
         """
-        first = _aligned(base)
+        first = base + -base % ALIGNMENT
         usable = (capacity - (first - base)) // ALIGNMENT * ALIGNMENT if capacity else 0
         if capacity and usable <= 0:
             raise ConfigError(
@@ -770,6 +764,13 @@ class _Entry(Struct):
     reads: bool = False
 
 
+class _Entries(dict[str, _Entry]):
+    """By holder."""
+
+    def __missing__(self, holder: str) -> NoReturn:
+        raise InvariantError(f"{holder} has no blocks in the books (any more)")
+
+
 @dataclass(slots=True)
 class _GroupBooks:
     """One group's blocks."""
@@ -785,7 +786,7 @@ class Custody:
 
     def __init__(self) -> None:
         self._groups: defaultdict[str, _GroupBooks] = defaultdict(_GroupBooks)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: Final = _Entries()
 
     def check(self, blocks: Blocks) -> None:
         """Refuse blocks that a fetch writes or that are in doubt: an offer must not read them, nor a fetch write them.
@@ -836,7 +837,7 @@ class Custody:
         Raises:
             InvariantError: `holder` holds nothing (any more), or its blocks are in doubt.
         """
-        entry = self._entry(holder)
+        entry = self._entries[holder]
         if entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
         del self._entries[holder]
@@ -849,7 +850,7 @@ class Custody:
         Raises:
             InvariantError: `holder` holds nothing, or its blocks are in doubt already.
         """
-        entry = self._entry(holder)
+        entry = self._entries[holder]
         if entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt already")
         entry.in_doubt = True
@@ -877,7 +878,7 @@ class Custody:
         Raises:
             InvariantError: `holder` has no blocks in doubt (any more).
         """
-        entry = self._entry(holder)
+        entry = self._entries[holder]
         if not entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are not in doubt, so there is nothing to settle")
         del self._entries[holder]
@@ -902,12 +903,6 @@ class Custody:
             doubtful_blocks=sum(row.blocks for row in holders.values() if row.in_doubt),
             holders=holders,
         )
-
-    def _entry(self, holder: str) -> _Entry:
-        entry = self._entries.get(holder)
-        if entry is None:
-            raise InvariantError(f"{holder} has no blocks in the books (any more)")
-        return entry
 
     def _refuse(self, group: str, position: int, block: int, books: _GroupBooks) -> NoReturn:
         written = block < len(books.marks) and bool(books.marks[block])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
-from operator import add
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -290,6 +290,7 @@ def _ids(packed: bytes) -> Sequence[int]:
 # --- plans
 
 _log: Final = logger("kvxfer.plan")
+_incarnation_of: Final = attrgetter("identity.incarnation")
 IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
@@ -457,9 +458,9 @@ class PairPlans:
                 self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
 
-    def known_shares(self, peers: Sequence[PeerInfo | None]) -> list[tuple[Selection, ...]] | None:
-        """What `shares` returns, if that was found out before."""
-        return self._shares.get(tuple([None if peer is None else peer.identity.incarnation for peer in peers]))
+    def known_shares(self, peers: Iterable[PeerInfo]) -> list[tuple[Selection, ...]] | None:
+        """What `shares` returns of ranks that are all there, if that was found out before."""
+        return self._shares.get(tuple(map(_incarnation_of, peers)))
 
     def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
         """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
@@ -486,7 +487,9 @@ class PairPlans:
         return found
 
     def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
-        """As many rows of a table as take the time of `shares`, unless they are known."""
+        """As many rows of a table as take the time of `shares`: none if they are known."""
+        if tuple([None if peer is None else peer.identity.incarnation for peer in peers]) in self._shares:
+            return 0
         held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
         return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
 

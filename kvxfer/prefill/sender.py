@@ -480,7 +480,7 @@ class Sender:
             _log.warning("route_fell_back", peer=self.peer.name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
             self._way = site.mover.hold_awake()  # a target that others read from must make progress
-            self._exposure = Exposure(site, self.link, self.name, self.unread_at_last, {Route.PULL})
+            self._exposure = Exposure(site, self.link, self.name, self.unread_at_last, frozenset({Route.PULL}))
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
@@ -1152,18 +1152,9 @@ class Sender:
                 blocks=self.offer.block_ids() if self.offer is not None else {},
                 memory_safe=not reads,
             )
-        site.metrics.transfer_ended(
-            Ended(
-                side="send",
-                code=None if failure is None else failure.code,
-                stats=stats,
-                report=self.report,
-                transfer=self.name,
-                key=(fetch.ticket.request, fetch.ticket.attempt),
-                stages=self.tally.stages,
-                trace=fetch.trace,
-            )
-        )
+        code, key = None if failure is None else failure.code, (fetch.ticket.request, fetch.ticket.attempt)
+        stages = self.tally.stages
+        site.metrics.transfer_ended(Ended("send", code, stats, self.report, self.name, key, stages, fetch.trace))
         if self.report is not None:
             say = _log.info if self.report.code is Code.CANCELLED else _log.warning
             say("transfer_failed", **stats.log_fields(), **self.report.log_fields())

@@ -18,6 +18,7 @@ from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
 
 __all__ = [
     "HANDSHAKE_FRAME_LIMIT",
+    "LENGTH",
     "MAX_DEPTH",
     "SESSION_FRAME_LIMIT",
     "FrameReader",
@@ -28,6 +29,7 @@ __all__ = [
     "encode",
     "encode_body",
     "encode_in_parts",
+    "encoder",
     "find",
     "fits",
     "head",
@@ -210,12 +212,14 @@ MAX_DEPTH: Final = 64
 
 _LONG_BYTES: Final = 128 * 1024
 """A longer frame that comes in pieces is put together in memory of its own: a buffer would be moved as it grows."""
-_LENGTH: Final = struct.Struct("<I")
+LENGTH: Final = struct.Struct("<I")
+"""What a frame begins with: how long its payload is."""
 _BIN_32: Final = struct.Struct(">BI")
 _NO_BODY: Final = b"\xc4\x00"
 _BODY_BYTES: Final = 0xFFFF
 """Of an `Agent`: a longer one has its length in 32 bits."""
-_encoder: Final = msgspec.msgpack.Encoder()
+encoder: Final = msgspec.msgpack.Encoder()
+"""Makes a payload of a message."""
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 _body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
 # msgspec skips what it does not know recursively and stops at the interpreter's recursion limit. At the default of
@@ -234,23 +238,23 @@ def encode(message: Message) -> bytes:
     """One frame, length included."""
     if isinstance(message, Agent) and len(message.body) > _BODY_BYTES:
         return b"".join(encode_in_parts(message))
-    payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    payload = encoder.encode(message)
+    return LENGTH.pack(len(payload)) + payload
 
 
 def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
     """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
     if not isinstance(message, Agent) or len(message.body) <= _BODY_BYTES:
         return (encode(message),)
-    behind = _encoder.encode((message.same, message.proof))[1:]
-    without = _encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
+    behind = encoder.encode((message.same, message.proof))[1:]
+    without = encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
     ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))
-    return _LENGTH.pack(len(ahead) + len(message.body) + len(behind)) + ahead, message.body, behind
+    return LENGTH.pack(len(ahead) + len(message.body) + len(behind)) + ahead, message.body, behind
 
 
 def encode_body(body: AgentBody) -> bytes:
     """The second phase of `Agent`, to be put into `Agent.body`."""
-    return _encoder.encode(body)
+    return encoder.encode(body)
 
 
 def decode_body(data: bytes | memoryview) -> AgentBody:
@@ -301,7 +305,7 @@ class FrameReader:
         """
         if self._broken:
             raise ProtocolError(f"the stream is unusable: {self._broken}")
-        if len(self._buffer) > self.limit + _LENGTH.size:
+        if len(self._buffer) > self.limit + LENGTH.size:
             raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
         self._buffer += data if self._long is None else data[self._fill(data) :]
         while True:  # whenever a message is yielded, the buffer begins with the frame behind it
@@ -311,11 +315,11 @@ class FrameReader:
                     return
                 self._long, self._filled = None, 0
                 payload: bytes | memoryview = long.toreadonly()
-            elif len(buffer) < _LENGTH.size:
+            elif len(buffer) < LENGTH.size:
                 return
             else:
-                (size,) = _LENGTH.unpack_from(buffer)
-                end = _LENGTH.size + size
+                (size,) = LENGTH.unpack_from(buffer)
+                end = LENGTH.size + size
                 if size > self.limit:
                     tls = "; it begins as TLS does: set `tls` on both sides, or on none"
                     looks = tls if buffer.startswith(_TLS_RECORDS) else ""
@@ -323,11 +327,11 @@ class FrameReader:
                 if len(buffer) < end:
                     if size > _LONG_BYTES:
                         self._long = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))  # takes memory as bytes come
-                        self._fill(buffer[_LENGTH.size :])
+                        self._fill(buffer[LENGTH.size :])
                         buffer.clear()
                     return
                 with memoryview(buffer) as view:
-                    payload = bytes(view[_LENGTH.size : end])
+                    payload = bytes(view[LENGTH.size : end])
                 del buffer[:end]
             try:
                 if len(payload) > _SAFE_RECURSION:
@@ -372,7 +376,7 @@ def decode(payload: bytes | memoryview) -> Message | None:
     Raises:
         ProtocolError: If the payload is no message of this protocol.
     """
-    return next(FrameReader(len(payload)).feed(_LENGTH.pack(len(payload)) + payload), None)
+    return next(FrameReader(len(payload)).feed(LENGTH.pack(len(payload)) + payload), None)
 
 
 def peek_tag(payload: bytes | memoryview) -> int | None:

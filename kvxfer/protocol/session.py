@@ -29,7 +29,15 @@ from kvxfer.errors import (
     UnreachableError,
 )
 from kvxfer.names import MAX_WORLD, convertible, lazy
-from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode, encode_in_parts
+from kvxfer.protocol.framing import (
+    LENGTH,
+    SESSION_FRAME_LIMIT,
+    FrameReader,
+    decode_body,
+    encode,
+    encode_in_parts,
+    encoder,
+)
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
@@ -399,7 +407,8 @@ class Session:
         """
         if self.state is not State.OPEN:
             raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
-        alive, frame = self._liveness, encode(message)
+        payload, alive = encoder.encode(message), self._liveness
+        frame = LENGTH.pack(len(payload)) + payload
         if now - alive.looked > alive.heartbeat:  # else this side has not stood still
             alive.look(now)
         alive.spoke = alive.looked = now

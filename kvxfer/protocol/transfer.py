@@ -11,27 +11,10 @@ from enum import StrEnum
 from itertools import cycle, islice
 from typing import Final
 
+from msgspec import Struct
+
 from kvxfer.errors import Code, ProtocolError, Step
-from kvxfer.protocol.messages import (
-    TOKEN_BYTES,
-    WHOLE,
-    Abandon,
-    Accept,
-    Arrived,
-    Cancel,
-    Fetch,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Message,
-    Refuse,
-    Reserve,
-    Route,
-    Span,
-    Status,
-    Timings,
-    Want,
-)
+from kvxfer.protocol import messages as wire
 
 __all__ = [
     "RECEIVE_TRANSITIONS",
@@ -78,7 +61,7 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 """Legal events of `SendState`. ENDED is final."""
 
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
-UNTIMED: Final = Timings()
+UNTIMED: Final = wire.Timings()
 """Of what has taken no time that anybody measured."""
 
 
@@ -86,7 +69,7 @@ UNTIMED: Final = Timings()
 class Failure:
     """Why a transfer is stopped, and how the decode rank is told; of a refusal also when to try again (0: unknown)."""
 
-    status: Status
+    status: wire.Status
     code: Code
     reason: str
     retry_after_ms: int = 0
@@ -94,20 +77,20 @@ class Failure:
 
 def build_result(
     transfer: int,
-    status: Status,
+    status: wire.Status,
     *,
-    chunk: int = WHOLE,
+    chunk: int = wire.WHOLE,
     last: bool = False,
     failure: Failure | None = None,
-) -> KvAgentResult:
+) -> wire.KvAgentResult:
     """The one builder of results that are no success."""
     code, reason = (Code.UNKNOWN, "") if failure is None else (failure.code, failure.reason[:1024])
-    return KvAgentResult(transfer, chunk, status, 0, last, code, reason)
+    return wire.KvAgentResult(transfer, chunk, status, 0, last, code, reason)
 
 
 def names_turns(token: bytes) -> bool:
     """Whether agents can notify each other by a token."""
-    return len(token) == TOKEN_BYTES and any(token[:8])
+    return len(token) == wire.TOKEN_BYTES and any(token[:8])
 
 
 class Sending:
@@ -117,11 +100,11 @@ class Sending:
     were announced, and the rest was not. The shell says how many have arrived, and of how many it has given up.
     """
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: wire.Fetch) -> None:
         self.fetch: Final = fetch  # the message that began it
         self.transfer: Final = fetch.transfer  # its id, unique within the decode rank's incarnation
         self.state = SendState.PARKED  # see `SendState`
-        self.route = Route.UNKNOWN  # chosen route once accepted
+        self.route = wire.Route.UNKNOWN  # chosen route once accepted
         self.failure: Failure | None = None  # why it stops, once it does
         self.chunks = 0  # that it is cut into; 0 before it was accepted
         self.ready = 0  # the first so many were announced
@@ -133,7 +116,7 @@ class Sending:
         self.doubts = 0
         self._said = 0  # the first so many have arrived, as the decode rank was told
         self._timings = UNTIMED  # of those that have arrived since
-        self.ring: Sequence[Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
+        self.ring: Sequence[wire.Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
         # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
         self.token = b""
         self.copied = 0  # the first so many have left their places, by its last grant
@@ -160,9 +143,9 @@ class Sending:
     @property
     def being_read(self) -> bool:
         """Route `pull`: whether the decode rank may be reading chunks, and has not said that it does no more."""
-        return self.route is Route.PULL and self.granted < self.ready and not self._unread
+        return self.route is wire.Route.PULL and self.granted < self.ready and not self._unread
 
-    def accept(self, message: Accept) -> list[Message]:
+    def accept(self, message: wire.Accept) -> list[wire.Message]:
         """The offer is there and the plan is made.
 
         With `message.ahead` what `Fetch` grants is to be moved now.
@@ -171,32 +154,34 @@ class Sending:
         self.route, self.chunks = message.route, message.chunks
         if message.ahead:
             self.ready = self.granted = self.chunks
-            if message.route is Route.STAGED:
+            if message.route is wire.Route.STAGED:
                 self.ring, self.token = self.fetch.ring, self.fetch.token
                 self.granted = min(self.chunks, self.fetch.ring_chunks)
         return [message]
 
-    def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
+    def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[wire.Message]:
         """This transfer will not happen."""
         self._event("refuse")
-        self.failure = Failure(Status.FAILED, code, reason, retry_after_ms)
-        return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
+        self.failure = Failure(wire.Status.FAILED, code, reason, retry_after_ms)
+        return [wire.Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
 
-    def announce(self, ready: int, lease_ms: int = 0, spans: Sequence[Span] = (), generation: int = 0) -> list[Message]:
+    def announce(
+        self, ready: int, lease_ms: int = 0, spans: Sequence[wire.Span] = (), generation: int = 0
+    ) -> list[wire.Message]:
         """The first so many chunks may go now. `spans` are block ids that were not said yet."""
         if self.state is not SendState.MOVING or self._unread or (ready <= self.ready and not spans):
             return []
         self.ready = max(self.ready, ready)
-        return [Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
+        return [wire.Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
 
-    def finish_offer(self, payload: bytes) -> list[Message]:
+    def finish_offer(self, payload: bytes) -> list[wire.Message]:
         """The offer is complete, and the plan of it was accepted: no chunk will be added, and this is the payload."""
         if self.state is SendState.PARKED:
             raise ProtocolError(f"finish is illegal for a transfer that is {self.state.value}")
         self._payload = payload
         return self._complete()
 
-    def reserve(self, message: Reserve) -> range:
+    def reserve(self, message: wire.Reserve) -> range:
         """The decode rank granted memory, or says which places are free again; returns the chunks that are new.
 
         They go where `places` says, and of those that take turns in one place each when the one before has left it.
@@ -207,11 +192,11 @@ class Sending:
         """
         if self.state in _OVER:
             return range(0)  # it crossed our stop; the terminal result answers it
-        if self.route is Route.PULL:
+        if self.route is wire.Route.PULL:
             raise ProtocolError("Reserve is no message of the route pull")
         again = message.chunks == self.granted and not message.ring and self.granted > 0
         fresh = range(0) if again else self._fresh(message.chunks)
-        if (message.ring or message.copied) and self.route is not Route.STAGED:
+        if (message.ring or message.copied) and self.route is not wire.Route.STAGED:
             raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
         if message.copied > self.granted:
             raise ProtocolError(f"{message.copied} chunks of transfer {self.transfer} cannot have left their places")
@@ -220,20 +205,20 @@ class Sending:
             raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
         if message.token and not (message.ring and names_turns(message.token)):
             raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
-        if self.route is Route.STAGED and not (message.ring or self.ring):
+        if self.route is wire.Route.STAGED and not (message.ring or self.ring):
             raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
         if message.ring:
             self.ring, self.token, self._ring_at = message.ring, message.token, self.granted
         self.granted, self.copied = message.chunks, max(self.copied, message.copied)
         return fresh
 
-    def places(self, chunks: range) -> list[Grant]:
+    def places(self, chunks: range) -> list[wire.Grant]:
         """Where in staging memory chunks go that were granted."""
         ring, first = self.ring, self._ring_at  # in a thread: they may be others a moment later
         at = (chunks.start - first) % len(ring)
         return list(islice(cycle(ring), at, at + len(chunks)))
 
-    def landed(self, message: Landed) -> range:
+    def landed(self, message: wire.Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
 
         Raises:
@@ -241,7 +226,7 @@ class Sending:
         """
         if self.state in _OVER:
             return range(0)
-        if self.route is not Route.PULL:
+        if self.route is not wire.Route.PULL:
             raise ProtocolError("Landed is a message of the route pull only")
         if self._unread:
             raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
@@ -249,7 +234,7 @@ class Sending:
         self.granted = message.chunks
         return fresh
 
-    def unread(self, *, in_doubt: bool = False) -> list[Message]:
+    def unread(self, *, in_doubt: bool = False) -> list[wire.Message]:
         """Route `pull`: the decode rank reads nothing any more; `in_doubt` if it is silent, and may be reading."""
         if self.being_read:
             self._unread = True
@@ -257,7 +242,7 @@ class Sending:
                 self.doubts += 1
         return self._complete()
 
-    def moved(self, chunks: int, nbytes: int, timings: Timings = UNTIMED) -> list[Message]:
+    def moved(self, chunks: int, nbytes: int, timings: wire.Timings = UNTIMED) -> list[wire.Message]:
         """The first so many chunks have arrived in full, with so many bytes more than were reported before.
 
         The decode rank is told by `news`, or with the last result.
@@ -269,15 +254,15 @@ class Sending:
         self._timings = timings if self._timings is UNTIMED else added(self._timings, timings)
         return self._complete()
 
-    def news(self) -> list[Message]:
+    def news(self) -> list[wire.Message]:
         """What has arrived since the decode rank was told last; for after a turn in which some did."""
         arrived = self.arrived
         if arrived <= self._said or self.state is not SendState.MOVING:
             return []
         self._said, timings, self._timings = arrived, self._timings, UNTIMED
-        return [Arrived(self.transfer, arrived, timings)]
+        return [wire.Arrived(self.transfer, arrived, timings)]
 
-    def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[Message]:
+    def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[wire.Message]:
         """So many chunks in the shell's hands will not arrive; `in_doubt` if bytes of them may still be in flight.
 
         It ends the transfer; who can say why calls `stop` before.
@@ -288,7 +273,7 @@ class Sending:
         self.doubts += in_doubt
         if self.state is SendState.MOVING:
             return self.stop(
-                Failure(Status.FAILED, Code.FAILED, f"chunk {self.granted - self._dropped} could not be moved")
+                Failure(wire.Status.FAILED, Code.FAILED, f"chunk {self.granted - self._dropped} could not be moved")
             )
         return self._complete()
 
@@ -298,7 +283,7 @@ class Sending:
             raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
         self.doubts -= 1
 
-    def stop(self, failure: Failure) -> list[Message]:
+    def stop(self, failure: Failure) -> list[wire.Message]:
         """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
 
         On `pull` a failed chunk asks the decode rank to read no more, and its `Cancel` says that it does not.
@@ -315,13 +300,13 @@ class Sending:
             return [build_result(self.transfer, failure.status, chunk=self.granted, failure=failure)]
         return self._complete()
 
-    def overdue(self) -> list[Message]:
+    def overdue(self) -> list[wire.Message]:
         """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
         if self.state is not SendState.STOPPING or not self.moving or self.failure is None:
             return []
         return [build_result(self.transfer, self.failure.status, chunk=self.arrived, failure=self.failure)]
 
-    def _complete(self) -> list[Message]:
+    def _complete(self) -> list[wire.Message]:
         """End the transfer if nothing is left to wait for."""
         over = SEND_TRANSITIONS.get((self.state, "finish"))
         if over is None or self.granted > self.arrived + self._dropped:
@@ -330,13 +315,19 @@ class Sending:
             if self.being_read:
                 return []
             self.state = over
-            status = Status.IN_DOUBT if self.doubts else (self.failure.status if self.failure else Status.FAILED)
+            status = (
+                wire.Status.IN_DOUBT if self.doubts else (self.failure.status if self.failure else wire.Status.FAILED)
+            )
             return [build_result(self.transfer, status, last=True, failure=self.failure)]
         if self.granted < self.chunks or self._payload is None:
             return []
         self.state = over
         took, payload = self._timings, self._payload
-        return [KvAgentResult(self.transfer, WHOLE, Status.OK, self.nbytes, last=True, timings=took, payload=payload)]
+        return [
+            wire.KvAgentResult(
+                self.transfer, wire.WHOLE, wire.Status.OK, self.nbytes, last=True, timings=took, payload=payload
+            )
+        ]
 
     def _fresh(self, chunks: int) -> range:
         """The chunks that a count adds.
@@ -356,9 +347,9 @@ class Sending:
         self.state = following
 
 
-def added(one: Timings, other: Timings) -> Timings:
+def added(one: wire.Timings, other: wire.Timings) -> wire.Timings:
     """What several chunks took."""
-    return Timings(
+    return wire.Timings(
         one.queued_us + other.queued_us,
         one.gather_us + other.gather_us,
         one.post_us + other.post_us,
@@ -399,35 +390,30 @@ RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
 """Legal events of `ReceiveState`. DONE and STOPPED are final."""
 
 
-class Receiving:
-    """One transfer at the decode rank. Chunks go in their order, so how it stands is told by counts.
+class Receiving(Struct, eq=False):
+    """One transfer at the decode rank. Chunks go in their order, so how it stands is told by counts."""
 
-    Args:
-        transfer: Its id, unique within this rank's incarnation.
-        ahead: Whether `Fetch` grants chunks before the peer has said how many there are.
-        staging: How many, the first ones, if they are granted staging memory; else all are granted in place.
-    """
-
-    def __init__(self, transfer: int, *, ahead: bool = False, staging: int = 0) -> None:
-        self.transfer: Final = transfer
-        self.state = ReceiveState.ASKED  # see `ReceiveState`
-        self.ended = False  # whether the peer is known to be through with it
-        self.was_lost = False  # whether it has ever been lost, though the peer may be back
-        self.heard_last = False  # whether the last result of a success is in
-        self.ahead = ahead  # whether that grant holds: the peer has neither used nor voided it by its first answer
-        self.staging: Final = staging
-        self.failure: Failure | None = None  # why it does not succeed, once that is known
-        self.payload = b""  # the offer's payload, once the last result is in
-        self.chunks = 0  # that the peer has cut it into; 0 before it was accepted
-        self.ready = 0  # the first so many are ready
-        self.reading = 0  # of the first so many a read was begun (`pull`)
-        # the first so many are, or were, in the peer's hands (`pull`: have been read, and it is to confirm that they
-        # were unchanged)
-        self.granted = 0
-        self.arrived = 0  # the first so many have arrived
-        self.chunks_done = 0  # the first so many are where they belong
-        self._accepted = False
-        self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
+    transfer: int  # its id, unique within this rank's incarnation
+    # whether `Fetch` has granted chunks before the peer said how many there are, and that holds: the peer has neither
+    # used nor voided it by its first answer
+    ahead: bool = False
+    staging: int = 0  # how many, the first ones, if they are granted staging memory; else all are granted in place
+    state: ReceiveState = ReceiveState.ASKED
+    ended: bool = False  # whether the peer is known to be through with it
+    was_lost: bool = False  # whether it has ever been lost, though the peer may be back
+    heard_last: bool = False  # whether the last result of a success is in
+    failure: Failure | None = None  # why it does not succeed, once that is known
+    payload: bytes = b""  # the offer's payload, once the last result is in
+    chunks: int = 0  # that the peer has cut it into; 0 before it was accepted
+    ready: int = 0  # the first so many are ready
+    reading: int = 0  # of the first so many a read was begun (`pull`)
+    # the first so many are, or were, in the peer's hands (`pull`: have been read, and it is to confirm that they were
+    # unchanged)
+    granted: int = 0
+    arrived: int = 0  # the first so many have arrived
+    chunks_done: int = 0  # the first so many are where they belong
+    _accepted: bool = False
+    _unsaid: list[wire.Message] = []  # route pull: a Cancel that waits for our reads
 
     @property
     def step(self) -> Step:
@@ -447,15 +433,15 @@ class Receiving:
         """Whether the peer may be writing what was granted: chunks, or all of it ahead."""
         return self.ahead or self.arrived < self.granted
 
-    def accept(self, message: Accept) -> bool:
+    def accept(self, message: wire.Accept) -> bool:
         """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
 
         Raises:
             ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        covered = message.route in {Route.DIRECT, Route.MAPPED}
+        covered = message.route in {wire.Route.DIRECT, wire.Route.MAPPED}
         if self.staging:
-            covered = message.route is Route.STAGED and message.chunks > 0
+            covered = message.route is wire.Route.STAGED and message.chunks > 0
         if message.ahead and not (self.ahead and covered):
             raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         following = RECEIVE_TRANSITIONS.get((self.state, "accept"))
@@ -468,14 +454,14 @@ class Receiving:
         self.ahead = False
         return True
 
-    def refused(self, message: Refuse) -> None:
+    def refused(self, message: wire.Refuse) -> None:
         """The peer refused: nothing is in flight and nothing will be."""
         if not self.ended:
-            failure = Failure(Status.FAILED, message.code, message.reason, message.retry_after_ms)
+            failure = Failure(wire.Status.FAILED, message.code, message.reason, message.retry_after_ms)
             self.failure = self.failure or failure
             self._event("terminal")
 
-    def wanted(self, message: Want) -> range:
+    def wanted(self, message: wire.Want) -> range:
         """Chunks that became ready at the peer.
 
         Raises:
@@ -497,10 +483,10 @@ class Receiving:
         chunks: int,
         lease_ms: int,
         generation: int = 0,
-        ring: Sequence[Grant] = (),
+        ring: Sequence[wire.Grant] = (),
         copied: int = 0,
         token: bytes = b"",
-    ) -> list[Message]:
+    ) -> list[wire.Message]:
         """Put chunks that are ready into the peer's hands, up to this count; not while the transfer is stopped.
 
         Args:
@@ -515,7 +501,7 @@ class Receiving:
         if chunks != self.granted:
             self._advance(self.granted, chunks, self.ready)
         self.granted = chunks
-        return [Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
+        return [wire.Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
 
     def read(self, chunks: int) -> None:
         """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
@@ -523,13 +509,13 @@ class Receiving:
         self._advance(self.reading, chunks, self.ready)
         self.reading = chunks
 
-    def landed(self, chunks: int) -> list[Message]:
+    def landed(self, chunks: int) -> list[wire.Message]:
         """Route `pull`: the first so many chunks have been read; the peer confirms them."""
         self._advance(self.granted, chunks, self.reading)
         self.granted = chunks
-        return [Landed(self.transfer, chunks)]
+        return [wire.Landed(self.transfer, chunks)]
 
-    def came(self, message: Arrived) -> range | None:
+    def came(self, message: wire.Arrived) -> range | None:
         """Chunks have arrived, to be scattered (and then counted by `done`). None if nothing waits for that any more.
 
         Raises:
@@ -547,7 +533,7 @@ class Receiving:
         fresh, self.arrived = range(self.arrived, max(self.arrived, chunks)), max(self.arrived, chunks)
         return fresh
 
-    def result(self, message: KvAgentResult) -> range | None:
+    def result(self, message: wire.KvAgentResult) -> range | None:
         """A result came in.
 
         Returns:
@@ -556,14 +542,14 @@ class Receiving:
         Raises:
             ProtocolError: If it reports the transfer as complete when it is not.
         """
-        whole, succeeded = message.chunk == WHOLE, message.status is Status.OK
+        whole, succeeded = message.chunk == wire.WHOLE, message.status is wire.Status.OK
         fails = not succeeded and self.arrived <= message.chunk < self.ready
         if self.ended or self.heard_last or not (whole or fails):
             return None
         if not succeeded:  # what was granted stays so: only the terminal result says that nothing of it is in flight
             self.failure = self.failure or Failure(message.status, message.code, message.reason)
             if whole:
-                self._event("lost" if message.status is Status.IN_DOUBT else "terminal")
+                self._event("lost" if message.status is wire.Status.IN_DOUBT else "terminal")
             return range(0)
         running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
         if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
@@ -583,7 +569,7 @@ class Receiving:
         if self.heard_last:
             self._complete()
 
-    def cancel(self, failure: Failure, *, reading: bool = False) -> list[Message]:
+    def cancel(self, failure: Failure, *, reading: bool = False) -> list[wire.Message]:
         """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent.
 
         After the last result there is nothing to ask: the peer is through, and only our own copies are stopped.
@@ -602,7 +588,7 @@ class Receiving:
         self._event("cancel")
         return [] if again else self._part(failure.code, reading=reading)
 
-    def unread(self) -> list[Message]:
+    def unread(self) -> list[wire.Message]:
         """Route `pull`: nothing is read any more. The `Cancel` that waited for that, if there is one."""
         unsaid, self._unsaid = self._unsaid, []
         return [] if self.ended else unsaid
@@ -617,15 +603,15 @@ class Receiving:
         """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""
         self._event("terminal")
 
-    def resume(self, *, reading: bool = False) -> list[Message]:
+    def resume(self, *, reading: bool = False) -> list[wire.Message]:
         """The same incarnation is back: ask what became of the transfer; `reading` as in `cancel`."""
         self._event("resume")
         return self._part(Code.PEER_LOST, reading=reading)
 
-    def _part(self, code: Code, *, reading: bool) -> list[Message]:
+    def _part(self, code: Code, *, reading: bool) -> list[wire.Message]:
         """What ends the transfer here: `Cancel` also says that nothing is read, so while something is, it waits."""
-        self._unsaid = [Cancel(self.transfer, code)]
-        return [Abandon(self.transfer, code)] if reading else self.unread()
+        self._unsaid = [wire.Cancel(self.transfer, code)]
+        return [wire.Abandon(self.transfer, code)] if reading else self.unread()
 
     def _complete(self) -> None:
         over = RECEIVE_TRANSITIONS.get((self.state, "complete"))

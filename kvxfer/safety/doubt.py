@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvxfer.errors import Code, FabricError
@@ -43,7 +45,7 @@ def seek(site: Site, exposed: "Exposure", name: str) -> Callback:
     looks once more.
     """
     over: asyncio.Future[None] = site.loop.create_future()
-    leave = site.processes.hold(exposed.peer)  # now: the last link to the peer may be gone when the task begins
+    leave = site.processes.hold(exposed.link.peer)  # now: the last link to the peer may be gone when the task begins
     task = site.lookouts.spawn(_seek(site, exposed, over, site.rebuilds.count), name)
     task.add_done_callback(lambda _: leave())
     return partial(resolve, over, None)
@@ -65,12 +67,12 @@ async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", b
             if last:
                 return
             news = [over, site.closing]
-            if severed(site, exposed.peer) or (clueless and count == before):
+            if severed(site, exposed.link.peer) or (clueless and count == before):
                 if wanted != (count, clueless):
                     leave()
                     leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), (count, clueless)
                 news.append(site.rebuilds.next)
-            elif (ended := site.processes.ended(exposed.peer)) is not None and not ended.done():
+            elif (ended := site.processes.ended(exposed.link.peer)) is not None and not ended.done():
                 news.append(ended)
             if not clueless:
                 news.append(exposed.clueless)
@@ -88,19 +90,19 @@ async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, r
 
     `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.
     """
-    ends, spans = exposed.ends_with_process, exposed.peer.body.staging
+    ends, spans = exposed.ends_with_process, exposed.link.peer.body.staging
     own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
     if found is not None and not await site.gates.inside(exposed.gate):
         if found is Revoked.IDLE:
             return "its gate was empty"
         if ends and own:  # what a thread of it copied by itself ends before its locks are given back
             return "it died inside of its gate"
-    gone = site.processes.gone(exposed.peer)
+    gone = site.processes.gone(exposed.link.peer)
     if gone and (ends or rebuilt):
         if exposed.fenced:  # it may have died inside of a word
             site.gates.retire(exposed.gate)
         return "its process has ended" if ends else "its process has ended, and the agent that it reached is gone"
-    if rebuilt and severed(site, exposed.peer):
+    if rebuilt and severed(site, exposed.link.peer):
         return "it is on another host, and the agent that it reached is gone"
     return ""
 
@@ -110,26 +112,23 @@ async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, r
 _ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 
 
-class Exposure:
-    """Memory that one transfer lets a peer write or read, as granted on one control stream.
+class Exposure(Struct, eq=False, dict=True):
+    """Memory that one transfer lets a peer write or read, as granted on one control stream."""
 
-    `safe` is called once if there is evidence, other than the peer's word, that nobody touches it any more.
-    """
-
-    def __init__(self, site: Site, link: Link, name: str, safe: Callable[[], None], routes: Iterable[Route]) -> None:
-        self.peer: Final[PeerInfo] = link.peer
-        self.gate = SHARED_GATE  # what every grant leads through; there is one from the first grant on
-        self.fenced = False  # whether the peer passes it, or touches nothing
-        self.routes = frozenset(routes)  # those on which the peer may touch it
-        self.ended = False  # nobody touches it any more
-        self._renewals = link.renewals
-        self._renewed = self._in_doubt = False  # as the peer has said
-        self._site: Final = site
-        self._granted_over: Final = link
-        self._name: Final = name
-        self._safe = safe
-        self._granted = False
-        self._found: Callable[[], None] | None = None
+    site: Site
+    link: Link  # over which it is granted
+    name: str  # of the transfer
+    # called once if there is evidence, other than the peer's word, that nobody touches it any more
+    _safe: Callable[[], None]
+    routes: frozenset[Route]  # those on which the peer may touch it
+    gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
+    fenced: bool = False  # whether the peer passes it, or touches nothing
+    ended: bool = False  # nobody touches it any more
+    _renewals: int = sys.maxsize  # how often the peer had made its agent anew when the last grant was given
+    _renewed: bool = False  # as the peer has said
+    _in_doubt: bool = False  # likewise
+    _granted: bool = False
+    _found: Callable[[], None] | None = None
 
     @lazy
     def clueless(self) -> "asyncio.Future[None]":
@@ -137,7 +136,7 @@ class Exposure:
 
         What it posted left for the agent that was here, and more it cannot tell before there is another.
         """
-        return self._site.loop.create_future()
+        return self.site.loop.create_future()
 
     @property
     def ends_with_process(self) -> bool:
@@ -155,14 +154,14 @@ class Exposure:
 
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""
-        gates = self._site.gates
+        gates = self.site.gates
         if self.gate == SHARED_GATE:
             self.gate = gates.allot()
-        passes = self.gate != SHARED_GATE and self.peer.identity.incarnation in self._site.fenced
+        passes = self.gate != SHARED_GATE and self.link.peer.identity.incarnation in self.site.fenced
         generation = gates.granted(self.gate) if passes or (mapped and gates.words) else 0
         self.fenced = (self.fenced or not self._granted) and generation > 0
         self._granted = True
-        self._renewals, self._renewed = self._granted_over.renewals, False
+        self._renewals, self._renewed = self.link.renewals, False
         return generation
 
     def met(self, renewals: int) -> None:
@@ -186,12 +185,12 @@ class Exposure:
     def seek(self) -> None:
         """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended."""
         if self._found is None and not self.ended:
-            self._found = seek(self._site, self, f"kvxfer look after {self._name}")
+            self._found = seek(self.site, self, f"kvxfer look after {self.name}")
 
     def safe(self, why: str) -> None:
         """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
         if not self.ended:
-            _log.info("doubt_ended", peer=self.peer.name, transfer=self._name, reason=why)
+            _log.info("doubt_ended", peer=self.link.peer.name, transfer=self.name, reason=why)
             safe = self._safe
             self.end()
             safe()
@@ -201,7 +200,7 @@ class Exposure:
         if not self.ended:
             self.ended = True
             self._safe = no_hold  # without a cycle, the transfer is freed at once
-            self._site.gates.give_back(self.gate)
+            self.site.gates.give_back(self.gate)
             if self._found is not None:
                 self._found()
 

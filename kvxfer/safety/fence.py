@@ -143,7 +143,8 @@ class LockFile:
         except (AttributeError, OSError, ValueError) as error:
             os.close(self._descriptor)
             raise FabricError(f"this system has no locks of open file descriptions: {error}") from error
-        self._words: Final = memoryview(self._pages).cast("I")
+        # of gate n word 2n says how often it was raised, the next one whether a writer is inside
+        self.words: Final = memoryview(self._pages).cast("I")
         self.handle: Final = handle_of(self._descriptor)
         _forks.files.add(self)
         if _forks.any:
@@ -151,11 +152,7 @@ class LockFile:
 
     def say_forked(self) -> None:
         """A child of this process will have, or may have, its descriptors."""
-        self._words[_FORKED] = 1
-
-    def generation(self, number: int) -> int:
-        """The generation of a gate: what a grant must name for its writer to get in."""
-        return self._words[2 * number] + FIRST_GENERATION
+        self.words[_FORKED] = 1
 
     def revoke(self, number: int) -> Revoked | None:
         """Raise the generation of a gate if nobody holds its lock.
@@ -166,7 +163,7 @@ class LockFile:
         if not _lock(self._descriptor, fcntl.F_WRLCK, number):
             return None
         try:
-            words, at = self._words, 2 * number
+            words, at = self.words, 2 * number
             inside, words[at + 1] = words[at + 1], 0
             words[at] = (words[at] + 1) % _LAST_GENERATION
         finally:
@@ -176,7 +173,7 @@ class LockFile:
     def close(self) -> None:
         """Close it. Peers that have it open keep it, and pass its gates to no effect."""
         _forks.files.discard(self)
-        self._words.release()
+        self.words.release()
         self._pages.close()
         os.close(self._descriptor)
 
@@ -323,7 +320,7 @@ class Gates:
         self.words: Final = words
         self._locks: Final = locks
         self._look: Final = look
-        self._generations: dict[int, int] = {}  # without locks, of those that were raised
+        self._raised: dict[int, int] = {}  # without locks, how often each was
         self._free: list[int] = []
         self._retired: set[int] = set()
         self._raising: dict[int, bool] = {}  # whose words are being raised; whether they were given back meanwhile
@@ -352,9 +349,8 @@ class Gates:
 
     def granted(self, number: int) -> int:
         """What a grant says of a gate: its number (the high 32 bits) and its generation."""
-        if self._locks is not None:
-            return number << 32 | self._locks.generation(number)
-        return number << 32 | self._generations.get(number, FIRST_GENERATION)
+        raised = self._raised.get(number, 0) if self._locks is None else self._locks.words[2 * number]
+        return number << 32 | raised + FIRST_GENERATION
 
     async def revoke(self, number: int) -> Revoked | None:
         """Let nobody in any more who was granted a gate.
@@ -369,7 +365,7 @@ class Gates:
         if self._locks is not None:
             found = self._locks.revoke(number)
         else:
-            self._generations[number] = self._generations.get(number, FIRST_GENERATION) + 1
+            self._raised[number] = self._raised.get(number, 0) + 1
         if found is not None and self.words:
             await self._raise_word(number)
         return found

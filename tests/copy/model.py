@@ -23,7 +23,7 @@ from kvxfer.copy import records
 from kvxfer.copy.compiler import load
 from kvxfer.copy.mover import _EVENT, _READ_BYTES, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
-from kvxfer.safety.fence import Key, LockFile
+from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile
 
 WINDOWS, WINDOW = 48, 4096
 GATES = 4
@@ -47,6 +47,11 @@ def _refuse(descriptor: Any, address: Any, nbytes: Any) -> Any:
 def words(*given: int) -> bytes:
     """A record that begins so."""
     return struct.pack(f"<{records.RECORD_WORDS}q", *given, *[0] * (records.RECORD_WORDS - len(given)))
+
+
+def generation(file: LockFile, gate: int) -> int:
+    """What a grant names for its writer to get in."""
+    return file.words[2 * gate] + FIRST_GENERATION
 
 
 class Job:
@@ -130,7 +135,7 @@ class Model:
             job.until = self.now + rng.randrange(2_000_000)
         if rng.random() < 0.5:
             job.gate = rng.randrange(GATES)
-            job.generation = self.file.generation(job.gate) - (rng.random() < 0.1)
+            job.generation = generation(self.file, job.gate) - (rng.random() < 0.1)
         self.jobs[slot] = job
         record = self.record(job)
         self.sent.append(record)
@@ -199,7 +204,7 @@ class Model:
         for job in self.jobs.values():
             if job.until <= self.now:
                 job.reasons.add("lease")
-            if job.gate >= 0 and job.generation != self.file.generation(job.gate):
+            if job.gate >= 0 and job.generation != generation(self.file, job.gate):
                 job.reasons.add("revoked")
         self.before()
         delay = int(self.machine._code.step(self.state, self.rows, self.ports))
@@ -423,7 +428,7 @@ class GpuModel(Model):
         """Whether a copy may begin in this step."""
         assert not job.cancelled, f"{job} is begun after its cancel was taken"
         assert self.now < job.until, f"{job} is begun after its lease"
-        assert job.gate < 0 or self.file.generation(job.gate) == job.generation, f"{job} is begun after it was revoked"
+        assert job.gate < 0 or generation(self.file, job.gate) == job.generation, f"{job} is begun after it was revoked"
         assert all(word(event).value == 0 for event in job.events), f"{job} is begun before its events"
         assert job.gate < 0 or self.file.revoke(job.gate) is None, f"{job} is begun without its lock"
         if not self.event_errors:
@@ -608,7 +613,7 @@ class HostModel(Model):
             assert not job.launched
             assert not job.cancelled, f"{job} is begun after its cancel was taken"
             assert self.now < job.until, f"{job} is begun after its lease"
-            assert job.gate < 0 or self.file.generation(job.gate) == job.generation
+            assert job.gate < 0 or generation(self.file, job.gate) == job.generation
             job.launched = True
 
     def inside(self, number):

@@ -11,28 +11,12 @@ import pytest
 from mutation import SPOKEN, VALID, Mutator, decoded
 
 from kvxfer.errors import Code, ProtocolError
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import (
-    MAX_CHUNKS,
-    WHOLE,
-    Accept,
-    Arrived,
-    Fetch,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Refuse,
-    Reserve,
-    Route,
-    Status,
-    TicketRef,
-    Timings,
-    Want,
-)
 from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving, Sending, SendState, build_result
 
-FAILURE = Failure(Status.CANCELLED, Code.CANCELLED, "stopped")
-ROUTES = [Route.STAGED, Route.DIRECT, Route.PULL, Route.MAPPED]
+FAILURE = Failure(wire.Status.CANCELLED, Code.CANCELLED, "stopped")
+ROUTES = [wire.Route.STAGED, wire.Route.DIRECT, wire.Route.PULL, wire.Route.MAPPED]
 STEPS = 40
 
 
@@ -55,13 +39,13 @@ class Peer:
         return message if isinstance(message, self.kinds) else None
 
 
-PLACES = [Grant(4096 * number, 64) for number in range(1, 8)]
+PLACES = [wire.Grant(4096 * number, 64) for number in range(1, 8)]
 
 
 DECODE_RANK = Peer(
-    (Reserve, Landed),
-    [Reserve(1, count, 100, 0, PLACES[:places]) for count in range(5) for places in (0, 1, 3)]
-    + [Landed(1, count) for count in range(4)],
+    (wire.Reserve, wire.Landed),
+    [wire.Reserve(1, count, 100, 0, PLACES[:places]) for count in range(5) for places in (0, 1, 3)]
+    + [wire.Landed(1, count) for count in range(4)],
 )
 
 
@@ -73,7 +57,9 @@ class Sender:
         self.route = draw.choice(ROUTES)
         self.chunks = draw.randrange(7)
         ring = {"ring": PLACES[: draw.randrange(1, 3)], "ring_chunks": draw.randrange(1, 5)}
-        self.fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1, lease_ms=1000, **ring)
+        self.fetch = wire.Fetch(
+            1, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1, lease_ms=1000, **ring
+        )
         self.machine = Sending(self.fetch)
         self.announced = self.granted = self.arrived = self.dropped = self.told = 0
         self.readable = 0  # route pull: so many chunks may be read
@@ -91,45 +77,47 @@ class Sender:
     def say(self, messages):
         for message in messages:
             match message:
-                case Want(chunks=chunks):
+                case wire.Want(chunks=chunks):
                     assert self.lasts == 0
                     assert self.announced < chunks <= self.chunks
                     assert not self.parted
                     self.announced = self.readable = chunks
-                case Arrived(chunks=chunks):
+                case wire.Arrived(chunks=chunks):
                     assert self.lasts == 0
                     assert self.told < chunks == self.arrived
                     self.told = chunks
-                case KvAgentResult():
+                case wire.KvAgentResult():
                     self.result(message)
-                case Refuse():
+                case wire.Refuse():
                     assert not self.hands
                 case _:
-                    assert isinstance(message, Accept)
+                    assert isinstance(message, wire.Accept)
 
     def result(self, message):
         assert self.lasts == 0
-        assert message.last == (message.chunk == WHOLE)
+        assert message.last == (message.chunk == wire.WHOLE)
         self.lasts += message.last
-        if message.chunk != WHOLE:
-            assert message.status is not Status.OK
+        if message.chunk != wire.WHOLE:
+            assert message.status is not wire.Status.OK
             assert self.arrived <= message.chunk < self.announced
-        elif message.status is Status.OK:
+        elif message.status is wire.Status.OK:
             assert self.arrived == self.chunks
             assert message.bytes == 64 * self.chunks
-        elif message.status is not Status.IN_DOUBT:
+        elif message.status is not wire.Status.IN_DOUBT:
             assert not self.doubts
-            assert self.route is not Route.PULL or self.readable == self.granted, "blocks would be freed while read"
-        if message.chunk == WHOLE:  # also one that leaves doubt: of what the shell has, it knows the end
+            assert self.route is not wire.Route.PULL or self.readable == self.granted, (
+                "blocks would be freed while read"
+            )
+        if message.chunk == wire.WHOLE:  # also one that leaves doubt: of what the shell has, it knows the end
             assert not self.hands
 
     def accept(self):
         if self.machine.state is SendState.PARKED:
-            ahead = self.route is not Route.PULL and self.draw.random() < 0.2
-            accept = Accept(1, self.route, 0, [], 1, 1, self.chunks, b"", ahead=ahead)
+            ahead = self.route is not wire.Route.PULL and self.draw.random() < 0.2
+            accept = wire.Accept(1, self.route, 0, [], 1, 1, self.chunks, b"", ahead=ahead)
             if ahead:
                 self.announced = self.granted = self.chunks
-                if self.route is Route.STAGED:
+                if self.route is wire.Route.STAGED:
                     self.granted, self.ring = min(self.chunks, self.fetch.ring_chunks), self.fetch.ring
             self.say(self.machine.accept(accept))
 
@@ -146,7 +134,7 @@ class Sender:
             chunks = self.draw.randint(1, len(self.hands))
             if self.draw.random() < self.luck:
                 self.arrived += chunks
-                self.say(self.machine.moved(self.arrived, 64 * chunks, Timings(wire_us=chunks)))
+                self.say(self.machine.moved(self.arrived, 64 * chunks, wire.Timings(wire_us=chunks)))
             else:
                 in_doubt = self.draw.random() < 0.5
                 self.dropped += chunks
@@ -168,7 +156,7 @@ class Sender:
         self.say(self.machine.news())
 
     def settle(self):
-        if self.doubts and self.route is not Route.PULL:
+        if self.doubts and self.route is not wire.Route.PULL:
             self.doubts -= 1
             self.machine.settled()
 
@@ -180,7 +168,7 @@ class Sender:
 
     def unread(self):
         in_doubt = self.draw.random() < 0.5
-        if self.route is Route.PULL:
+        if self.route is wire.Route.PULL:
             self.doubts += in_doubt and self.machine.being_read
             self.parted = self.parted or self.readable > self.granted  # it read, and said that it does not
             self.readable = self.granted
@@ -205,14 +193,14 @@ class Sender:
         draw, machine = self.draw, self.machine
         upto = max(0, self.granted + draw.choice((0, 1, 1, 1, 2, 3)))
         places = draw.choice((0, 0, 0, 1, 2)) if self.ring else draw.choice((0, 1, 1, 2, 4))
-        ring = draw.choices(PLACES, k=places) if self.route is Route.STAGED else []
-        likely = Landed(1, upto) if self.route is Route.PULL else Reserve(1, upto, 100, 0, ring)
+        ring = draw.choices(PLACES, k=places) if self.route is wire.Route.STAGED else []
+        likely = wire.Landed(1, upto) if self.route is wire.Route.PULL else wire.Reserve(1, upto, 100, 0, ring)
         message = DECODE_RANK.says(draw, likely)
-        if not isinstance(message, Reserve | Landed):
+        if not isinstance(message, wire.Reserve | wire.Landed):
             return
         before, running = self.known(), machine.state in (SendState.PARKED, SendState.MOVING)
         try:
-            granted = machine.reserve(message) if isinstance(message, Reserve) else machine.landed(message)
+            granted = machine.reserve(message) if isinstance(message, wire.Reserve) else machine.landed(message)
         except ProtocolError:
             assert self.known() == before
             return
@@ -220,12 +208,12 @@ class Sender:
             assert not granted
             assert self.known() == before
             return
-        assert isinstance(message, Landed) == (self.route is Route.PULL)
+        assert isinstance(message, wire.Landed) == (self.route is wire.Route.PULL)
         assert granted == range(self.granted, message.chunks)
-        assert len(granted) > 0 or (isinstance(message, Reserve) and not message.ring)  # a lease is renewed
-        assert message.chunks <= (self.readable if self.route is Route.PULL else self.announced)
-        if isinstance(message, Reserve) and message.ring:
-            assert self.route is Route.STAGED
+        assert len(granted) > 0 or (isinstance(message, wire.Reserve) and not message.ring)  # a lease is renewed
+        assert message.chunks <= (self.readable if self.route is wire.Route.PULL else self.announced)
+        if isinstance(message, wire.Reserve) and message.ring:
+            assert self.route is wire.Route.STAGED
             assert not self.hands or message.copied == self.granted, "a ring under what is being written"
             self.ring, self.ring_at = message.ring, self.granted
         self.granted = message.chunks
@@ -237,7 +225,7 @@ class Sender:
         assert (machine.ready, machine.granted) == (self.announced, self.granted)
         assert machine.arrived == self.arrived
         assert machine.doubts == self.doubts
-        if self.route is Route.STAGED:
+        if self.route is wire.Route.STAGED:
             assert len(self.machine.ring) == len(self.ring)
             places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]
             for chunk, place in zip(self.hands, places, strict=True):
@@ -262,15 +250,15 @@ class Sender:
         self.unread()
         while self.hands:
             self.report()
-        while self.doubts and self.route is not Route.PULL:
+        while self.doubts and self.route is not wire.Route.PULL:
             self.check()
             self.settle()
         self.check()
         assert self.machine.state is SendState.ENDED
         assert self.lasts <= 1
         before = self.known()
-        assert not self.machine.reserve(Reserve(1, 1, 1, 0, PLACES))
-        assert not self.machine.landed(Landed(1, 1))
+        assert not self.machine.reserve(wire.Reserve(1, 1, 1, 0, PLACES))
+        assert not self.machine.landed(wire.Landed(1, 1))
         assert self.machine.news() == self.machine.announce(self.chunks) == self.machine.overdue() == []
         assert self.known() == before
 
@@ -284,18 +272,18 @@ def test_sending():
 
 
 PREFILL_RANK = Peer(
-    (Accept, Refuse, Want, Arrived, KvAgentResult),
+    (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.KvAgentResult),
     [
         *(
-            Accept(1, route, 64, [], 1, 1, count, b"", ahead=ahead)
+            wire.Accept(1, route, 64, [], 1, 1, count, b"", ahead=ahead)
             for route in ROUTES
             for count, ahead in ((3, False), (1, True))
         ),
-        *(Want(1, count, 100) for count in range(4)),
-        *(Arrived(1, count, Timings(1, 2, 3, 4)) for count in range(5)),
-        *(build_result(1, status, chunk=chunk) for status in Status for chunk in (0, 1, WHOLE)),
-        *(KvAgentResult(1, chunk, Status.OK, 0, True, payload=b"p") for chunk in (0, 2, WHOLE)),
-        Refuse(1, Code.TOO_MANY, "no"),
+        *(wire.Want(1, count, 100) for count in range(4)),
+        *(wire.Arrived(1, count, wire.Timings(1, 2, 3, 4)) for count in range(5)),
+        *(build_result(1, status, chunk=chunk) for status in wire.Status for chunk in (0, 1, wire.WHOLE)),
+        *(wire.KvAgentResult(1, chunk, wire.Status.OK, 0, True, payload=b"p") for chunk in (0, 2, wire.WHOLE)),
+        wire.Refuse(1, Code.TOO_MANY, "no"),
     ],
 )
 
@@ -308,7 +296,7 @@ class Receiver:
         self.ahead, self.staging = draw.random() < 0.4, draw.choice([0, 0, 1, 3])
         self.machine = Receiving(1, ahead=self.ahead, staging=self.staging)
         self.ready = self.reading = self.granted = self.arrived = self.placed = self.chunks = 0
-        self.route = Route.UNKNOWN
+        self.route = wire.Route.UNKNOWN
 
     def known(self):
         """What the machine knows, for comparison."""
@@ -321,11 +309,11 @@ class Receiver:
         near = draw.choice((0, 1, 1, 2))
         likely = draw.choice(
             [
-                Accept(1, draw.choice(ROUTES), 64, [], 1, 1, draw.randrange(5), b"", ahead=draw.random() < 0.3),
-                *[Want(1, self.ready + near)] * 3,
-                *[Arrived(1, self.arrived + near)] * 3,
-                build_result(1, Status.FAILED, chunk=self.arrived),
-                build_result(1, Status.OK, last=True),
+                wire.Accept(1, draw.choice(ROUTES), 64, [], 1, 1, draw.randrange(5), b"", ahead=draw.random() < 0.3),
+                *[wire.Want(1, self.ready + near)] * 3,
+                *[wire.Arrived(1, self.arrived + near)] * 3,
+                build_result(1, wire.Status.FAILED, chunk=self.arrived),
+                build_result(1, wire.Status.OK, last=True),
             ]
         )
         message = PREFILL_RANK.says(draw, likely)
@@ -338,7 +326,7 @@ class Receiver:
     def take(self, message):
         machine = self.machine
         match message:
-            case Accept():
+            case wire.Accept():
                 asked = machine.state is ReceiveState.ASKED
                 exposed = machine.ahead
                 assert machine.accept(message) == asked
@@ -347,10 +335,10 @@ class Receiver:
                     self.chunks, self.route = message.chunks, message.route
                     self.ready = self.chunks if message.ahead else 0
                     self.granted = min(self.ready, self.staging or self.ready)
-            case Refuse():
+            case wire.Refuse():
                 machine.refused(message)
                 assert machine.ended
-            case Want():
+            case wire.Want():
                 running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
                 news = machine.wanted(message)
                 if running:
@@ -360,19 +348,19 @@ class Receiver:
                     self.ready = message.chunks
                 else:
                     assert not news
-            case Arrived():
+            case wire.Arrived():
                 running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
                 self.arrive(machine.came(message), message.chunks, ended=machine.ended)
                 assert not running or message.chunks <= self.granted, "what was not granted is said to have arrived"
-            case KvAgentResult():
+            case wire.KvAgentResult():
                 ended, failed = machine.ended or machine.heard_last, machine.failure is not None
                 chunks = machine.result(message)
-                if message.chunk != WHOLE and not failed:
-                    fails = message.status is not Status.OK and self.arrived <= message.chunk < self.ready
+                if message.chunk != wire.WHOLE and not failed:
+                    fails = message.status is not wire.Status.OK and self.arrived <= message.chunk < self.ready
                     assert (machine.failure is not None) == (fails and not ended)
-                assert message.status is Status.OK or not chunks
+                assert message.status is wire.Status.OK or not chunks
                 if machine.heard_last and not ended:
-                    assert (message.chunk, message.status) == (WHOLE, Status.OK)
+                    assert (message.chunk, message.status) == (wire.WHOLE, wire.Status.OK)
                     assert machine.state is ReceiveState.STOPPED or self.granted == self.chunks
                 self.arrive(chunks, self.granted, ended=ended)
             case _:
@@ -389,15 +377,15 @@ class Receiver:
     def grant(self):
         if self.machine.state is not ReceiveState.MOVING:
             return
-        begun = self.reading if self.route is Route.PULL else self.granted
+        begun = self.reading if self.route is wire.Route.PULL else self.granted
         if begun < self.ready:
             upto = self.draw.randint(begun + 1, self.ready)
-            if self.route is Route.PULL:
+            if self.route is wire.Route.PULL:
                 self.machine.read(upto)
                 self.reading = upto
             else:
                 ring = PLACES[: self.draw.randrange(3)]
-                assert self.machine.grant(upto, 100, 7, ring) == [Reserve(1, upto, 100, 7, ring)]
+                assert self.machine.grant(upto, 100, 7, ring) == [wire.Reserve(1, upto, 100, 7, ring)]
                 self.granted = upto
 
     def read(self):
@@ -406,7 +394,7 @@ class Receiver:
             for wrong in (self.granted, self.reading + 1):
                 with pytest.raises(ProtocolError):
                     self.machine.landed(wrong)
-            assert self.machine.landed(upto) == [Landed(1, upto)]
+            assert self.machine.landed(upto) == [wire.Landed(1, upto)]
             self.granted = upto
 
     def place(self):
@@ -428,9 +416,9 @@ class Receiver:
             acts += [self.cancel, self.lose]
         if self.draw.random() < 0.8:
             ahead = self.ahead and self.draw.random() < 0.5
-            route = Route.STAGED if ahead and self.staging else self.draw.choice(ROUTES[1:2] if ahead else ROUTES)
+            route = wire.Route.STAGED if ahead and self.staging else self.draw.choice(ROUTES[1:2] if ahead else ROUTES)
             chunks = self.draw.randrange(int(ahead and self.staging > 0), 6)
-            self.take(Accept(1, route, 64, [], 1, 1, chunks, b"", ahead=ahead))
+            self.take(wire.Accept(1, route, 64, [], 1, 1, chunks, b"", ahead=ahead))
         for _ in range(STEPS):
             self.draw.choice(acts)()
             self.check()
@@ -440,7 +428,7 @@ class Receiver:
         machine = self.machine
         counts = machine.ready, machine.reading, machine.granted, machine.arrived, machine.chunks_done
         assert counts == (self.ready, self.reading, self.granted, self.arrived, self.placed)
-        assert 0 <= self.placed <= self.arrived <= self.granted <= self.ready <= self.chunks <= MAX_CHUNKS
+        assert 0 <= self.placed <= self.arrived <= self.granted <= self.ready <= self.chunks <= wire.MAX_CHUNKS
         assert machine.chunks == self.chunks
         assert machine.exposed == (machine.ahead or self.arrived < self.granted)
         if machine.state is ReceiveState.DONE:

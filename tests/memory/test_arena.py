@@ -373,7 +373,7 @@ class TestQuarantine:
         assert shot.reasons == {6 * UNIT: "the stream closed"}
         assert [astuple(shot.peers[peer])[:2] for peer in "abc"] == [(UNIT, 2 * UNIT), (0, 3 * UNIT), (0, 0)]
         assert (shot.peers["b"].quarantined_bytes, shot.peers["c"].waiting_requests) == (4 * UNIT, 1)
-        assert (share.quarantined_bytes(), share.quarantined_bytes("a"), share.held_bytes("b")) == (2048, 0, 7 * UNIT)
+        assert (share.quarantined_bytes(), share.quarantined_bytes("a"), share.held.get("b", 0)) == (2048, 0, 7 * UNIT)
         assert share.extents() == extents
 
 

@@ -57,7 +57,7 @@ class Books(RuleBasedStateMachine):
         # a peer that waits alone and holds nothing is served whenever a gap is large enough
         if len({request.peer for request in self.waiting}) == 1:
             first = next(iter(self.waiting))
-            if not self.share.held_bytes(first.peer):
+            if not self.share.held.get(first.peer, 0):
                 assert first.length > max(_gaps(self.used())) * UNIT
 
     def decided(self, decisions: Decisions, due: list[Request]) -> None:
@@ -164,7 +164,7 @@ class Books(RuleBasedStateMachine):
         assert all(low.offset + low.length <= high.offset for low, high in pairwise(shot.extents))
         for peer in "abcd":
             mine = sum(extent.length for extent in self.live if extent.peer == peer)
-            assert self.share.held_bytes(peer) == mine
+            assert self.share.held.get(peer, 0) == mine
             assert (peer in shot.peers) == bool(mine or any(request.peer == peer for request in self.waiting))
 
     @invariant()

@@ -15,32 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.errors import Code
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Abandon,
-    Accept,
-    Arrived,
-    Cancel,
-    Fetch,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Refuse,
-    Reserve,
-    Route,
-    Status,
-    TicketRef,
-    Timings,
-    Want,
-)
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving, Sending, SendState, build_result
 
 TOKEN = b"first token"
-CALLER = Failure(Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
-THEIRS = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled by the decode rank")
-OWNER = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "withdrawn")
-GONE = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
-SILENT = Failure(Status.FAILED, Code.PEER_LOST, "no answer")
+CALLER = Failure(wire.Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
+THEIRS = Failure(wire.Status.CANCELLED, Code.CANCELLED, "cancelled by the decode rank")
+OWNER = Failure(wire.Status.CANCELLED, Code.OFFER_WITHDRAWN, "withdrawn")
+GONE = Failure(wire.Status.CANCELLED, Code.PEER_LOST, "the session was lost")
+SILENT = Failure(wire.Status.FAILED, Code.PEER_LOST, "no answer")
 
 PLACES = [4096 * number for number in range(1, 7)]
 """Staging memory of the decode rank: where a chunk can be."""
@@ -55,7 +38,7 @@ def chosen(number, options):
 
 class Pair(RuleBasedStateMachine):
     @initialize(
-        route=st.sampled_from([Route.STAGED, Route.DIRECT, Route.PULL]),
+        route=st.sampled_from([wire.Route.STAGED, wire.Route.DIRECT, wire.Route.PULL]),
         chunks=st.integers(1, 5),
         ahead=st.booleans(),
         sticky=st.booleans(),
@@ -64,13 +47,13 @@ class Pair(RuleBasedStateMachine):
     )
     def begin(self, route, chunks, ahead, sticky, troubles, calm):
         self.route, self.chunks = route, chunks
-        staging = route is Route.STAGED and chunks == 1
-        self.ahead = ahead and (route is Route.DIRECT or staging)  # the prefill side has a grant for everything
+        staging = route is wire.Route.STAGED and chunks == 1
+        self.ahead = ahead and (route is wire.Route.DIRECT or staging)  # the prefill side has a grant for everything
         self.troubles = troubles  # how often somebody gives up; it begins calmly, or no schedule would get far
         lease = 1000 if self.ahead else 0
-        fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
+        fetch = wire.Fetch(1, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
         if staging and self.ahead:
-            fetch = msgspec.structs.replace(fetch, ring=[Grant(PLACES[0], 64)], ring_chunks=1)
+            fetch = msgspec.structs.replace(fetch, ring=[wire.Grant(PLACES[0], 64)], ring_chunks=1)
         self.receiver = Receiving(1, ahead=self.ahead, staging=staging)
         self.sender = None
         self.connected = True
@@ -109,7 +92,7 @@ class Pair(RuleBasedStateMachine):
     def due(self):
         """Everything that can happen without anybody giving up, with how many numbers it takes."""
         sending = self.sender.state if self.live() else None
-        pull = self.route is Route.PULL
+        pull = self.route is wire.Route.PULL
         steps = [
             (sending is SendState.PARKED, self.accept, 1),
             (sending is SendState.PARKED and self.ahead, self.void, 0),
@@ -136,12 +119,12 @@ class Pair(RuleBasedStateMachine):
         """What the sending machine says: held to its promises, whether or not anybody hears it."""
         for message in messages:
             match message:
-                case KvAgentResult():
+                case wire.KvAgentResult():
                     assert self.lasts == 0, "a result after the last one"
                     self.lasts += message.last
                     self.payloads += bool(message.payload)
                     self.promised(message)
-                case Arrived():
+                case wire.Arrived():
                     assert self.lasts == 0
                     assert self.told < message.chunks <= self.chunks
                     assert set(range(message.chunks)) <= self.moved_chunks
@@ -151,19 +134,19 @@ class Pair(RuleBasedStateMachine):
             self.to_receiver.extend(messages)
 
     def promised(self, message):
-        if message.chunk != WHOLE or message.status is Status.IN_DOUBT:
+        if message.chunk != wire.WHOLE or message.status is wire.Status.IN_DOUBT:
             return
         assert not self.hands
         assert not self.zombies
-        if message.status is Status.OK:
+        if message.status is wire.Status.OK:
             assert self.moved_chunks == set(range(self.chunks))
             assert message.bytes == 64 * self.chunks
             assert self.wire_us + message.timings.wire_us == self.chunks, "the time of each chunk is told once"
-        elif self.route is Route.PULL:
+        elif self.route is wire.Route.PULL:
             assert not self.reading, "the offer's blocks would be freed while they are read"
             if self.connected and self.receiver.state is ReceiveState.MOVING:
                 assert self.receiver.reading == self.receiver.ready
-                assert not any(isinstance(frame, Want) for frame in self.to_receiver)
+                assert not any(isinstance(frame, wire.Want) for frame in self.to_receiver)
 
     # --- the prefill shell
 
@@ -172,7 +155,7 @@ class Pair(RuleBasedStateMachine):
 
     def accept(self, number):
         used = self.ahead and number % 4 > 0
-        self.say(self.sender.accept(Accept(1, self.route, 1, [], 1, 1, self.chunks, b"", ahead=used)))
+        self.say(self.sender.accept(wire.Accept(1, self.route, 1, [], 1, 1, self.chunks, b"", ahead=used)))
         self.ahead = False
         if used:
             self.take(range(self.chunks))
@@ -180,7 +163,7 @@ class Pair(RuleBasedStateMachine):
     def void(self):
         """The offer is not there: the grant is not used."""
         self.ahead = False
-        self.say([Want(1, 0)])
+        self.say([wire.Want(1, 0)])
 
     @precondition(lambda self: self.troubles and self.live() and self.sender.state is SendState.PARKED)
     @rule()
@@ -200,7 +183,7 @@ class Pair(RuleBasedStateMachine):
         fresh = sorted(self.hands)[: 1 + number % len(self.hands)]
         self.hands -= set(fresh)
         self.moved_chunks |= set(fresh)
-        self.say(self.sender.moved(fresh[-1] + 1, 64 * len(fresh), Timings(wire_us=len(fresh))))
+        self.say(self.sender.moved(fresh[-1] + 1, 64 * len(fresh), wire.Timings(wire_us=len(fresh))))
 
     def news(self):
         self.say(self.sender.news())
@@ -214,7 +197,7 @@ class Pair(RuleBasedStateMachine):
         if reason:
             self.say(self.sender.stop(OWNER))
         self.hands -= lost
-        in_doubt = in_doubt and self.route is not Route.PULL  # there, what it holds are confirmations
+        in_doubt = in_doubt and self.route is not wire.Route.PULL  # there, what it holds are confirmations
         if in_doubt:
             self.zombies |= lost
         self.say(self.sender.dropped(len(lost), in_doubt=in_doubt))
@@ -233,22 +216,22 @@ class Pair(RuleBasedStateMachine):
     def deliver_to_sender(self):
         message = self.to_sender.popleft()
         match message:
-            case Fetch():
+            case wire.Fetch():
                 self.sender = Sending(message)
-            case Cancel():
+            case wire.Cancel():
                 self.cancelled()
-            case Abandon() if self.live():
+            case wire.Abandon() if self.live():
                 self.say(self.sender.stop(THEIRS))
-            case Reserve() if self.live():
+            case wire.Reserve() if self.live():
                 self.take(self.sender.reserve(message))
-            case Landed() if self.live():
+            case wire.Landed() if self.live():
                 self.take(self.sender.landed(message))
 
     def take(self, chunks):
         """Chunks come into the prefill shell's hands, to be written where the decode shell expects them."""
         assert not set(chunks) & (self.hands | self.moved_chunks | self.zombies)
         self.hands |= set(chunks)
-        if self.route is Route.STAGED:
+        if self.route is wire.Route.STAGED:
             for chunk in chunks:
                 assert self.sender.places(range(chunk, chunk + 1))[0].address == self.where[chunk]
 
@@ -257,8 +240,8 @@ class Pair(RuleBasedStateMachine):
             self.say(self.sender.unread())
             self.say(self.sender.stop(THEIRS))
             return
-        doubt = self.sender is not None and self.sender.doubts > 0 and self.route is not Route.PULL
-        answer = build_result(1, Status.IN_DOUBT if doubt else Status.CANCELLED, last=True, failure=THEIRS)
+        doubt = self.sender is not None and self.sender.doubts > 0 and self.route is not wire.Route.PULL
+        answer = build_result(1, wire.Status.IN_DOUBT if doubt else wire.Status.CANCELLED, last=True, failure=THEIRS)
         self.promised(answer)
         if self.connected:
             self.to_receiver.append(answer)
@@ -269,16 +252,16 @@ class Pair(RuleBasedStateMachine):
         message = self.to_receiver.popleft()
         receiver = self.receiver
         match message:
-            case Accept():
+            case wire.Accept():
                 receiver.accept(message)
-            case Refuse():
+            case wire.Refuse():
                 receiver.refused(message)
-            case Want():
+            case wire.Want():
                 receiver.wanted(message)
-            case Arrived():
+            case wire.Arrived():
                 self.heard.append(message)
                 self.arrive(receiver.came(message) or ())
-            case KvAgentResult():
+            case wire.KvAgentResult():
                 self.heard.append(message)
                 self.arrive(receiver.result(message) or ())
                 if receiver.failure is not None and receiver.state is ReceiveState.MOVING:
@@ -307,7 +290,7 @@ class Pair(RuleBasedStateMachine):
         """How many more chunks may be granted: each goes where the one before it has been scattered."""
         receiver = self.receiver
         wanted = receiver.ready - receiver.granted if self.running else 0
-        if self.route is not Route.STAGED or not wanted:
+        if self.route is not wire.Route.STAGED or not wanted:
             return wanted
         if receiver.arrived == receiver.granted:
             return min(wanted, len(self.free))  # there may be a new ring
@@ -324,19 +307,19 @@ class Pair(RuleBasedStateMachine):
     def grant(self, number):
         receiver, ring = self.receiver, []
         most = self.grantable()
-        if self.route is Route.STAGED and receiver.arrived == receiver.granted:
+        if self.route is wire.Route.STAGED and receiver.arrived == receiver.granted:
             keep = self.turns(most)
             if not keep or number % 4 == 0:  # a new ring, as long as it may be
                 ring, self.ring_at = self.free[: 1 + number // 4 % 3], receiver.granted
                 self.ring = ring
             most = self.turns(most)
         upto = receiver.granted + 1 + number // 12 % most
-        if self.route is Route.STAGED:
+        if self.route is wire.Route.STAGED:
             for chunk in range(receiver.granted, upto):
                 place = self.ring[(chunk - self.ring_at) % len(self.ring)]
                 assert place in self.free
                 self.where[chunk] = place
-        self.to_peer(receiver.grant(upto, 1000, ring=[Grant(place, 64) for place in ring]))
+        self.to_peer(receiver.grant(upto, 1000, ring=[wire.Grant(place, 64) for place in ring]))
 
     def read(self, number):
         first = self.receiver.reading
@@ -418,7 +401,7 @@ class Pair(RuleBasedStateMachine):
     def a_message_comes_twice(self, which):
         before = self.snapshot()
         message = self.heard[which % len(self.heard)]
-        assert not (self.receiver.came if isinstance(message, Arrived) else self.receiver.result)(message)
+        assert not (self.receiver.came if isinstance(message, wire.Arrived) else self.receiver.result)(message)
         assert self.snapshot() == before
 
     def snapshot(self):
@@ -440,7 +423,7 @@ class Pair(RuleBasedStateMachine):
             assert not self.zombies
         assert not (self.landed | set(self.placed)) & (self.hands | self.zombies)
         taken, receiver = self.hands | self.zombies, self.receiver
-        if self.route is not Route.PULL and not receiver.ended:
+        if self.route is not wire.Route.PULL and not receiver.ended:
             assert receiver.exposed or not taken
             assert receiver.ahead or taken <= set(range(receiver.arrived, receiver.granted))
         assert self.sender is None or self.sender.moving == len(self.hands)

@@ -11,39 +11,11 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import Code, ProtocolError
 from kvxfer.protocol import messages
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import decode, decode_body, encode, encode_body
-from kvxfer.protocol.messages import (
-    MAX_CHUNKS,
-    MAX_GRANTS,
-    MAX_TICKETS,
-    Accept,
-    AgentBody,
-    Arrived,
-    Cancel,
-    Capability,
-    Claim,
-    Fetch,
-    Goodbye,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Message,
-    Refuse,
-    Reserve,
-    Route,
-    Selection,
-    Span,
-    Status,
-    TensorFrame,
-    TicketRef,
-    Timings,
-    Want,
-    pack_u32,
-    unpack_u32,
-)
 
-MESSAGES = get_args(Message)
-TICKET = TicketRef("req-1", 0, bytes(16))
+MESSAGES = get_args(wire.Message)
+TICKET = wire.TicketRef("req-1", 0, bytes(16))
 PACKED = {("Selection", "layers"), ("Span", "ids"), ("TensorFrame", "layers"), ("TensorFrame", "scale")}
 
 
@@ -73,7 +45,7 @@ def structs(kind):
     fields = {}
     for field in msgspec.structs.fields(kind):
         packed = (kind.__name__, field.name) in PACKED
-        ids = st.lists(st.integers(0, 0xFFFF_FFFF), max_size=5).map(pack_u32)
+        ids = st.lists(st.integers(0, 0xFFFF_FFFF), max_size=5).map(wire.pack_u32)
         fields[field.name] = ids if packed else values(field.type)
     return st.builds(kind, **fields)
 
@@ -92,7 +64,7 @@ def test_every_message_survives_the_wire(kind):
 
 
 @settings(max_examples=25, deadline=None)
-@given(structs(AgentBody))
+@given(structs(wire.AgentBody))
 def test_a_body_survives_the_wire(body):
     assert decode_body(encode_body(body)) == body
 
@@ -107,21 +79,21 @@ def test_tags_are_unique_and_only_what_a_peer_may_ignore_is_above_the_bound():
 
 def test_numbers_of_the_past_are_not_used_again():
     assert 129 not in {kind.__struct_config__.tag for kind in MESSAGES}
-    assert 1 << 6 not in {bit.value for bit in Capability}
+    assert 1 << 6 not in {bit.value for bit in wire.Capability}
 
 
 def test_defaults_are_part_of_the_wire():
-    assert decode(encode(Cancel(1))[4:]) == Cancel(1, Code.CANCELLED)
-    assert decode(bytes.fromhex("920d01")) == Cancel(1, Code.CANCELLED)
-    assert decode(bytes.fromhex("910f")) == Goodbye(Code.DRAINING, "")
-    assert decode(bytes.fromhex("93090105")) == Want(1, 5, 0, [], 0)
-    assert decode(bytes.fromhex("940a010507")) == Reserve(1, 5, 7, 0, [])
-    assert decode(bytes.fromhex("93100105")) == Arrived(1, 5, Timings())
+    assert decode(encode(wire.Cancel(1))[4:]) == wire.Cancel(1, Code.CANCELLED)
+    assert decode(bytes.fromhex("920d01")) == wire.Cancel(1, Code.CANCELLED)
+    assert decode(bytes.fromhex("910f")) == wire.Goodbye(Code.DRAINING, "")
+    assert decode(bytes.fromhex("93090105")) == wire.Want(1, 5, 0, [], 0)
+    assert decode(bytes.fromhex("940a010507")) == wire.Reserve(1, 5, 7, 0, [])
+    assert decode(bytes.fromhex("93100105")) == wire.Arrived(1, 5, wire.Timings())
     result = decode(bytes.fromhex("960c01000100c2"))
-    assert result == KvAgentResult(1, 0, Status.OK, 0, last=False)
+    assert result == wire.KvAgentResult(1, 0, wire.Status.OK, 0, last=False)
 
 
-@pytest.mark.parametrize(("kind", "known"), [(Route, 4), (Status, 5), (Code, 68)])
+@pytest.mark.parametrize(("kind", "known"), [(wire.Route, 4), (wire.Status, 5), (Code, 68)])
 @pytest.mark.parametrize("number", [-(2**63), -1, 77, 1000, 2**64 - 1])
 def test_an_unknown_enum_value_is_unknown(kind, known, number):
     assert kind(known).name != "UNKNOWN"
@@ -130,7 +102,7 @@ def test_an_unknown_enum_value_is_unknown(kind, known, number):
     assert msgspec.msgpack.decode(packed, type=kind) is kind.UNKNOWN
 
 
-@pytest.mark.parametrize("kind", [Route, Status, Code])
+@pytest.mark.parametrize("kind", [wire.Route, wire.Status, Code])
 @pytest.mark.parametrize("value", ["OK", None, 1.5, b"1", [1]])
 def test_an_enum_value_of_another_type_is_refused(kind, value):
     with pytest.raises(msgspec.ValidationError):
@@ -138,48 +110,48 @@ def test_an_enum_value_of_another_type_is_refused(kind, value):
 
 
 def test_a_refusal_with_an_unknown_code_is_still_a_refusal():
-    assert decode(msgspec.msgpack.encode([8, 1, 5000, "newer"])) == Refuse(1, Code.UNKNOWN, "newer")
+    assert decode(msgspec.msgpack.encode([8, 1, 5000, "newer"])) == wire.Refuse(1, Code.UNKNOWN, "newer")
 
 
 def test_unknown_capability_bits_survive():
-    assert Capability(0x8001) & Capability.STAGED
-    assert int(Capability(0x8001)) == 0x8001
+    assert wire.Capability(0x8001) & wire.Capability.STAGED
+    assert int(wire.Capability(0x8001)) == 0x8001
 
 
 @given(st.lists(st.integers(0, 0xFFFF_FFFF), max_size=20))
 def test_packed_ids_survive(ids):
-    packed = pack_u32(ids)
+    packed = wire.pack_u32(ids)
     assert len(packed) == 4 * len(ids)
-    assert list(unpack_u32(packed)) == ids
+    assert list(wire.unpack_u32(packed)) == ids
 
 
 def test_packed_ids_are_little_endian_on_every_machine(monkeypatch):
-    assert pack_u32([1, 0x01020304]) == bytes.fromhex("0100000004030201")
+    assert wire.pack_u32([1, 0x01020304]) == bytes.fromhex("0100000004030201")
     monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
-    assert pack_u32([1]) == bytes.fromhex("00000001")  # swapped, since this machine is not what it says
-    assert list(unpack_u32(bytes.fromhex("00000001"))) == [1]
+    assert wire.pack_u32([1]) == bytes.fromhex("00000001")  # swapped, since this machine is not what it says
+    assert list(wire.unpack_u32(bytes.fromhex("00000001"))) == [1]
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
 def test_ids_that_do_not_fit_are_refused(bad):
     with pytest.raises(OverflowError):
-        pack_u32([bad])
+        wire.pack_u32([bad])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "make",
     [
-        lambda torn: Span("g", 0, torn),
-        lambda torn: Selection("g", "", "k", torn, 0, 1),
-        lambda torn: TensorFrame("g", "", "k", "block", [1], [1], torn, 0, 1, "int8", 1, 0),
+        lambda torn: wire.Span("g", 0, torn),
+        lambda torn: wire.Selection("g", "", "k", torn, 0, 1),
+        lambda torn: wire.TensorFrame("g", "", "k", "block", [1], [1], torn, 0, 1, "int8", 1, 0),
     ],
 )
 def test_torn_ids_are_refused(make, size):
     with pytest.raises(ValueError, match=f"^{size} bytes are no whole number"):
         make(bytes(size))
     with pytest.raises(ValueError, match="multiple"):
-        unpack_u32(bytes(size))
+        wire.unpack_u32(bytes(size))
 
 
 def raw(message, **changes):
@@ -188,27 +160,31 @@ def raw(message, **changes):
     return msgspec.msgpack.encode([message.__struct_config__.tag, *fields.values()])
 
 
-FETCH = Fetch(1, TICKET, [], [], 0, 1, [], 0, 0)
-ACCEPT = Accept(1, Route.STAGED, 0, [], 1, 1, 1, b"")
-COUNTING = [Want(1, 1), Reserve(1, 1, 1), Landed(1, 1), Arrived(1, 1)]
+FETCH = wire.Fetch(1, TICKET, [], [], 0, 1, [], 0, 0)
+ACCEPT = wire.Accept(1, wire.Route.STAGED, 0, [], 1, 1, 1, b"")
+COUNTING = [wire.Want(1, 1), wire.Reserve(1, 1, 1), wire.Landed(1, 1), wire.Arrived(1, 1)]
 
 
 @pytest.mark.parametrize(
     ("message", "changes", "fits"),
     [
-        (ACCEPT, {"chunks": MAX_CHUNKS + 1}, {"chunks": MAX_CHUNKS}),
-        (ACCEPT, {"spans": [Span("g", 0, b"")] * 1025}, {"spans": [Span("g", 0, b"")] * 1024}),
+        (ACCEPT, {"chunks": wire.MAX_CHUNKS + 1}, {"chunks": wire.MAX_CHUNKS}),
+        (ACCEPT, {"spans": [wire.Span("g", 0, b"")] * 1025}, {"spans": [wire.Span("g", 0, b"")] * 1024}),
         (ACCEPT, {"digest": bytes(65)}, {"digest": bytes(64)}),
         (FETCH, {"routes": [1] * 17}, {"routes": [1] * 16}),
         (FETCH, {"selections": [["g", "", "k", b"", 0, 1]] * 4097}, {"selections": [["g", "", "k", b"", 0, 1]] * 4096}),
         (FETCH, {"timeout_ms": 2**32}, {"timeout_ms": 2**32 - 1}),
         (FETCH, {"max_extent_bytes": 2**63}, {"max_extent_bytes": 2**63 - 1}),
-        (Claim([]), {"tickets": [TICKET] * (MAX_TICKETS + 1)}, {"tickets": [TICKET] * MAX_TICKETS}),
-        *((kind, {"chunks": MAX_CHUNKS + 1}, {"chunks": MAX_CHUNKS}) for kind in COUNTING),
+        (wire.Claim([]), {"tickets": [TICKET] * (wire.MAX_TICKETS + 1)}, {"tickets": [TICKET] * wire.MAX_TICKETS}),
+        *((kind, {"chunks": wire.MAX_CHUNKS + 1}, {"chunks": wire.MAX_CHUNKS}) for kind in COUNTING),
         *((kind, {"chunks": -1}, {"chunks": 0}) for kind in COUNTING),
-        (Reserve(1, 1, 0), {"ring": [Grant(0, 0)] * (MAX_GRANTS + 1)}, {"ring": [Grant(0, 0)] * MAX_GRANTS}),
-        (Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
-        (KvAgentResult(1, 0, Status.OK, 0, last=True), {"payload": bytes(65537)}, {"payload": bytes(65536)}),
+        (
+            wire.Reserve(1, 1, 0),
+            {"ring": [wire.Grant(0, 0)] * (wire.MAX_GRANTS + 1)},
+            {"ring": [wire.Grant(0, 0)] * wire.MAX_GRANTS},
+        ),
+        (wire.Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
+        (wire.KvAgentResult(1, 0, wire.Status.OK, 0, last=True), {"payload": bytes(65537)}, {"payload": bytes(65536)}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else type(value).__name__,
 )
@@ -218,7 +194,7 @@ def test_bounds(message, changes, fits):
         decode(raw(message, **changes))
 
 
-TENSOR = TensorFrame("g", "", "k", "block", [1], [1], b"", 0, 1, "int8", 1, 0)
+TENSOR = wire.TensorFrame("g", "", "k", "block", [1], [1], b"", 0, 1, "int8", 1, 0)
 
 
 @pytest.mark.parametrize(

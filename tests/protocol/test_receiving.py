@@ -5,46 +5,33 @@
 import pytest
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Accept,
-    Arrived,
-    Cancel,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Refuse,
-    Reserve,
-    Route,
-    Status,
-    Want,
-)
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.transfer import RECEIVE_TRANSITIONS, Failure, ReceiveState, Receiving, build_result
 
-WHY = Failure(Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
-GONE = Failure(Status.FAILED, Code.PEER_LOST, "the stream was closed")
-THERE = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
-TERMINAL = build_result(5, Status.EXPIRED, last=True, failure=THERE)
-DOUBT = build_result(5, Status.IN_DOUBT, last=True, failure=THERE)
+WHY = Failure(wire.Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
+GONE = Failure(wire.Status.FAILED, Code.PEER_LOST, "the stream was closed")
+THERE = Failure(wire.Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
+TERMINAL = build_result(5, wire.Status.EXPIRED, last=True, failure=THERE)
+DOUBT = build_result(5, wire.Status.IN_DOUBT, last=True, failure=THERE)
 
 
-def ok(chunk=WHOLE, *, last=True, payload=b""):
-    return KvAgentResult(5, chunk, Status.OK, 0, last, payload=payload)
+def ok(chunk=wire.WHOLE, *, last=True, payload=b""):
+    return wire.KvAgentResult(5, chunk, wire.Status.OK, 0, last, payload=payload)
 
 
 def failed(chunk):
-    return build_result(5, Status.FAILED, chunk=chunk, failure=THERE)
+    return build_result(5, wire.Status.FAILED, chunk=chunk, failure=THERE)
 
 
 def make(chunks=3, *, wanted=0, granted=0, landed=0, done=0):
     """So many are done, so many more have arrived, and so on."""
     receiving = Receiving(5)
-    receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, chunks, b""))
-    receiving.wanted(Want(5, done + landed + granted + wanted))
+    receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, chunks, b""))
+    receiving.wanted(wire.Want(5, done + landed + granted + wanted))
     if done + landed + granted:
-        receiving.grant(done + landed + granted, 1000, ring=[Grant(0, 64)] * chunks)
+        receiving.grant(done + landed + granted, 1000, ring=[wire.Grant(0, 64)] * chunks)
     if done + landed:
-        assert receiving.came(Arrived(5, done + landed)) == range(done + landed)
+        assert receiving.came(wire.Arrived(5, done + landed)) == range(done + landed)
     if done:
         receiving.done(done)
     return receiving
@@ -102,7 +89,7 @@ def complete(receiving):
 
 
 EVENTS = {
-    "accept": lambda receiving: receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 1, b"")),
+    "accept": lambda receiving: receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 1, b"")),
     "complete": complete,
     "terminal": lambda receiving: receiving.result(TERMINAL),
     "cancel": lambda receiving: receiving.cancel(WHY),
@@ -145,14 +132,14 @@ def test_the_table_has_no_other_events():
 
 def test_a_want_may_bring_blocks_alone():
     receiving = make(3, wanted=2)
-    assert not receiving.wanted(Want(5, 2))
+    assert not receiving.wanted(wire.Want(5, 2))
     assert receiving.ready == 2
 
 
 def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     receiving = Receiving(5, ahead=True)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to be ready, of 0"):
-        receiving.wanted(Want(5, 1))
+        receiving.wanted(wire.Want(5, 1))
     assert receiving.exposed
     receiving.lost(GONE)
     assert receiving.exposed
@@ -161,25 +148,25 @@ def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
 @pytest.mark.parametrize(
     ("granted", "route", "chunks"),
     [
-        ({}, Route.DIRECT, 1),
-        ({"ahead": True}, Route.STAGED, 1),
-        ({"ahead": True}, Route.PULL, 1),
-        ({"ahead": True, "staging": 1}, Route.DIRECT, 1),
-        ({"ahead": True, "staging": 1}, Route.STAGED, 0),
+        ({}, wire.Route.DIRECT, 1),
+        ({"ahead": True}, wire.Route.STAGED, 1),
+        ({"ahead": True}, wire.Route.PULL, 1),
+        ({"ahead": True, "staging": 1}, wire.Route.DIRECT, 1),
+        ({"ahead": True, "staging": 1}, wire.Route.STAGED, 0),
     ],
 )
 def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
     receiving = Receiving(5, **granted)
     before = known(receiving)
     with pytest.raises(ProtocolError, match="under a grant that there is not"):
-        receiving.accept(Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
+        receiving.accept(wire.Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
     assert known(receiving) == before
 
 
 @pytest.mark.parametrize("staging", [1, 2, 5, 7])
 def test_a_ring_that_rides_with_the_question_is_for_so_many_chunks(staging):
     receiving = Receiving(5, ahead=True, staging=staging)
-    assert receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 5, b"", ahead=True))
+    assert receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 5, b"", ahead=True))
     assert (receiving.ahead, receiving.ready, receiving.granted) == (False, 5, min(5, staging))
 
 
@@ -200,15 +187,15 @@ def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_don
 def test_a_grant_may_be_said_again_as_places_become_free():
     receiving = make(4, granted=2)
     before = known(receiving)
-    assert receiving.grant(2, 1000, copied=1) == [Reserve(5, 2, 1000, 0, [], 1)]
+    assert receiving.grant(2, 1000, copied=1) == [wire.Reserve(5, 2, 1000, 0, [], 1)]
     assert known(receiving) == before
 
 
 def test_what_agents_notified_each_other_of_has_arrived():
     receiving = make(4, granted=3)
     assert receiving.notified(2) == range(2)
-    assert receiving.came(Arrived(5, 1)) == range(2, 2)  # as the peer's loop says later
-    assert receiving.came(Arrived(5, 3)) == range(2, 3)
+    assert receiving.came(wire.Arrived(5, 1)) == range(2, 2)  # as the peer's loop says later
+    assert receiving.came(wire.Arrived(5, 3)) == range(2, 3)
     assert not receiving.notified(2)
     assert receiving.arrived == 3
 
@@ -229,16 +216,16 @@ def test_a_read_is_confirmed_only_after_it_was_reported():
     receiving.read(1)
     assert (receiving.reading, receiving.granted) == (1, 0)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to have arrived, and 0 were granted"):
-        receiving.came(Arrived(5, 1))  # our read is still under way: success now would be a lie
+        receiving.came(wire.Arrived(5, 1))  # our read is still under way: success now would be a lie
     with pytest.raises(ProtocolError, match="complete before"):
         receiving.result(ok())
     for chunks in (0, 2):
         with pytest.raises(ProtocolError):
             receiving.landed(chunks)
-    assert receiving.landed(1) == [Landed(5, 1)]
+    assert receiving.landed(1) == [wire.Landed(5, 1)]
     with pytest.raises(ProtocolError):
         receiving.landed(1)
-    assert receiving.came(Arrived(5, 1)) == range(1)
+    assert receiving.came(wire.Arrived(5, 1)) == range(1)
 
 
 def test_what_is_read_but_not_all_of_it_is_not_complete():
@@ -255,7 +242,7 @@ def test_duplicates_and_late_messages_change_nothing():
     receiving = make(3, granted=1, landed=1, done=1)
     before = known(receiving)
     for chunks in (0, 1, 2):
-        assert not receiving.came(Arrived(5, chunks))
+        assert not receiving.came(wire.Arrived(5, chunks))
     for late in (failed(0), failed(1), failed(3), ok(0, last=False), ok(2)):
         assert receiving.result(late) is None
     assert known(receiving) == before
@@ -270,7 +257,7 @@ def test_what_comes_after_the_end_changes_nothing(state):
     for late in (ok(0), ok(payload=b"other"), TERMINAL, DOUBT, failed(0), failed(99)):
         assert receiving.result(late) is None
     for chunks in (1, 2, 99):  # its memory may be somebody else's by now
-        assert receiving.came(Arrived(5, chunks)) is None
+        assert receiving.came(wire.Arrived(5, chunks)) is None
     assert known(receiving) == before
 
 
@@ -292,7 +279,7 @@ def test_complete_too_early_is_a_protocol_error(also):
     with pytest.raises(ProtocolError, match="complete before every chunk was granted"):
         receiving.result(ok(payload=b"token"))
     assert known(receiving) == before
-    assert not receiving.result(build_result(5, Status.FAILED, last=True, failure=THERE))
+    assert not receiving.result(build_result(5, wire.Status.FAILED, last=True, failure=THERE))
     assert receiving.state is ReceiveState.STOPPED
 
 
@@ -306,15 +293,17 @@ def test_the_first_last_result_stands():
     receiving.result(ok(payload=b"token"))
     for late in (ok(payload=b""), TERMINAL, DOUBT, failed(0)):
         assert receiving.result(late) is None
-    assert receiving.came(Arrived(5, 1)) == range(1, 1)
+    assert receiving.came(wire.Arrived(5, 1)) == range(1, 1)
     receiving.done(1)
     assert (receiving.state, receiving.payload) == (ReceiveState.DONE, b"token")
 
 
-@pytest.mark.parametrize("status", [Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.UNKNOWN])
+@pytest.mark.parametrize(
+    "status", [wire.Status.FAILED, wire.Status.CANCELLED, wire.Status.EXPIRED, wire.Status.UNKNOWN]
+)
 def test_a_terminal_result_ends_it(status):
     receiving = make(granted=1)
-    receiving.result(KvAgentResult(5, WHOLE, status, 0, True, Code.FAILED, "x"))
+    receiving.result(wire.KvAgentResult(5, wire.WHOLE, status, 0, True, Code.FAILED, "x"))
     assert receiving.ended
     assert receiving.failure == Failure(status, Code.FAILED, "x")
 
@@ -323,10 +312,10 @@ def test_a_terminal_result_ends_it(status):
 def test_refused(state):
     receiving = STATES[state]()
     before = receiving.failure
-    receiving.refused(Refuse(5, Code.TOO_MANY, "busy"))
+    receiving.refused(wire.Refuse(5, Code.TOO_MANY, "busy"))
     assert receiving.state is ReceiveState.STOPPED
-    assert receiving.failure == (before or Failure(Status.FAILED, Code.TOO_MANY, "busy"))
-    receiving.refused(Refuse(5, Code.DRAINING, "again"))
+    assert receiving.failure == (before or Failure(wire.Status.FAILED, Code.TOO_MANY, "busy"))
+    receiving.refused(wire.Refuse(5, Code.DRAINING, "again"))
     assert receiving.failure.code is not Code.DRAINING
 
 
@@ -335,10 +324,10 @@ def test_refused(state):
 
 def test_cancel_is_said_once():
     receiving = make(granted=1)
-    assert receiving.cancel(WHY) == [Cancel(5, Code.CANCELLED)]
+    assert receiving.cancel(WHY) == [wire.Cancel(5, Code.CANCELLED)]
     assert receiving.cancel(GONE) == []
     assert receiving.failure == WHY
-    assert not receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 9, b""))
+    assert not receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 9, b""))
 
 
 def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt():

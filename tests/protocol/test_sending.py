@@ -5,60 +5,45 @@
 import pytest
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Accept,
-    Fetch,
-    Grant,
-    KvAgentResult,
-    Landed,
-    Refuse,
-    Reserve,
-    Route,
-    Span,
-    Status,
-    TicketRef,
-    Want,
-    pack_u32,
-)
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.transfer import SEND_TRANSITIONS, Failure, Sending, SendState
 
-STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
-SECOND = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled")
+STOP = Failure(wire.Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
+SECOND = Failure(wire.Status.CANCELLED, Code.CANCELLED, "cancelled")
 
 
 def ok(nbytes=0):
-    return KvAgentResult(9, WHOLE, Status.OK, nbytes, True, payload=b"token")
+    return wire.KvAgentResult(9, wire.WHOLE, wire.Status.OK, nbytes, True, payload=b"token")
 
 
-def make(chunks=3, route=Route.STAGED, *, wanted=0, moving=0, payload=None):
+def make(chunks=3, route=wire.Route.STAGED, *, wanted=0, moving=0, payload=None):
     """A transfer that was accepted, with so many chunks granted, and so many more announced."""
-    sending = Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1))
+    sending = Sending(wire.Fetch(9, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1))
     sending.accept(accept(chunks, route))
     sending.announce(moving + wanted)
-    if route is Route.PULL and moving:
-        sending.landed(Landed(9, moving))
+    if route is wire.Route.PULL and moving:
+        sending.landed(wire.Landed(9, moving))
     elif moving:
-        sending.reserve(reserve(moving, places=chunks if route is Route.STAGED else 0))
+        sending.reserve(reserve(moving, places=chunks if route is wire.Route.STAGED else 0))
     if payload is not None:
         sending.finish_offer(payload)
     return sending
 
 
 def parked(**granted):
-    return Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [Route.STAGED], 1, 1, **granted))
+    return Sending(wire.Fetch(9, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [wire.Route.STAGED], 1, 1, **granted))
 
 
-def accept(chunks=3, route=Route.STAGED, *, ahead=False):
-    return Accept(9, route, 1, [], 1, 1, chunks, b"", ahead=ahead)
+def accept(chunks=3, route=wire.Route.STAGED, *, ahead=False):
+    return wire.Accept(9, route, 1, [], 1, 1, chunks, b"", ahead=ahead)
 
 
 def ring(places, start=0):
-    return [Grant(4096 * (start + place), 64) for place in range(places)]
+    return [wire.Grant(4096 * (start + place), 64) for place in range(places)]
 
 
 def reserve(chunks, *, places=0, start=0):
-    return Reserve(9, chunks, 1000, ring=ring(places, start))
+    return wire.Reserve(9, chunks, 1000, ring=ring(places, start))
 
 
 def known(sending):
@@ -143,9 +128,9 @@ def test_a_machine_only_moves_by_its_table(monkeypatch):
 def test_accept_and_refuse():
     sending = parked()
     assert sending.accept(accept(2)) == [accept(2)]
-    assert sending.route is Route.STAGED
+    assert sending.route is wire.Route.STAGED
     refused = parked()
-    assert refused.refuse(Code.TOO_MANY, "x" * 2000, retry_after_ms=5) == [Refuse(9, Code.TOO_MANY, "x" * 1024, 5)]
+    assert refused.refuse(Code.TOO_MANY, "x" * 2000, retry_after_ms=5) == [wire.Refuse(9, Code.TOO_MANY, "x" * 1024, 5)]
 
 
 def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
@@ -154,15 +139,15 @@ def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
     assert sending.overdue() == []
     assert sending.stop(STOP) == []
     (said,) = sending.overdue()
-    assert (said.chunk, said.status, said.code, said.last) == (1, Status.EXPIRED, Code.TICKET_EXPIRED, False)
+    assert (said.chunk, said.status, said.code, said.last) == (1, wire.Status.EXPIRED, Code.TICKET_EXPIRED, False)
     (last,) = sending.dropped(1)
-    assert (last.chunk, last.status, last.last) == (WHOLE, Status.EXPIRED, True)
+    assert (last.chunk, last.status, last.last) == (wire.WHOLE, wire.Status.EXPIRED, True)
     assert sending.overdue() == []
 
 
 def test_what_a_puller_does_not_end_is_not_ours():
     sending = parked()
-    sending.accept(accept(2, route=Route.PULL))
+    sending.accept(accept(2, route=wire.Route.PULL))
     sending.announce(1)
     assert len(sending.stop(STOP)) == 1
     assert sending.state is SendState.STOPPING
@@ -172,16 +157,16 @@ def test_what_a_puller_does_not_end_is_not_ours():
 def test_a_chunk_is_announced_once():
     sending = make(3)
     assert sending.announce(0) == []
-    assert sending.announce(1) == [Want(9, 1, 0)]
+    assert sending.announce(1) == [wire.Want(9, 1, 0)]
     assert sending.announce(1) == []
-    assert sending.announce(3, 50, generation=7) == [Want(9, 3, 50, [], 7)]
+    assert sending.announce(3, 50, generation=7) == [wire.Want(9, 3, 50, [], 7)]
     assert sending.announce(2) == []
     assert sending.ready == 3
 
 
 def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_not_fall():
-    sending, more = make(3, wanted=2), [Span("attention", 0, pack_u32([7]))]
-    assert sending.announce(1, spans=more) == [Want(9, 2, 0, more)]
+    sending, more = make(3, wanted=2), [wire.Span("attention", 0, wire.pack_u32([7]))]
+    assert sending.announce(1, spans=more) == [wire.Want(9, 2, 0, more)]
     assert sending.ready == 2
 
 
@@ -202,40 +187,42 @@ def test_a_grant_says_how_many_chunks_have_left_their_places():
     sending = make(4, wanted=4)
     sending.reserve(reserve(2, places=2))
     with pytest.raises(ProtocolError, match="3 chunks of transfer 9 cannot have left"):
-        sending.reserve(Reserve(9, 3, 1000, 0, [], 3))
+        sending.reserve(wire.Reserve(9, 3, 1000, 0, [], 3))
     assert (sending.granted, sending.copied) == (2, 0)
-    assert sending.reserve(Reserve(9, 2, 1000, 0, [], 1)) == range(0)  # our loop need not have heard that it arrived
-    assert sending.reserve(Reserve(9, 3, 1000)) == range(2, 3)  # which says nothing of it
+    assert sending.reserve(wire.Reserve(9, 2, 1000, 0, [], 1)) == range(
+        0
+    )  # our loop need not have heard that it arrived
+    assert sending.reserve(wire.Reserve(9, 3, 1000)) == range(2, 3)  # which says nothing of it
     assert (sending.granted, sending.copied) == (3, 1)
     with pytest.raises(ProtocolError, match="another ring"):
-        sending.reserve(Reserve(9, 4, 1000, 0, ring(1), 2))
-    assert sending.reserve(Reserve(9, 4, 1000, 0, ring(1), 3)) == range(3, 4)
+        sending.reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 2))
+    assert sending.reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 3)) == range(3, 4)
 
 
 def test_in_place_no_chunk_leaves_a_place():
-    sending = make(3, Route.DIRECT, wanted=3)
+    sending = make(3, wire.Route.DIRECT, wanted=3)
     sending.reserve(reserve(2))
     with pytest.raises(ProtocolError, match="is written in place"):
-        sending.reserve(Reserve(9, 3, 1000, 0, [], 1))
+        sending.reserve(wire.Reserve(9, 3, 1000, 0, [], 1))
 
 
 def test_a_token_comes_with_a_ring():
     sending, token = make(4, wanted=4), bytes(range(1, 17))
     for places, wrong in ((2, token[:-1]), (2, bytes(16)), (0, token)):
         with pytest.raises(ProtocolError, match="token that names no turns"):
-            sending.reserve(Reserve(9, 1, 1000, 0, ring(places), 0, wrong))
-    sending.reserve(Reserve(9, 1, 1000, 0, ring(1), 0, token))
-    sending.reserve(Reserve(9, 2, 1000))
+            sending.reserve(wire.Reserve(9, 1, 1000, 0, ring(places), 0, wrong))
+    sending.reserve(wire.Reserve(9, 1, 1000, 0, ring(1), 0, token))
+    sending.reserve(wire.Reserve(9, 2, 1000))
     assert sending.token == token
-    sending.reserve(Reserve(9, 3, 1000, 0, ring(1), 2))
+    sending.reserve(wire.Reserve(9, 3, 1000, 0, ring(1), 2))
     assert sending.token == b""
 
 
 def test_what_was_granted_ahead_is_in_our_hands_at_once():
-    sending = parked(ring=[Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
+    sending = parked(ring=[wire.Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
     assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
     assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
-    assert (sending.places(range(1)), len(sending.ring)) == ([Grant(1 << 20, 512)], 1)
+    assert (sending.places(range(1)), len(sending.ring)) == ([wire.Grant(1 << 20, 512)], 1)
     assert sending.reserve(reserve(1)) == range(0)  # it may only take longer
     assert sending.moved(1, 64) == []
     assert sending.finish_offer(b"token") == [ok(64)]
@@ -262,7 +249,7 @@ def test_success_in_the_last_moment_does_not_undo_a_stop():
     sending = make(1, moving=1, payload=b"token")
     sending.stop(STOP)
     (terminal,) = sending.moved(1, 64)
-    assert (terminal.status, terminal.last, terminal.payload) == (Status.EXPIRED, True, b"")
+    assert (terminal.status, terminal.last, terminal.payload) == (wire.Status.EXPIRED, True, b"")
 
 
 def test_a_doubt_that_is_settled_is_none():
@@ -272,7 +259,7 @@ def test_a_doubt_that_is_settled_is_none():
     sending.settled()
     assert not sending.doubts
     (terminal,) = sending.dropped(1)
-    assert terminal.status is Status.EXPIRED
+    assert terminal.status is wire.Status.EXPIRED
 
 
 def test_a_dropped_chunk_ends_the_transfer_by_itself():
@@ -281,12 +268,12 @@ def test_a_dropped_chunk_ends_the_transfer_by_itself():
     assert sending.state is SendState.STOPPING
     (terminal,) = sending.dropped(1)
     assert (terminal.status, terminal.code, terminal.reason) == (
-        Status.FAILED, Code.FAILED, "chunk 1 could not be moved",
+        wire.Status.FAILED, Code.FAILED, "chunk 1 could not be moved",
     )  # fmt: skip
 
 
 def test_long_reasons_fit_into_the_message():
-    (result,) = parked().stop(Failure(Status.FAILED, Code.FAILED, "y" * 5000))
+    (result,) = parked().stop(Failure(wire.Status.FAILED, Code.FAILED, "y" * 5000))
     assert result.reason == "y" * 1024
 
 

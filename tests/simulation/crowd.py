@@ -44,7 +44,7 @@ class Books:
     def grants(self) -> Grants:
         """What one transfer puts into its peer's hands."""
         peer = SimpleNamespace(account="a", name="a", identity=SimpleNamespace(incarnation=next(self._peers)))
-        return Grants(self.site, peer)
+        return Grants(self.site, peer, self.site.receive_desk)
 
 
 class Kept(Pair):
@@ -64,7 +64,9 @@ class Kept(Pair):
         if ahead and route is Route.DIRECT:
             self.grants.write_in_place(chunks * UNIT)
         else:
-            ahead = ahead and route is Route.STAGED and chunks == 1 and self.grants.take_ahead(UNIT)
+            if ahead := ahead and route is Route.STAGED and chunks == 1:
+                self.grants.ahead = self.grants.desk.take(self.grants.peer.account, UNIT, 1, ExtentState.WRITING)
+                ahead = bool(self.grants.ahead)
         self.begin(route, chunks, ahead, sticky, troubles, [])
         if ahead and route is Route.STAGED:
             self.extents = {0: self.grants.ahead[0]}
@@ -263,7 +265,7 @@ class Kept(Pair):
     @property
     def written(self):
         """Bytes that the peer may write in place, as counted."""
-        return self.books.site.written[self.grants._peer.identity.incarnation]
+        return self.books.site.written[self.grants.peer.identity.incarnation]
 
     # --- what must hold
 

@@ -398,7 +398,7 @@ def no_lock(patch):
     """A gate is closed though somebody is inside."""
 
     def revoke(file, number):
-        file._words[2 * number] += 1
+        file.words[2 * number] += 1
         return Revoked.IDLE
 
     patch.setattr(LockFile, "revoke", revoke)

@@ -13,7 +13,6 @@ or never will, and of one chunk only.
 
 import ctypes
 import itertools
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -142,7 +141,7 @@ class Hands:
         self._say = say
         self._held: dict[Receiving, dict[int, _Held]] = {}
         self._rings: dict[Receiving, _Ring] = {}
-        self._peers = weakref.WeakKeyDictionary[Receiving, bytes]()
+        self._peers: dict[Receiving, bytes] = {}
 
     def asked(self, machine, peer: bytes):
         """A transfer begins with the peer of this incarnation."""

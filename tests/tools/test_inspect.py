@@ -7,29 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import Code
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode, encode_body
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Agent,
-    AgentBody,
-    Cancel,
-    Fetch,
-    Goodbye,
-    Grant,
-    Hello,
-    KvAgentResult,
-    Ping,
-    Release,
-    Reserve,
-    Route,
-    Selection,
-    Span,
-    Status,
-    TicketRef,
-    Want,
-    Welcome,
-    pack_u32,
-)
 from kvxfer.tools.inspect import describe, from_hex
 from proto.frames import BODY, invalid, valid
 
@@ -75,9 +54,9 @@ def test_every_invalid_frame_is_explained(entry):
 
 def test_frames_that_cannot_be_decoded_are_counted():
     ping, bad, body = (
-        encode(Ping()),
+        encode(wire.Ping()),
         bytes.fromhex("0200000091c1"),
-        encode(Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)),
+        encode(wire.Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)),
     )
     ignorable = struct.pack("<I", 3) + bytes.fromhex("91cc80")
     assert damaged(ping + bad + ignorable + body + ping) == [1, 3]
@@ -87,9 +66,11 @@ def test_frames_that_cannot_be_decoded_are_counted():
 
 
 def test_a_fetch():
-    selections = [Selection("attention", "", "k", pack_u32(range(32)), 0, 8)]
-    spans = [Span("attention", 16, pack_u32([5, 6, 7, 9, 3]))]
-    fetch = Fetch(7, TicketRef("req-1", 0, SECRET[:16]), selections, spans, 16, 96, [Route.STAGED], 1 << 25, 10_000)
+    selections = [wire.Selection("attention", "", "k", wire.pack_u32(range(32)), 0, 8)]
+    spans = [wire.Span("attention", 16, wire.pack_u32([5, 6, 7, 9, 3]))]
+    fetch = wire.Fetch(
+        7, wire.TicketRef("req-1", 0, SECRET[:16]), selections, spans, 16, 96, [wire.Route.STAGED], 1 << 25, 10_000
+    )
     size = len(encode(fetch)) - 4
     assert lines(fetch) == [
         f"frame 0 at byte 0: {size} bytes, tag 6 FETCH",
@@ -116,7 +97,7 @@ def test_a_fetch():
 
 
 def test_a_result():
-    text = "\n".join(lines(KvAgentResult(1, WHOLE, Status.OK, 512, last=True)))
+    text = "\n".join(lines(wire.KvAgentResult(1, wire.WHOLE, wire.Status.OK, 512, last=True)))
     assert "chunk             WHOLE (the transfer)" in text
     assert "status            OK (1)" in text
     assert "bytes             512 bytes" in text
@@ -125,7 +106,7 @@ def test_a_result():
 
 
 def test_an_agent_shows_its_body():
-    text = "\n".join(lines(Agent([("model", "m")], memoryview(encode_body(BODY)), SECRET)))
+    text = "\n".join(lines(wire.Agent([("model", "m")], memoryview(encode_body(BODY)), SECRET)))
     assert "facts             [['model', 'm']]" in text
     assert "tensors           3 entries" in text
     assert "scale=0.5, 0.03125" in text
@@ -134,26 +115,28 @@ def test_an_agent_shows_its_body():
 
 
 def test_a_damaged_body_does_not_hide_the_facts():
-    text = "\n".join(lines(Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)))
+    text = "\n".join(lines(wire.Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)))
     assert "['model', 'm']" in text
     assert "! cannot be decoded at byte 3: Expected `bytes`, got `str`" in text
 
 
 def test_addresses_and_capabilities():
-    assert "    [0] address=0x10000000000 length=4096 bytes" in lines(Reserve(1, 3, 5, 0, [Grant(1 << 40, 4096)]))
-    hello = Hello(1, 1, "p", "e", b"", bytes(32), 0, 1, 0b1001 | 0x4000, b"", 0)
+    assert "    [0] address=0x10000000000 length=4096 bytes" in lines(
+        wire.Reserve(1, 3, 5, 0, [wire.Grant(1 << 40, 4096)])
+    )
+    hello = wire.Hello(1, 1, "p", "e", b"", bytes(32), 0, 1, 0b1001 | 0x4000, b"", 0)
     assert "  capabilities      STAGED | MAPPED | unknown 0x4000" in lines(hello)
 
 
 def secrets():
-    ticket = TicketRef("r", 0, SECRET)
+    ticket = wire.TicketRef("r", 0, SECRET)
     greeting = (1, 1, "p", "e", b"", bytes(32), 0, 1, 0, SECRET, 0)
-    yield Hello(*greeting)
-    yield Welcome(*greeting, SECRET)
-    yield Agent([], memoryview(encode_body(AgentBody("f", SECRET, []))), SECRET, SECRET)
-    yield Release(ticket)
-    yield Fetch(1, ticket, [], [], 0, 1, [], 0, 0)
-    yield KvAgentResult(1, WHOLE, Status.OK, 0, last=True, payload=SECRET)
+    yield wire.Hello(*greeting)
+    yield wire.Welcome(*greeting, SECRET)
+    yield wire.Agent([], memoryview(encode_body(wire.AgentBody("f", SECRET, []))), SECRET, SECRET)
+    yield wire.Release(ticket)
+    yield wire.Fetch(1, ticket, [], [], 0, 1, [], 0, 0)
+    yield wire.KvAgentResult(1, wire.WHOLE, wire.Status.OK, 0, last=True, payload=SECRET)
 
 
 @pytest.mark.parametrize("message", list(secrets()), ids=lambda message: type(message).__name__)
@@ -169,19 +152,19 @@ def test_secrets_are_never_shown_whole(message, damage):
 
 @pytest.mark.parametrize("size", [1, 4, 15])
 def test_short_secrets_are_hidden_entirely(size):
-    text = "\n".join(lines(Release(TicketRef("r", 0, SECRET[:size]))))
+    text = "\n".join(lines(wire.Release(wire.TicketRef("r", 0, SECRET[:size]))))
     assert f"mac=... ({size} bytes)" in text
     assert "a0" not in text
 
 
 def test_a_peers_text_cannot_steer_a_terminal():
-    text = "\n".join(lines(Goodbye(reason="\x1b[2J\r\n\x07"), Release(TicketRef("\x1b[31m", 0, b""))))
+    text = "\n".join(lines(wire.Goodbye(reason="\x1b[2J\r\n\x07"), wire.Release(wire.TicketRef("\x1b[31m", 0, b""))))
     assert not [character for character in text if ord(character) < 32 and character != "\n"]
     assert "'\\x1b[2J" in text
 
 
 def test_the_frame_after_a_damaged_one_is_described():
-    text = list(describe(bytes.fromhex("0200000091c1") + encode(Ping())))
+    text = list(describe(bytes.fromhex("0200000091c1") + encode(wire.Ping())))
     assert text[1] == "  ! no MessagePack at byte 5: 0xc1 begins no value"
     assert text[2] == "frame 1 at byte 6: 2 bytes, tag 4 PING"
 
@@ -210,8 +193,8 @@ def test_deep_nesting_is_explained():
 def test_cut_streams_and_lengths_over_the_limit():
     assert list(describe(b"")) == ["no bytes"]
     assert list(describe(b"\x01\x00")) == ["frame 0 at byte 0: cut short: 2 of the 4 bytes of its length"]
-    assert list(describe(encode(Cancel(1))[:-1]))[1] == "  ! cut short at byte 7: 3 of 4 bytes are there"
-    over = list(describe(b"\xff\xff\xff\xff" + encode(Ping())))
+    assert list(describe(encode(wire.Cancel(1))[:-1]))[1] == "  ! cut short at byte 7: 3 of 4 bytes are there"
+    over = list(describe(b"\xff\xff\xff\xff" + encode(wire.Ping())))
     assert over[1] == "  ! a length of 4294967295 is over the limit of 16777216: no frame begins at byte 0"
     assert len(over) == 2
 
@@ -249,11 +232,11 @@ def test_absent_and_unknown_fields_are_marked():
 )
 def test_ids_are_shown_as_ranges(ids, shown):
     line = f"    [0] group='g' first_token=0 ids={shown}"
-    assert line in lines(Want(1, 1, spans=[Span("g", 0, pack_u32(ids))]))
+    assert line in lines(wire.Want(1, 1, spans=[wire.Span("g", 0, wire.pack_u32(ids))]))
 
 
 def test_long_lists_are_cut():
-    text = lines(Reserve(1, 70, 0, ring=[Grant(n, 0) for n in range(70)]))
+    text = lines(wire.Reserve(1, 70, 0, ring=[wire.Grant(n, 0) for n in range(70)]))
     assert "  ring              70 entries" in text
     assert "    ... and 6 more" in text
     assert len(text) < 75
@@ -303,4 +286,4 @@ def test_what_is_no_hex_is_refused(text, message):
 
 
 def test_codes_are_named():
-    assert "  code              TIMEOUT (31)" in lines(Cancel(1, Code.TIMEOUT))
+    assert "  code              TIMEOUT (31)" in lines(wire.Cancel(1, Code.TIMEOUT))

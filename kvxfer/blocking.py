@@ -819,6 +819,16 @@ class BlockingTransfer:
         """
         self._thread.post(self._cancel)
 
+    def give_up(self) -> bool:
+        """Cancel, and block until nobody writes the blocks any more; False if it has ended in doubt about that.
+
+        A peer that is silent may owe its last word then, and the event comes with that, or after `revoke_timeout`.
+
+        Raises:
+            ClosedError: If the worker is closed.
+        """
+        return self._thread.wait(self._spared())
+
     def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
         """Block until every byte of a layer has landed.
 
@@ -896,6 +906,13 @@ class BlockingTransfer:
     def _cancel(self) -> None:
         if self._inner is not None:
             self._inner.cancel()
+
+    async def _spared(self) -> bool:
+        self._cancel()
+        if self._inner is None:  # it never began
+            return True
+        await follow(self._inner.spared)
+        return self._inner.memory_safe or not self._inner.done
 
     def _landing(self, layer: int) -> "Future[bool]":
         """Resolves when a layer has landed or the fetch has ended; one for each layer, however often it is asked for.

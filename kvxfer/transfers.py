@@ -218,6 +218,8 @@ class Progress:
         self._cancel = cancel
         self._watch = watch
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
+        # resolves when nobody writes the blocks any more, though a peer may owe its last word, and at the end
+        self.spared: Final[asyncio.Future[None]] = loop.create_future()
         self.result: Final = self._outcome.result  # see `Transfer.result`
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
@@ -304,6 +306,8 @@ class Progress:
 
     def _end(self, error: BaseException | None) -> None:
         self.done = True
+        if not self.spared.done():
+            self.spared.set_result(None)
         for waiter in self.watched:
             if waiter.done():
                 continue

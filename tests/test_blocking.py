@@ -406,6 +406,48 @@ def test_memory_in_doubt_settles_later():
         assert isinstance(event(pair.decode, FetchFailed).error, TransferFailedError)  # it could begin
 
 
+@pytest.mark.parametrize("granted", [False, True], ids=["not granted", "granted"])
+def test_who_gives_up_has_his_blocks_though_a_peer_is_silent(granted):
+    with Pair(route="staged") as pair:
+        if granted:
+            pair.network.hold("decode")
+            pair.prefill.offer("r", [3], tokens=16)
+        transfer = pair.fetch("r", [2], 16)
+        while granted and not pair.network.held("decode"):
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
+        asleep, awake = threading.Event(), threading.Event()
+
+        def stand_still():
+            asleep.set()
+            awake.wait(PATIENCE)
+
+        stopped = threading.Thread(target=lambda: pair.prefill._open.thread.call(stand_still))
+        stopped.start()
+        assert asleep.wait(PATIENCE)
+        assert transfer.give_up()
+        other = pair.fetch("other", [2], 16)
+        assert other.give_up()
+        assert pair.decode.poll() == [], "neither has ended, nor was a block in custody"
+        awake.set()
+        stopped.join()
+        pair.network.release("decode")
+        assert {failed.transfer for failed in events(pair.decode, 2)} == {transfer, other}
+        assert transfer.memory_safe
+
+
+def test_who_gives_up_while_a_peer_may_write_waits_for_the_doubt():
+    with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
+        pair.network.hold("decode")
+        pair.prefill.offer("r", [3], tokens=16)
+        transfer = pair.fetch("r", [2], 16)
+        while not pair.network.held("decode"):
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
+        assert not transfer.give_up()
+        assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
+
+
 # --- layers
 
 

@@ -386,7 +386,7 @@ class Fetch:
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
             error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
-        else:
+        elif not transfer.spared.done():
             site.custody.release(transfer.id)
         error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
@@ -445,6 +445,9 @@ class Fetch:
         self._collect_failures()
         if self._error is not None:
             self._wind_down(self._error)
+            if not (self.transfer.spared.done() or any(receiver.in_doubt for receiver in self.receivers)):
+                self.transfer.spared.set_result(None)  # for good: who gives up grants nothing more
+                self._site.custody.release(self.transfer.id)
             if all(receiver.quiet for receiver in self.receivers):
                 self._end(self._error)
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast
@@ -36,6 +37,7 @@ __all__ = [
     "Stage",
     "TransferStats",
     "hears_info",
+    "join_logs",
     "logger",
     "overheard",
     "printable",
@@ -107,6 +109,7 @@ KEYS: Final = frozenset(
         "count",
         "descriptors",
         "dropped",
+        "failures",
         "gbps",
         "pieces",
         "quarantined_bytes",
@@ -209,6 +212,28 @@ def overheard(events: Collection[str], key: str) -> Generator[list[str], None, N
         yield listener.heard
     finally:
         log.removeHandler(listener)
+
+
+class _Forwarder(logging.Handler):
+    """Hands lines to another logger, whose own may not name theirs, with the name of ours."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self._other = other
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = copy(record)
+        line.msg, line.args = f"{record.name} {record.getMessage()}", None
+        _of_stdlib(self._other).handle(line)
+
+
+def join_logs(other: str) -> None:
+    """Let log lines go where those of another logger go, at its level, unless somebody has configured `kvxfer`."""
+    ours = _of_stdlib("kvxfer")
+    if ours.level == logging.NOTSET and all(isinstance(one, logging.NullHandler) for one in ours.handlers):
+        ours.addHandler(_Forwarder(other))
+        ours.setLevel(_of_stdlib(other).getEffectiveLevel())
+        ours.propagate = False
 
 
 def printable(text: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.telemetry import KEYS, Intervals, TransferStats, logger, overheard
+from kvxfer.telemetry import KEYS, Intervals, TransferStats, join_logs, logger, overheard
 
 # --- logs
 
@@ -25,6 +25,41 @@ def test_without_configuration_nothing_is_said():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.fixture
+def ours():
+    """The logger `kvxfer`, which the test may configure."""
+    found = logging.getLogger("kvxfer")
+    before = found.level, found.handlers[:], found.propagate
+    yield found
+    found.setLevel(before[0])
+    found.handlers[:], found.propagate = before[1:]
+
+
+def test_lines_go_where_those_of_another_logger_go_and_with_a_name(ours, capsys):
+    theirs = logging.getLogger("an engine")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    for _ in range(2):
+        join_logs("an engine")
+        logger("link").info("peer_lost", peer="100%s")
+        logger("link").debug("peer_lost", peer="b")
+    assert capsys.readouterr().out == "INFO kvxfer.link peer_lost peer=100%s\n" * 2
+
+
+def test_who_has_configured_our_lines_keeps_them(ours):
+    ours.setLevel(logging.ERROR)
+    before = ours.handlers[:]
+    join_logs("an engine")
+    assert (ours.level, ours.handlers, ours.propagate) == (logging.ERROR, before, True)
+    ours.setLevel(logging.NOTSET)
+    ours.addHandler(logging.StreamHandler())
+    before = ours.handlers[:]
+    join_logs("an engine")
+    assert (ours.handlers, ours.propagate) == (before, True)
 
 
 def test_a_record_is_readable_and_carries_the_data(caplog):

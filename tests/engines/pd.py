@@ -42,7 +42,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
-    "VLLM_LOGGING_CONFIG_PATH": str(Path(__file__).with_name("logging.json")),
 }
 
 
@@ -71,6 +70,7 @@ class Engine:
     logs: Path  # folder
     args: Sequence[str] = ()  # more of the command line
     transfer: dict[str, Any] | None = None  # what stands in `--kv-transfer-config`, if anything
+    environment: dict[str, str] = field(default_factory=dict[str, str])
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -88,9 +88,10 @@ class Engine:
         command += ["--max-num-seqs", "16", *self.args]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        env = os.environ | ENVIRONMENT | self.environment
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 
     def wait(self, seconds: float = 300) -> None:
@@ -130,6 +131,14 @@ class Engine:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def kvxfer(self, event: str) -> list[str]:
+        """Lines of its log with this event of ours."""
+        return [line for line in self.log.read_text().splitlines() if re.search(rf"\bkvxfer\.\S+ {event} ", line)]
+
+    def folders(self) -> list[bool]:
+        """Whether the folder of its socket is there, of each time that it was started."""
+        return [Path(one).exists() for line in self.kvxfer("worker_opened") for one in re.findall("unix:(.+)/", line)]
+
     def metrics(self) -> dict[str, float]:
         """Sums over labels of vLLM's counters, and prompt tokens by their source."""
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
@@ -143,16 +152,22 @@ class Engine:
         return found
 
 
-def connected(name: str, model: Path, logs: Path, *args: str, **extra: Any) -> Engine:
-    """An engine with kvxfer's connector, for the side that its name begins with; `extra` is the connector's own."""
-    transfer = {
+def connected(name: str, model: Path, logs: Path, *args: str, nixl: bool = False, **extra: Any) -> Engine:
+    """An engine with kvxfer's connector, for the side that its name begins with; `extra` is the connector's own.
+
+    `nixl`: with vLLM's own, NixlConnector.
+    """
+    transfer: dict[str, Any] = {
         "kv_connector": "KvxferConnector",
         "kv_connector_module_path": "kvxfer.integrations.vllm",
         "kv_role": "kv_producer" if name.startswith("prefill") else "kv_consumer",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-    return Engine(name, model, logs, args, transfer)
+    if nixl:
+        del transfer["kv_connector_module_path"]
+        transfer |= {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    return Engine(name, model, logs, args, transfer, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
 
 
 @dataclass

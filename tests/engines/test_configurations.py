@@ -118,6 +118,10 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
             assert held or made.preempted or made.decodes > 1, "nothing was kept"
         for engine in (prefill, *decodes):
             await router.free(engine, 60)
+        assert prefill.kvxfer("layout_proved"), "the log is mute"
+        for engine, what in ((prefill, "offers_total"), *((one, "load_seconds_count") for one in decodes)):
+            assert engine.metrics()[f"kvxfer_{what}"] > 0
+            assert engine.metrics()["kvxfer_load_failures_total"] == 0
         if made.preempted:
             (engine,) = (engine for engine in (prefill, *decodes) if engine.name == made.preempted)
             assert engine.metrics()["num_preemptions_total"] > 0

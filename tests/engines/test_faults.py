@@ -6,6 +6,7 @@
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Scene:
     decode: Engine
     router: Router
     expected: dict
+    layerwise: bool = False  # a forward pass computes one token at least
 
     def wanted(self, asked):
         return [self.expected[tuple(prompt)] for prompt in asked]
@@ -76,7 +78,7 @@ class Scene:
         asked, before = prompts(1), self.decode.metrics()
         assert await gathered(map(self.router.ask, asked), 8) == self.wanted(asked)
         loaded = self.decode.metrics()["external_prefix_cache_hits_total"] - before["external_prefix_cache_hits_total"]
-        assert loaded == sum(map(len, asked))
+        assert loaded == sum(map(len, asked)) - len(asked) * bool(self.layerwise)
 
 
 @pytest.fixture
@@ -101,6 +103,10 @@ async def test_a_prefill_engine_killed_under_load_costs_nobody_his_answer_and_co
     await scene.router.free(scene.decode, AFTER)
     scene.prefill.start()
     scene.prefill.wait()
+    *left, own = scene.prefill.folders()
+    assert left
+    assert own
+    assert not any(left), "who starts sweeps what was left"
     await scene.works()
 
 
@@ -135,6 +141,49 @@ async def test_a_prefill_engine_that_stands_still_costs_nobody_else_anything(sce
         scene.prefill.signal(signal.SIGCONT)
     assert got == scene.wanted(asked)
     await scene.works()
+
+
+@pytest.mark.full
+async def test_with_layerwise_a_forward_pass_does_not_wait_for_long(start, model, answers, table, tmp_path):
+    """For whom a prefill engine that stands still holds up is computed; with settings as they are by themselves."""
+    expected, args = await answers("llama", "float32"), ("--dtype", "float32", "--no-enable-prefix-caching")
+    engines = [connected(side, model("llama"), tmp_path, *args, layerwise=True) for side in ("prefill", "decode")]
+    prefill, decode = start(*engines)
+    async with routed(prefill, decode) as router:
+        scene = Scene(prefill, decode, router, expected, layerwise=True)
+        assert await gathered(map(router.ask, prompts(0)), 8) == scene.wanted(prompts(0))
+        asked = prompts(1)[-8:]
+        tickets = [await router.ticket(prompt) for prompt in asked]
+        worst = 0.0
+
+        async def others():
+            nonlocal worst
+            while True:
+                before = time.monotonic()
+                await router.complete(decode, [3, 4, 5], 1)
+                worst = max(worst, time.monotonic() - before)
+
+        prefill.signal(signal.SIGSTOP)
+        try:
+            other = asyncio.create_task(others())
+            for some in (slice(4), slice(4, 8)):  # of the later ones it is known by then
+                loads = (
+                    router.decode(prompt, **ticket) for prompt, ticket in zip(asked[some], tickets[some], strict=True)
+                )
+                assert await asyncio.gather(*loads) == scene.wanted(asked[some])
+            other.cancel()
+        finally:
+            prefill.signal(signal.SIGCONT)
+        table.append(f"layerwise, prefill stopped: an unrelated request took {worst:.2f} s at most")
+        assert 1 < worst < 6, "2 s by default, and 20 until the peer is lost"
+        assert decode.metrics()["kvxfer_load_failures_total"] == 8
+        await router.free(decode, 10)
+        before = time.monotonic()
+        await router.ticket(asked[0])
+        await router.free(prefill, AFTER)
+        table.append(f"a reply that nobody read kept its blocks for {time.monotonic() - before:.0f} s")
+        assert time.monotonic() - before > 25, "it was free before somebody could have come"
+        await scene.works()
 
 
 @pytest.mark.full

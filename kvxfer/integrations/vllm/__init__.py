@@ -9,6 +9,7 @@
     orders.py      what the first tells the second, step by step
     caches.py      vLLM's cache tensors in kvxfer's words
     layout.py      where an attention backend puts K and V, found by having it write
+    seen.py        what loads and offers came to, for who operates them
 
 Only the first of them imports vLLM. What it overrides and reads there was taken from release 0.33.0; the names and
 signatures are recorded beside the tests.

@@ -4,7 +4,8 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,8 @@ from kvxfer.integrations.heads import Place
 from kvxfer.integrations.vllm.caches import describe, only_group
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
-from kvxfer.telemetry import logger
+from kvxfer.integrations.vllm.seen import Counts
+from kvxfer.telemetry import join_logs, logger
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +24,7 @@ try:
         KVConnectorMetadata,
         KVConnectorRole,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 except ModuleNotFoundError as exc:
     if exc.name is None or exc.name.split(".")[0] != "vllm":
         raise
@@ -29,7 +32,19 @@ except ModuleNotFoundError as exc:
         "kvxfer.integrations.vllm.connector needs vLLM, which is not installed: pip install vllm"
     ) from exc
 
-__all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata"]
+__all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata", "KvxferPromMetrics", "KvxferStats"]
+
+_UNCLAIMED_SECONDS: Final = 30.0
+"""How long a prompt waits for whoever has its ticket: a router passes that on at once."""
+_PATIENCE_SECONDS: Final = 2.0
+
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BYTES: Final = tuple(2**power for power in range(14, 37, 2))
+_COUNTERS: Final = {
+    "load_failures": "Loads of a KV cache that failed",
+    "offers": "Prompts that a decode engine fetched",
+    "offers_lost": "Prompts that nobody fetched",
+}
 
 _log: Final = logger("kvxfer.vllm")
 
@@ -48,22 +63,101 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # li
     card: dict[str, Any]
 
 
+class KvxferStats(KVConnectorStats):  # type: ignore[misc]  # its base is Any there
+    """`Counts` of all workers, which vLLM sends to the process that logs as `data`, a dict."""
+
+    def _counts(self) -> Counts:
+        return Counts(**self.data)
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data = asdict(Counts())
+
+    def is_empty(self) -> bool:
+        """Whether nothing has ended."""
+        return not self._counts()
+
+    def aggregate(self, other: Any) -> Any:
+        """Add another's."""
+        both = self._counts()
+        both.add(Counts(**other.data))
+        self.data = asdict(both)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's log line says of some time."""
+        counts = self._counts()
+        loads, seconds, nbytes = len(counts.load_seconds), sum(counts.load_seconds), sum(counts.load_bytes)
+        return {
+            "Num loads": loads,
+            "Avg load time (ms)": round(1e3 * seconds / loads, 3) if loads else 0,
+            "Avg MB per load": round(nbytes / loads / 2**20, 3) if loads else 0,
+            "Num failed loads": counts.load_failures,
+            "Num offers fetched": counts.offers,
+            "Num offers nobody fetched": counts.offers_lost,
+        }
+
+
+class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # likewise
+    """The same as `vllm:kvxfer_*`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._seconds = self._histogram("load_seconds", "How long loads of a KV cache took", _SECONDS)
+        self._bytes = self._histogram("load_bytes", "Bytes of a load", _BYTES)
+        self._counters: Final = {
+            name: self._by_engine(
+                self._counter_cls(name=f"vllm:kvxfer_{name}", documentation=text, labelnames=self._labelnames)
+            )
+            for name, text in _COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take what has ended in one step of an engine."""
+        counts = Counts(**transfer_stats_data)
+        for metric, values in ((self._seconds, counts.load_seconds), (self._bytes, counts.load_bytes)):
+            for value in values:
+                metric[engine_idx].observe(value)
+        for name, metric in self._counters.items():
+            metric[engine_idx].inc(getattr(counts, name))
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Mapping[int, Any]:
+        return self._by_engine(
+            self._histogram_cls(
+                name=f"vllm:kvxfer_{name}", documentation=text, buckets=list(buckets), labelnames=self._labelnames
+            )
+        )
+
+    def _by_engine(self, metric: Any) -> Mapping[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+
+
 class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     """Hands requests of a prefill engine over to decode engines. Any engine may be both.
 
     `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
     offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them;
+    `layerwise_timeout`, how many seconds a forward pass waits for those, 2 unless given;
     `key_file`, which holds the engine's key where a router makes tickets as well; and `trust_layout`, to believe what
     views say of the caches.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_logs("vllm")
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise ConfigError("this connector cannot describe caches whose tokens are spread over ranks (DCP, PCP)")
         extra: dict[str, Any] = transfer.kv_connector_extra_config
-        layerwise = bool(extra.get("layerwise"))
+        layerwise, patience = bool(extra.get("layerwise")), extra.get("layerwise_timeout", _PATIENCE_SECONDS)
+        if not isinstance(patience, int | float) or patience <= 0:
+            raise ConfigError(f"layerwise_timeout must be a number of seconds above 0, not {patience!r}")
         self._caches_config: Final = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = only_group(kv_cache_config).kv_cache_spec.block_size
@@ -85,7 +179,14 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         usual = {"engine": transfer.engine_id, "model": model.model}
         settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
         self._trust_layout: Final = bool(extra.get("trust_layout"))
-        self._worker = WorkerSide(Config.load(**settings), layerwise=layerwise)
+        config = Config.load(**settings)
+        ours: dict[str, Any] = {}
+        if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
+            ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
+        if layerwise and not vllm_config.cache_config.enable_prefix_caching and config.arena_bytes:
+            ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
+        ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
+        self._worker = WorkerSide(Config.load(**settings | ours), layerwise=layerwise, patience=patience)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -100,6 +201,27 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Hooks between layers are not called by a graph of the whole model."""
         return bool(extra_config.get("layerwise"))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
+        """What workers counted, in the process that logs."""
+        return KvxferStats(data=asdict(Counts()) if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvxferPromMetrics:
+        """See `KvxferPromMetrics`."""
+        return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> KvxferStats | None:
+        """What has ended since the last step; nothing in the scheduler's process, where nothing does."""
+        counts = None if self.role is KVConnectorRole.SCHEDULER else self._worker.ledger.take()
+        return KvxferStats(data=asdict(counts)) if counts else None
 
     # --- in the scheduler's process
 

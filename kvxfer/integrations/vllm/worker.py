@@ -7,6 +7,7 @@ other; a load when nobody writes its blocks any more, well or not. Failed blocks
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final
 
 import torch
@@ -18,13 +19,16 @@ from kvxfer.blocking import (
     Fetched,
     FetchFailed,
     OfferInDoubt,
+    OfferReleased,
+    OfferWithdrawn,
     PollEvent,
     Settled,
 )
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, FabricError, KvxferError, MemoryInDoubtError
+from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError
 from kvxfer.geometry import CacheTensor, Group, Span
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
+from kvxfer.integrations.vllm.seen import Ledger
 from kvxfer.telemetry import logger
 from kvxfer.transfers import Claim
 
@@ -52,14 +56,24 @@ class _Loading:
 
     load: Load
     transfer: BlockingTransfer
-    cancelled: bool = False
+    cancelled: bool = False  # nobody waits for it any more
+    given_up: bool = False  # it held up the forward pass, and its end is still to come
 
 
 class WorkerSide:
-    """What vLLM's worker asks of the connector. All from one thread, as vLLM does."""
+    """What vLLM's worker asks of the connector. All from one thread, as vLLM does.
 
-    def __init__(self, config: Config, *, layerwise: bool) -> None:
+    Args:
+        config: Settings.
+        layerwise: Whether offers grow layer by layer.
+        patience: Seconds that a forward pass waits for its loads, all in all.
+    """
+
+    def __init__(self, config: Config, *, layerwise: bool, patience: float = 2.0) -> None:
         self._layerwise: Final = layerwise
+        self._patience: Final = patience
+        self._until = 0.0  # when this step's forward pass has waited for long enough
+        self.ledger: Final = Ledger()
         self._worker: Final = BlockingWorker(config, groups=[Group("default", null_block=_NULL_BLOCK)])
         self._caches: Mapping[str, list[CacheTensor]] = {}
         self._numbers: dict[str, int] = {}
@@ -109,6 +123,7 @@ class WorkerSide:
         """Stop. Blocks. Idempotent."""
         self._registered = False
         self._worker.close()
+        self.ledger.close()
 
     # --- one step, in this order
 
@@ -151,6 +166,7 @@ class WorkerSide:
     def load(self, orders: Orders) -> None:
         """Begin the fetches of this step, and give up those of aborted requests."""
         after = self._now() if orders.loads else None
+        self._until = monotonic() + self._patience
         for load in orders.loads:
             self._load(load, after)
         for request in orders.cancels:
@@ -163,8 +179,7 @@ class WorkerSide:
         """Block until a layer of this step's loads has landed; one that fails is told by `poll`."""
         number = self._numbers.get(name)
         if number is not None:
-            for transfer in self._in_step:
-                _wait(transfer, number)
+            self._wait(number)
 
     def save_layer(self, name: str) -> None:
         """The forward pass has written its part of a layer, or queued that."""
@@ -196,9 +211,9 @@ class WorkerSide:
             MemoryInDoubtError: If a load of this step failed and a silent peer may still write its blocks: vLLM has no
                 way to spare them.
         """
+        for number in self._numbers.values():  # no hook is called for a layer that is not run, or by a CUDA graph
+            self._wait(number)
         for transfer in self._in_step:
-            for number in self._numbers.values():  # no hook is called for a layer that is not run, or by a CUDA graph
-                _wait(transfer, number)
             if isinstance(transfer.error, MemoryInDoubtError):
                 raise transfer.error
         self._in_step.clear()
@@ -248,9 +263,34 @@ class WorkerSide:
             self._offers[offer] = _Sending(offer)
             offer.withdraw()
 
+    def _wait(self, layer: int) -> None:
+        """Block until a layer of this step's loads has landed; what takes too long is given up."""
+        for transfer in list(self._in_step):
+            try:
+                transfer.wait_layer(layer, timeout=max(0.0, self._until - monotonic()))
+            except KvxferError:
+                pass  # told by `poll`
+            except TimeoutError:
+                if transfer.give_up():
+                    self._give_up(transfer)
+                else:  # in doubt: `poll` raises that
+                    with suppress(KvxferError):
+                        transfer.wait_layer(layer)
+
+    def _give_up(self, transfer: BlockingTransfer) -> None:
+        """Let a load fail that held up the forward pass, and with it requests of others."""
+        loading = self._loading[transfer]
+        loading.cancelled = loading.given_up = True
+        self._in_step.remove(transfer)
+        self._spoil(loading.load, f"it did not come within {self._patience:g} s")
+
     def _load(self, load: Load, after: Any) -> None:
         span, tokens = Span(load.block_ids, load.first_token), range(load.start, load.stop)
+        engine = load.ticket.get("epoch")
+        silent = any(one.given_up and one.load.ticket.get("epoch") == engine for one in self._loading.values())
         try:
+            if silent:
+                raise BusyError("its engine has not answered since a load from there was given up")
             transfer = self._worker.start_fetch(load.ticket, span, tokens=tokens, after=after)
         except KvxferError as error:
             self._fail(load, error)
@@ -264,9 +304,13 @@ class WorkerSide:
 
     def _fail(self, load: Load, error: KvxferError) -> None:
         """Nothing usable is in the blocks of a load, and nobody will try it again."""
-        _log.warning("load_failed", request=load.request, blocks=len(load.block_ids), error=str(error))
-        self._failed_blocks.update(load.block_ids)
+        self._spoil(load, str(error))
         self._decline(load.request, load.ticket)
+
+    def _spoil(self, load: Load, why: str) -> None:
+        _log.warning("load_failed", request=load.request, blocks=len(load.block_ids), error=why)
+        self.ledger.load_failed()
+        self._failed_blocks.update(load.block_ids)
 
     def _decline(self, request: str, ticket: dict[str, Any]) -> None:
         with suppress(ClosedError):  # asleep: the lease ends it
@@ -281,7 +325,10 @@ class WorkerSide:
     def _note(self, events: Iterable[PollEvent]) -> None:
         for event in events:
             match event:
-                case Fetched() | Settled():
+                case Fetched():
+                    self.ledger.loaded(event.result.stats)
+                    self._loaded(event.transfer)
+                case Settled():
                     self._loaded(event.transfer)
                 case FetchFailed():
                     loading = self._loading[event.transfer]
@@ -294,14 +341,11 @@ class WorkerSide:
                 case OfferInDoubt():
                     self._offers[event.offer].doubt = event.error  # its blocks stay taken until `OfferSettled`
                 case _:
+                    if not isinstance(event, OfferWithdrawn):
+                        self.ledger.offered(fetched=isinstance(event, OfferReleased))
                     self._offers.pop(event.offer).safe = True
 
     def _loaded(self, transfer: BlockingTransfer) -> None:
         load = self._loading.pop(transfer).load
         if not load.in_step:
             self._received.add(load.request)
-
-
-def _wait(transfer: BlockingTransfer, layer: int) -> None:
-    with suppress(KvxferError):
-        transfer.wait_layer(layer)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_scheduler import STATUS, Blocks, cards, received, request, side, step
-from test_worker import doubt
+from test_worker import STATS, doubt
 
 from kvxfer.blocking import (
     Fetched,
@@ -32,11 +32,12 @@ from kvxfer.errors import MemoryInDoubtError, TransferFailedError
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
 from kvxfer.tickets import EngineCard, Issuer
+from kvxfer.transfers import FetchResult
 
 SIZE = 16
 BLOCKS = 12
 RANKS = (0, 1)
-ANY: Any = None
+FETCHED = FetchResult("r", b"", STATS)
 TICKET = Issuer(EngineCard.of(cards()), bytes(32)).ticket("elsewhere")
 
 
@@ -56,7 +57,7 @@ class Handle:
     def finish(self):
         pass
 
-    def wait_layer(self, layer):
+    def wait_layer(self, layer, timeout):
         pass
 
     def withdraw(self):
@@ -295,7 +296,7 @@ class Core:
         elif offered:
             event = OfferReleased("r", handle, ()) if well else OfferExpired("r", handle, "nobody came")
         else:
-            event = Fetched("r", handle, ANY) if well else FetchFailed("r", handle, TransferFailedError("no"))
+            event = Fetched("r", handle, FETCHED) if well else FetchFailed("r", handle, TransferFailedError("no"))
         service.end(handle, event, safe=safe)
 
     def check(self):

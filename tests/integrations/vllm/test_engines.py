@@ -64,6 +64,10 @@ def test_requests_are_handed_over(stage, name, ranks):
     assert reported(facts, "prefill", "send", range(ranks)) == {"p-a", "p-b", "p-c"}
     assert reported(facts, "decode", "recv") == {"d-a", "d-b", "d-c"}
     assert facts["failed_together"] == []
+    assert facts["stats"]["prefill"] | {"Num offers fetched": 3 * ranks} == facts["stats"]["prefill"]
+    told = facts["stats"]["decode"]
+    assert (told["Num loads"], told["Num failed loads"]) == (6, 0), "of three requests, by two ranks"
+    assert min(told["Avg load time (ms)"], told["Avg MB per load"]) > 0
     for one, params in facts["params"].items():
         assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
         assert params["ticket"]["request"] == f"p-{one}"
@@ -133,7 +137,14 @@ def test_engines_sleep_and_wake(stage):
 def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     facts = stage.play("configured_ranks")
     plain = {"engine": "prefill", "model": "model", "world": 2, "chunk_bytes": 16 << 10}
-    assert facts["settings"] == [plain | {"rank": rank} for rank in BOTH]
-    assert set(facts["refused"]) == {"decode_context_parallel_size", "prefill_context_parallel_size"}
+    plain |= {"unclaimed_timeout": 30, "route": "auto"}
+    layerwise = {"route": "staged"}  # peers write no blocks that a forward pass waits for
+    foretold = {"unclaimed_timeout": 120}  # who comes first waits while the prompt queues
+    assert facts["settings"] == [
+        [plain | {"rank": rank} | changed for rank in BOTH]
+        for changed in ({}, layerwise, {"unclaimed_timeout": 7}, foretold)
+    ]
+    refused = {"decode_context_parallel_size", "prefill_context_parallel_size", "layerwise_timeout"}
+    assert set(facts["refused"]) == refused
     assert facts["graphs"] == [False, True]
     assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

@@ -19,6 +19,16 @@ def test_every_abstract_method_is_there():
     assert {name for name, signature in BASE.items() if signature.startswith("abstract")} <= set(OURS)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("KvxferStats", "KVConnectorStats"), ("KvxferPromMetrics", "KVConnectorPromMetrics")]
+)
+def test_metrics_have_the_methods_of_vllm(ours, theirs):
+    public = {
+        name: said for name, said in classes(SOURCE)[ours]["methods"].items() if name[0] != "_" or name == "__init__"
+    }
+    assert public.items() <= vllm_stand_in.RECORDED[theirs]["methods"].items()
+
+
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_signatures_are_those_of_vllm(name):
     assert name in BASE, "vLLM would never call it"

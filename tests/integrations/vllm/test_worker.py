@@ -20,9 +20,13 @@ from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, Memo
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
+from kvxfer.integrations.vllm.seen import Counts
+from kvxfer.telemetry import TransferStats
+from kvxfer.transfers import FetchResult
 
 NAMES = [f"model.layers.{layer}.attn" for layer in (4, 5)]
-TICKET = {"request": "p"}
+TICKET, OTHER = {"request": "p", "epoch": "00"}, {"request": "p", "epoch": "01"}
+STATS = TransferStats(route="staged", bytes=5, started=1.0, finished=3.0)
 
 
 def doubt() -> Any:
@@ -39,11 +43,23 @@ class Handle:
         self.calls: list[Any] = []
         self.done = False
         self.error: KvxferError | None = None
+        self.stands_still, self.spared = False, True
 
     def __getattr__(self, name) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *given, **named: self.calls.append((name, *given, *named.items()))
+
+    def wait_layer(self, layer, timeout=None):
+        self.calls.append(("wait_layer", layer))
+        if self.stands_still and timeout is not None:
+            raise TimeoutError
+        if self.stands_still:
+            self.error = doubt()
+
+    def give_up(self):
+        self.calls.append(("give_up",))
+        return self.spared
 
 
 class Service:
@@ -70,7 +86,8 @@ class Service:
         return self._made(self.offers)
 
     def start_fetch(self, ticket, blocks, *, tokens, after):
-        assert (ticket, blocks.ids, blocks.first_token, tokens, after) == (TICKET, [1, 2], 16, range(20, 48), None)
+        assert ticket in (TICKET, OTHER)
+        assert (blocks.ids, blocks.first_token, tokens, after) == ([1, 2], 16, range(20, 48), None)
         return self._made(self.transfers)
 
     def claim(self, ticket):
@@ -117,8 +134,8 @@ def growing(start=0, stop=32, *, last=True):
     return Orders(steps=[OfferStep("r", "name", 0, [1, 2], start, stop, last)])
 
 
-def loading(*, in_step=False):
-    return Orders(claims={"r": TICKET}, loads=[Load("r", TICKET, [1, 2], 16, 20, 48, in_step)])
+def loading(ticket=TICKET, *, in_step=False):
+    return Orders(claims={"r": ticket}, loads=[Load("r", ticket, [1, 2], 16, 20, 48, in_step)])
 
 
 def begun(side, orders):
@@ -192,11 +209,11 @@ def test_a_load_ends_its_claim_and_is_told_once(side):
     side.load(orders)
     assert claim.calls == [("close",)]
     service = side._worker
-    result: Any = None
-    service.events = [Fetched("p", service.transfers[0], result)]
+    service.events = [Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
     assert side.poll(()) == (set(), {"r"})
     assert side.poll(()) == (set(), set())
     assert service.declined == []
+    assert side.ledger.take() == Counts([2.0], [5])
 
 
 def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
@@ -206,6 +223,59 @@ def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
     assert side.take_failed_blocks() == {1, 2}
     assert side.take_failed_blocks() == set()
     assert service.declined == [TICKET]
+    assert side.ledger.take() == Counts(load_failures=1)
+
+
+def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
+    service = begun(side, loading(in_step=True))
+    (transfer,) = service.transfers
+    transfer.stands_still = True
+    side.wait_layer(NAMES[0])
+    side.wait_layer(NAMES[1])
+    assert transfer.calls == [("wait_layer", 4), ("give_up",)]
+    assert side.poll(()) == (set(), set())
+    assert side.take_failed_blocks() == {1, 2}
+    service.events = [FetchFailed("p", transfer, TransferFailedError("at last"))]
+    assert side.poll(()) == (set(), set())
+    assert side.take_failed_blocks() == set(), "somebody else has these blocks by now"
+    assert side.ledger.take() == Counts(load_failures=1)
+    assert service.declined == [TICKET]
+
+
+def test_a_forward_pass_waits_once_for_all_of_its_loads(side, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(module, "monotonic", lambda: next(clock))  # a second passes with each look
+    orders = loading(in_step=True)
+    orders.loads *= 2
+    waited = []
+    monkeypatch.setattr(Handle, "wait_layer", lambda _, layer, timeout: waited.append((layer, timeout)))
+    begun(side, orders)
+    side.wait_layer(NAMES[0])
+    side.wait_layer(NAMES[1])
+    assert waited == [(4, 1.0), (4, 0.0), (5, 0.0), (5, 0.0)]
+
+
+def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):
+    service = begun(side, loading(in_step=True))
+    service.transfers[0].stands_still = True
+    side.poll(())
+    assert side.take_failed_blocks() == {1, 2}
+    begun(side, loading(in_step=True))
+    assert len(service.transfers) == 1
+    assert side.take_failed_blocks() == {1, 2}
+    begun(side, loading(OTHER, in_step=True))
+    assert len(service.transfers) == 2
+    service.events = [FetchFailed("p", service.transfers[0], TransferFailedError("it answers"))]
+    side.poll(())
+    begun(side, loading(in_step=True))
+    assert len(service.transfers) == 3
+
+
+def test_a_load_that_is_given_up_in_doubt_stops_the_engine(side):
+    service = begun(side, loading(in_step=True))
+    service.transfers[0].stands_still, service.transfers[0].spared = True, False
+    with pytest.raises(MemoryInDoubtError):
+        side.poll(())
 
 
 def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):

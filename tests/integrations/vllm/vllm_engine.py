@@ -131,6 +131,7 @@ class Engine:
         self.wrong: list[str] = []
         self.reported: Counter[tuple[str, int, str]] = Counter()
         self.failed_together: list[bool] = []
+        self.stats = KvxferConnector.build_kv_connector_stats()
         self._under_way: deque[tuple[Any, dict[str, int]]] = deque()
         self._left = {"recv": Counter[str](), "send": Counter[str]()}
         self._received: set[str] = set()
@@ -390,6 +391,8 @@ class Engine:
                     self._left[kind][one] += 1
                     if self._left[kind][one] == len(answers):
                         whole[kind].add(one)
+            if answer.kv_connector_stats:
+                self.stats = self.stats.aggregate(answer.kv_connector_stats)
             if answer.invalid_block_ids:
                 self.failed_together.append(bool(answer.finished_recving))
         return whole["recv"], whole["send"], invalid, sorted(wrong)

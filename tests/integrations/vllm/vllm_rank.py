@@ -19,6 +19,8 @@ from kvxfer.integrations.vllm import KvxferConnector
 ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""
 PATIENCE = 30
+NAMES = ("chunk_bytes", "route", "unclaimed_timeout")
+"""Of settings that are looked at."""
 
 
 def content(seed: int, tokens: range, layer: int, heads: range) -> torch.Tensor:
@@ -45,6 +47,7 @@ class Rank:
     """One rank of one engine."""
 
     def __init__(self, engine: dict[str, Any], rank: int, gates: Gates) -> None:
+        self._engine, self._rank = engine, rank
         self._gates, self._second = gates, rank == 1
         held = HEADS // engine["world"]
         self._heads = range(rank * held, (rank + 1) * held)
@@ -75,9 +78,11 @@ class Rank:
         self.connector.restore_kv_caches()
         self.connector.restore_kv_caches()
 
-    def settings(self) -> dict[str, Any]:
-        config = self.connector._worker._worker.config
-        return {name: getattr(config, name) for name in ("engine", "model", "rank", "world", "chunk_bytes")}
+    def settings(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """What they would be with another extra configuration."""
+        described = self._engine | {"extra": self._engine["extra"] | extra}
+        config = KvxferConnector(*configured(described, self._rank))._worker._worker.config
+        return {name: getattr(config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
 
     def refuse_loads(self) -> None:
         """From now on no fetch can be begun by this rank, if it is the second."""
@@ -109,6 +114,7 @@ class Rank:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
         )
         connector.clear_connector_metadata()
         return answer, wrong

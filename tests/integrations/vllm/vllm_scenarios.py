@@ -58,6 +58,7 @@ class Pair:
             "lost": {name: sorted(set(range(1, BLOCKS)).difference(engine.free)) for name, engine in engines.items()},
             "reported": {(name, *key): n for name, engine in engines.items() for key, n in engine.reported.items()},
             "failed_together": self.decode.failed_together,
+            "stats": {name: engine.stats.reduce() for name, engine in engines.items()},
         }
 
     def prefilled(self, request_id: str, seed: int, prompt: int) -> dict[str, Any]:
@@ -200,15 +201,22 @@ def configured_ranks(wires):
     """What ranks make of their settings; and what a connector refuses, or says before there is one."""
     pair = Pair(wires)
     refused = {}
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        config, role, caches = configured(ENGINE, None)
-        setattr(config.parallel_config, name, 2)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "layerwise_timeout"):
+        extra = {"layerwise_timeout": "2 s"} if name == "layerwise_timeout" else {}
+        config, role, caches = configured(ENGINE | {"extra": extra}, None)
+        if not extra:
+            setattr(config.parallel_config, name, 2)
         try:
             KvxferConnector(config, role, caches)
         except ConfigError as error:
             refused[name] = str(error)
     graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
-    settings = pair.prefill.workers.call("settings")
+    extras = (
+        {},
+        {"layerwise": True},
+        {"layerwise": True, "kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16384}},
+    )
+    settings = [pair.prefill.workers.call("settings", extra) for extra in (*extras, {"key_file": "key"})]
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs, "dropped": dropped}
 

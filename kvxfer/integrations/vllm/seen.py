@@ -1,0 +1,92 @@
+"""What an operator sees of loads and offers: a log line a minute, and counts for vLLM's own metrics."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvxfer.telemetry import TransferStats, logger
+
+__all__ = ["MINUTE_SECONDS", "Counts", "Ledger"]
+
+MINUTE_SECONDS: Final = 60.0
+
+_log: Final = logger("kvxfer.vllm")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has ended in some time, as one rank saw it."""
+
+    load_seconds: list[float] = field(default_factory=list[float])  # of each load that went well
+    load_bytes: list[int] = field(default_factory=list[int])  # likewise
+    load_failures: int = 0
+    offers: int = 0  # that were fetched
+    offers_lost: int = 0  # that nobody came for, or that could not be made
+
+    def __bool__(self) -> bool:
+        return bool(self.load_seconds or self.load_failures or self.offers or self.offers_lost)
+
+    def add(self, other: "Counts") -> None:
+        """Count what another has counted too."""
+        self.load_seconds += other.load_seconds
+        self.load_bytes += other.load_bytes
+        self.load_failures += other.load_failures
+        self.offers += other.offers
+        self.offers_lost += other.offers_lost
+
+
+class Ledger:
+    """Counts what ends, for vLLM step by step, and in one log line for each minute in which something did.
+
+    Args:
+        later: Makes a timer that calls a function after some seconds.
+    """
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], Any] = threading.Timer) -> None:
+        self._later: Final = later
+        self._lock: Final = threading.Lock()  # the timer's thread takes the minute's
+        self._timer: Any = None
+        self._minute, self._step = Counts(), Counts()
+
+    def loaded(self, stats: TransferStats) -> None:
+        """A load went well."""
+        self._count(Counts([stats.duration], [stats.bytes]))
+
+    def load_failed(self) -> None:
+        """One did not."""
+        self._count(Counts(load_failures=1))
+
+    def offered(self, *, fetched: bool) -> None:
+        """An offer is over."""
+        self._count(Counts(offers=int(fetched), offers_lost=int(not fetched)))
+
+    def take(self) -> Counts:
+        """What has ended since the last call."""
+        step, self._step = self._step, Counts()
+        return step
+
+    def close(self) -> None:
+        """Say what is left to say."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._say()
+
+    def _count(self, new: Counts) -> None:
+        self._step.add(new)
+        with self._lock:
+            self._minute.add(new)
+            if self._timer is None:
+                self._timer = self._later(MINUTE_SECONDS, self._say)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _say(self) -> None:
+        with self._lock:
+            minute, self._minute, self._timer = self._minute, Counts(), None
+        loads, seconds = len(minute.load_seconds), sum(minute.load_seconds)
+        if loads or minute.load_failures:
+            nbytes = sum(minute.load_bytes)
+            _log.info("loads_counted", count=loads, bytes=nbytes, duration=seconds, failures=minute.load_failures)
+        if minute.offers or minute.offers_lost:
+            _log.info("offers_counted", count=minute.offers, failures=minute.offers_lost)

@@ -84,6 +84,16 @@ class Pair:
         ticket = self.prefill.engine.ticket(request)
         return self.decode.start_fetch(ticket, blocks, tokens=range(tokens), **more)
 
+    def held(self):
+        """A transfer of block 3 to 2, of which a write stands still."""
+        self.network.hold("decode")
+        self.prefill.offer("r", [3], tokens=16)
+        transfer = self.fetch("r", [2], 16)
+        while not self.network.held("decode"):
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
+        return transfer
+
     def landed(self, blocks, others, tokens, layers=range(LAYERS)):
         there, here = (one.logical(ids, range(tokens)) for one, ids in ((self.sink, blocks), (self.source, others)))
         return torch.equal(there[list(layers)], here[list(layers)])
@@ -387,12 +397,7 @@ def test_what_is_cancelled_and_kept_can_be_tried_again(pair, by):
 
 def test_memory_in_doubt_settles_later():
     with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
-        pair.network.hold("decode")
-        pair.prefill.offer("r", [3], tokens=16)
-        transfer = pair.fetch("r", [2], 16)
-        while not pair.network.held("decode"):
-            with pytest.raises(TimeoutError):
-                transfer.wait_layer(0, timeout=0.01)
+        transfer = pair.held()
         transfer.cancel()
         failed = event(pair.decode, FetchFailed)
         assert isinstance(failed.error, MemoryInDoubtError)
@@ -409,13 +414,7 @@ def test_memory_in_doubt_settles_later():
 @pytest.mark.parametrize("granted", [False, True], ids=["not granted", "granted"])
 def test_who_gives_up_has_his_blocks_though_a_peer_is_silent(granted):
     with Pair(route="staged") as pair:
-        if granted:
-            pair.network.hold("decode")
-            pair.prefill.offer("r", [3], tokens=16)
-        transfer = pair.fetch("r", [2], 16)
-        while granted and not pair.network.held("decode"):
-            with pytest.raises(TimeoutError):
-                transfer.wait_layer(0, timeout=0.01)
+        transfer = pair.held() if granted else pair.fetch("r", [2], 16)
         asleep, awake = threading.Event(), threading.Event()
 
         def stand_still():
@@ -438,12 +437,7 @@ def test_who_gives_up_has_his_blocks_though_a_peer_is_silent(granted):
 
 def test_who_gives_up_while_a_peer_may_write_waits_for_the_doubt():
     with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
-        pair.network.hold("decode")
-        pair.prefill.offer("r", [3], tokens=16)
-        transfer = pair.fetch("r", [2], 16)
-        while not pair.network.held("decode"):
-            with pytest.raises(TimeoutError):
-                transfer.wait_layer(0, timeout=0.01)
+        transfer = pair.held()
         assert not transfer.give_up()
         assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
 
@@ -691,12 +685,7 @@ def test_close_with_work_under_way():
 def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
     quick = {"revoke_timeout": "100ms", "drain_timeout": "50ms"}
     with Pair(route="direct", trust="full", **quick) as pair:
-        pair.network.hold("decode")
-        pair.prefill.offer("r", [3], tokens=16)
-        transfer = pair.fetch("r", [2], 16)
-        while not pair.network.held("decode"):
-            with pytest.raises(TimeoutError):
-                transfer.wait_layer(0, timeout=0.01)
+        transfer = pair.held()
         assert not pair.decode.unregister()
         assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
         assert not transfer.memory_safe

@@ -19,7 +19,7 @@ COMMON = {
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 16384,
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -124,6 +124,7 @@ class Engine:
         if self.process is None:
             return
         if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)

@@ -183,7 +183,8 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         ours: dict[str, Any] = {}
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
-        if layerwise and not vllm_config.cache_config.enable_prefix_caching and config.arena_bytes:
+        in_step = layerwise and transfer.kv_role != "kv_producer" and not vllm_config.cache_config.enable_prefix_caching
+        if in_step and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         self._worker = WorkerSide(Config.load(**settings | ours), layerwise=layerwise, patience=patience)

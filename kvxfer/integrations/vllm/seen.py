@@ -25,15 +25,12 @@ class Counts:
     offers_lost: int = 0  # that nobody came for, or that could not be made
 
     def __bool__(self) -> bool:
-        return bool(self.load_seconds or self.load_failures or self.offers or self.offers_lost)
+        return any(getattr(self, name) for name in self.__slots__)
 
     def add(self, other: "Counts") -> None:
         """Count what another has counted too."""
-        self.load_seconds += other.load_seconds
-        self.load_bytes += other.load_bytes
-        self.load_failures += other.load_failures
-        self.offers += other.offers
-        self.offers_lost += other.offers_lost
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Ledger:
@@ -68,8 +65,10 @@ class Ledger:
 
     def close(self) -> None:
         """Say what is left to say."""
-        if self._timer is not None:
-            self._timer.cancel()
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
             self._say()
 
     def _count(self, new: Counts) -> None:

@@ -142,7 +142,7 @@ def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     foretold = {"unclaimed_timeout": 120}  # who comes first waits while the prompt queues
     assert facts["settings"] == [
         [plain | {"rank": rank} | changed for rank in BOTH]
-        for changed in ({}, layerwise, {"unclaimed_timeout": 7}, foretold)
+        for changed in ({}, layerwise, {"unclaimed_timeout": 7}, foretold, {})
     ]
     refused = {"decode_context_parallel_size", "prefill_context_parallel_size", "layerwise_timeout"}
     assert set(facts["refused"]) == refused

@@ -40,7 +40,10 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
         "VllmConfig",
         compilation_config=make("CompilationConfig", static_forward_context=layers),
         kv_transfer_config=make(
-            "KVTransferConfig", engine_id=engine["name"], kv_connector_extra_config=engine["extra"]
+            "KVTransferConfig",
+            engine_id=engine["name"],
+            kv_role=engine.get("role", "kv_both"),
+            kv_connector_extra_config=engine["extra"],
         ),
         parallel_config=make(
             "ParallelConfig",

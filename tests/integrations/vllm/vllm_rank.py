@@ -78,9 +78,9 @@ class Rank:
         self.connector.restore_kv_caches()
         self.connector.restore_kv_caches()
 
-    def settings(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """What they would be with another extra configuration."""
-        described = self._engine | {"extra": self._engine["extra"] | extra}
+    def settings(self, extra: dict[str, Any], role: str) -> dict[str, Any]:
+        """What they would be with another extra configuration, in another role."""
+        described = self._engine | {"extra": self._engine["extra"] | extra, "role": role}
         config = KvxferConnector(*configured(described, self._rank))._worker._worker.config
         return {name: getattr(config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
 

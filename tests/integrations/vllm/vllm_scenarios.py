@@ -211,12 +211,10 @@ def configured_ranks(wires):
         except ConfigError as error:
             refused[name] = str(error)
     graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
-    extras = (
-        {},
-        {"layerwise": True},
-        {"layerwise": True, "kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16384}},
-    )
-    settings = [pair.prefill.workers.call("settings", extra) for extra in (*extras, {"key_file": "key"})]
+    given = {"kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16 << 10}}
+    extras: tuple[dict[str, Any], ...] = ({}, {"layerwise": True}, {"layerwise": True} | given, {"key_file": "key"})
+    settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
+    settings.append(pair.prefill.workers.call("settings", extras[1], "kv_producer"))
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs, "dropped": dropped}
 

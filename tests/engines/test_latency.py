@@ -1,0 +1,74 @@
+"""How long clients wait for their first token, with kvxfer and with NixlConnector: in turns, in one run.
+
+    make engines ARGS="--full tests/engines/test_latency.py"
+
+While one pair of engines has its turn the other is stopped, as NixlConnector's idle engines take a core each (a thread
+of theirs polls). The prompts differ, so nothing is held anywhere.
+"""
+
+import random
+import signal
+import time
+from contextlib import AsyncExitStack
+from statistics import median
+
+import pytest
+from make_model import VOCABULARY
+from pd import connected, routed
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
+
+TURNS = 20
+TOKENS = 8000
+ARGS = ("--dtype", "float32", "--max-model-len", "8192", "--no-enable-prefix-caching", "--block-size", "128")
+LOADS = {"kvxfer": "kvxfer_load_seconds", "NixlConnector": "nixl_xfer_time_seconds"}
+"""What each connector says itself of how long its loads took."""
+
+
+async def test_the_first_token_of_short_and_long_prompts(start, model, table, tmp_path):
+    folder, draw, engines = model("llama"), random.Random(0), {}
+
+    def pause(name, how):
+        for engine in engines[name]:
+            engine.signal(how)
+
+    for name in LOADS:
+        kind = name == "NixlConnector"
+        extra = {} if kind else {"kvxfer": {"peer_timeout": 600}}  # it is silent when it is not its turn
+        sides = [
+            connected(f"{side}-{name}", folder, tmp_path, *ARGS, nixl=kind, **extra) for side in ("prefill", "decode")
+        ]
+        engines[name] = start(*sides)
+        pause(name, signal.SIGSTOP)
+    async with AsyncExitStack() as stack:
+        routers = {name: await stack.enter_async_context(routed(*pair)) for name, pair in engines.items()}
+
+        async def turn(router, length):
+            prompt = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+            before = time.monotonic()
+            ticket = await router.ticket(prompt)
+            between = time.monotonic()
+            await router.complete(router.decodes[0], prompt, 1, **ticket)
+            return between - before, time.monotonic() - between
+
+        for length in (400, TOKENS):
+            took, before, after = {name: [] for name in LOADS}, {}, {}
+            for at in range(TURNS + 2):
+                for name, router in sorted(routers.items(), reverse=bool(at % 2)):
+                    pause(name, signal.SIGCONT)
+                    if at == 2:
+                        before[name] = engines[name][1].metrics()
+                    one = await turn(router, length)
+                    if at >= 2:  # connections and caches are warm
+                        took[name].append(one)
+                    after[name] = engines[name][1].metrics()
+                    pause(name, signal.SIGSTOP)
+            for name, turns in took.items():
+                moved = {key: value - before[name].get(key, 0) for key, value in after[name].items()}
+                assert moved["external_prefix_cache_hits_total"] == length * TURNS, "everything was loaded"
+                load = moved[f"{LOADS[name]}_sum"] / moved[f"{LOADS[name]}_count"]
+                first, prefill, decode = (1e3 * median(those) for those in (map(sum, turns), *zip(*turns, strict=True)))
+                table.append(
+                    f"{length} tokens, {name}: first token after {first:.1f} ms, prefill {prefill:.1f} and decode "
+                    f"{decode:.1f}; a load took {1e3 * load:.1f} by its own account"
+                )

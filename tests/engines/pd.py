@@ -136,6 +136,16 @@ class Engine:
         """Lines of its log with this event of ours."""
         return [line for line in self.log.read_text().splitlines() if re.search(rf"\bkvxfer\.\S+ {event} ", line)]
 
+    def cpu_seconds(self) -> float:
+        """That all of its processes have used so far."""
+        assert self.process is not None
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                ticks += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == self.process.pid)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def folders(self) -> list[bool]:
         """Whether the folder of its socket is there, of each time that it was started."""
         return [Path(one).exists() for line in self.kvxfer("worker_opened") for one in re.findall("unix:(.+)/", line)]

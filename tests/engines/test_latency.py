@@ -1,11 +1,12 @@
 """How long clients wait for their first token, with kvxfer and with NixlConnector: in turns, in one run.
 
-    make engines ARGS="--full tests/engines/test_latency.py"
+    make engines ARGS="--full -k first_token"
 
 While one pair of engines has its turn the other is stopped, as NixlConnector's idle engines take a core each (a thread
 of theirs polls). The prompts differ, so nothing is held anywhere.
 """
 
+import asyncio
 import random
 import signal
 import time
@@ -19,6 +20,7 @@ from pd import connected, routed
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
 
 TURNS = 20
+IDLE_SECONDS = 5
 TOKENS = 8000
 ARGS = ("--dtype", "float32", "--max-model-len", "8192", "--no-enable-prefix-caching", "--block-size", "128")
 LOADS = {"kvxfer": "kvxfer_load_seconds", "NixlConnector": "nixl_xfer_time_seconds"}
@@ -64,11 +66,17 @@ async def test_the_first_token_of_short_and_long_prompts(start, model, table, tm
                     after[name] = engines[name][1].metrics()
                     pause(name, signal.SIGSTOP)
             for name, turns in took.items():
+                pause(name, signal.SIGCONT)
+                used = -sum(engine.cpu_seconds() for engine in engines[name])
+                await asyncio.sleep(IDLE_SECONDS)
+                used += sum(engine.cpu_seconds() for engine in engines[name])
+                pause(name, signal.SIGSTOP)
                 moved = {key: value - before[name].get(key, 0) for key, value in after[name].items()}
                 assert moved["external_prefix_cache_hits_total"] == length * TURNS, "everything was loaded"
                 load = moved[f"{LOADS[name]}_sum"] / moved[f"{LOADS[name]}_count"]
                 first, prefill, decode = (1e3 * median(those) for those in (map(sum, turns), *zip(*turns, strict=True)))
                 table.append(
                     f"{length} tokens, {name}: first token after {first:.1f} ms, prefill {prefill:.1f} and decode "
-                    f"{decode:.1f}; a load took {1e3 * load:.1f} by its own account"
+                    f"{decode:.1f}; a load took {1e3 * load:.1f} by its own account; idle, both engines took "
+                    f"{used / IDLE_SECONDS:.2f} cores"
                 )

@@ -4,7 +4,7 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,12 +38,17 @@ _UNCLAIMED_SECONDS: Final = 30.0
 """How long a prompt waits for whoever has its ticket: a router passes that on at once."""
 _PATIENCE_SECONDS: Final = 2.0
 
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_BYTES: Final = tuple(2**power for power in range(14, 37, 2))
-_COUNTERS: Final = {
+_METRICS: Final = {
+    "load_seconds": "How long loads of a KV cache took",
+    "load_bytes": "Bytes of a load",
     "load_failures": "Loads of a KV cache that failed",
-    "offers": "Prompts that a decode engine fetched",
-    "offers_lost": "Prompts that nobody fetched",
+    "offers": "Prompts that whoever had the ticket has released",
+    "offers_lost": "Prompts that nobody came for, or that could not be offered",
+}
+"""What each field of `Counts` is."""
+_BUCKETS: Final[Mapping[str, Sequence[float]]] = {
+    "load_seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    "load_bytes": [2**power for power in range(14, 37, 2)],
 }
 
 _log: Final = logger("kvxfer.vllm")
@@ -99,7 +104,7 @@ class KvxferStats(KVConnectorStats):  # type: ignore[misc]  # its base is Any th
 
 
 class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # likewise
-    """The same as `vllm:kvxfer_*`."""
+    """`Counts` of each engine as `vllm:kvxfer_*`."""
 
     def __init__(
         self,
@@ -109,32 +114,23 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # likewi
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._seconds = self._histogram("load_seconds", "How long loads of a KV cache took", _SECONDS)
-        self._bytes = self._histogram("load_bytes", "Bytes of a load", _BYTES)
-        self._counters: Final = {
-            name: self._by_engine(
-                self._counter_cls(name=f"vllm:kvxfer_{name}", documentation=text, labelnames=self._labelnames)
-            )
-            for name, text in _COUNTERS.items()
-        }
+        self._metrics: Final = {name: self._made(name, text) for name, text in _METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take what has ended in one step of an engine."""
-        counts = Counts(**transfer_stats_data)
-        for metric, values in ((self._seconds, counts.load_seconds), (self._bytes, counts.load_bytes)):
-            for value in values:
-                metric[engine_idx].observe(value)
-        for name, metric in self._counters.items():
-            metric[engine_idx].inc(getattr(counts, name))
+        for name, found in transfer_stats_data.items():
+            metric = self._metrics[name][engine_idx]
+            if name in _BUCKETS:
+                for value in found:
+                    metric.observe(value)
+            else:
+                metric.inc(found)
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Mapping[int, Any]:
-        return self._by_engine(
-            self._histogram_cls(
-                name=f"vllm:kvxfer_{name}", documentation=text, buckets=list(buckets), labelnames=self._labelnames
-            )
+    def _made(self, name: str, text: str) -> Mapping[int, Any]:
+        given: dict[str, Any] = {"name": f"vllm:kvxfer_{name}", "documentation": text, "labelnames": self._labelnames}
+        metric = (
+            self._histogram_cls(buckets=_BUCKETS[name], **given) if name in _BUCKETS else self._counter_cls(**given)
         )
-
-    def _by_engine(self, metric: Any) -> Mapping[int, Any]:
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
 

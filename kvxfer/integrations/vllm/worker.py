@@ -36,6 +36,8 @@ __all__ = ["WorkerSide"]
 
 _NULL_BLOCK: Final = 0
 """vLLM's block that is none."""
+_ASKED_SECONDS: Final = 0.1
+"""Within which it is known of a layer whether it has landed: one that has is never given up."""
 
 _log: Final = logger("kvxfer.vllm")
 
@@ -72,7 +74,7 @@ class WorkerSide:
     def __init__(self, config: Config, *, layerwise: bool, patience: float = 2.0) -> None:
         self._layerwise: Final = layerwise
         self._patience: Final = patience
-        self._until = 0.0  # when this step's forward pass has waited for long enough
+        self._left = patience  # of that, in this step
         self.ledger: Final = Ledger()
         self._worker: Final = BlockingWorker(config, groups=[Group("default", null_block=_NULL_BLOCK)])
         self._caches: Mapping[str, list[CacheTensor]] = {}
@@ -166,7 +168,7 @@ class WorkerSide:
     def load(self, orders: Orders) -> None:
         """Begin the fetches of this step, and give up those of aborted requests."""
         after = self._now() if orders.loads else None
-        self._until = monotonic() + self._patience
+        self._left = self._patience
         for load in orders.loads:
             self._load(load, after)
         for request in orders.cancels:
@@ -266,8 +268,9 @@ class WorkerSide:
     def _wait(self, layer: int) -> None:
         """Block until a layer of this step's loads has landed; what takes too long is given up."""
         for transfer in list(self._in_step):
+            before = monotonic()
             try:
-                transfer.wait_layer(layer, timeout=max(0.0, self._until - monotonic()))
+                transfer.wait_layer(layer, timeout=max(_ASKED_SECONDS, self._left))
             except KvxferError:
                 pass  # told by `poll`
             except TimeoutError:
@@ -276,6 +279,7 @@ class WorkerSide:
                 else:  # in doubt: `poll` raises that
                     with suppress(KvxferError):
                         transfer.wait_layer(layer)
+            self._left -= monotonic() - before  # not what the model computes meanwhile
 
     def _give_up(self, transfer: BlockingTransfer) -> None:
         """Let a load fail that held up the forward pass, and with it requests of others."""

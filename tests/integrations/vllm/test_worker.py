@@ -251,8 +251,13 @@ def test_a_forward_pass_waits_once_for_all_of_its_loads(side, monkeypatch):
     monkeypatch.setattr(Handle, "wait_layer", lambda _, layer, timeout: waited.append((layer, timeout)))
     begun(side, orders)
     side.wait_layer(NAMES[0])
+    clock = iter(range(1000, 1100))  # the model computes for long
     side.wait_layer(NAMES[1])
-    assert waited == [(4, 1.0), (4, 0.0), (5, 0.0), (5, 0.0)]
+    assert waited == [(4, 2.0), (4, 1.0), (5, 0.1), (5, 0.1)], "time to ask is always left"
+    waited.clear()
+    begun(side, orders)
+    side.wait_layer(NAMES[0])
+    assert waited[0] == (4, 2.0), "another step"
 
 
 def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):

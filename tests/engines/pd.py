@@ -163,11 +163,8 @@ class Engine:
         return found
 
 
-def connected(name: str, model: Path, logs: Path, *args: str, nixl: bool = False, **extra: Any) -> Engine:
-    """An engine with kvxfer's connector, for the side that its name begins with; `extra` is the connector's own.
-
-    `nixl`: with vLLM's own, NixlConnector.
-    """
+def connected(name: str, model: Path, logs: Path, *args: str, **extra: Any) -> Engine:
+    """An engine with kvxfer's connector, for the side that its name begins with; `extra` is the connector's own."""
     transfer: dict[str, Any] = {
         "kv_connector": "KvxferConnector",
         "kv_connector_module_path": "kvxfer.integrations.vllm",
@@ -175,10 +172,16 @@ def connected(name: str, model: Path, logs: Path, *args: str, nixl: bool = False
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-    if nixl:
-        del transfer["kv_connector_module_path"]
-        transfer |= {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-    return Engine(name, model, logs, args, transfer, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+    return Engine(name, model, logs, args, transfer)
+
+
+def with_nixl(name: str, model: Path, logs: Path, *args: str) -> Engine:
+    """The same with vLLM's own connector."""
+    engine = connected(name, model, logs, *args)
+    changed = {"kv_connector": "NixlConnector", "kv_connector_module_path": None, "kv_buffer_device": "cpu"}
+    engine.transfer = (engine.transfer or {}) | changed
+    engine.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    return engine
 
 
 @dataclass

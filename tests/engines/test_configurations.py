@@ -36,10 +36,9 @@ class Configuration:
         for side in ["prefill", *(f"decode{n}" for n in range(self.decodes))]:
             kind = side.rstrip("0123456789")
             extra = {"key_file": str(key)} if self.ahead and kind == "prefill" else {}
-            extra["layerwise_timeout"] = 60  # where tickets are made ahead prompts are computed in that time
             args = ("--dtype", self.dtype, f"--{'' if self.cached else 'no-'}enable-prefix-caching")
             args += (*self.args, *getattr(self, kind))
-            yield connected(side, model, folder, *args, layerwise=kind in self.layerwise, **extra)
+            yield connected(side, model, folder, *args, layerwise=kind in self.layerwise, layerwise_timeout=60, **extra)
 
 
 CI = {

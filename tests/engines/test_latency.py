@@ -15,7 +15,7 @@ from statistics import median
 
 import pytest
 from make_model import VOCABULARY
-from pd import connected, routed
+from pd import connected, routed, with_nixl
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
 
@@ -35,12 +35,12 @@ async def test_the_first_token_of_short_and_long_prompts(start, model, table, tm
             engine.signal(how)
 
     for name in LOADS:
-        kind = name == "NixlConnector"
-        extra = {} if kind else {"kvxfer": {"peer_timeout": 600}}  # it is silent when it is not its turn
-        sides = [
-            connected(f"{side}-{name}", folder, tmp_path, *ARGS, nixl=kind, **extra) for side in ("prefill", "decode")
-        ]
-        engines[name] = start(*sides)
+        sides = [f"{side}-{name}" for side in ("prefill", "decode")]
+        if name == "NixlConnector":
+            engines[name] = start(*(with_nixl(side, folder, tmp_path, *ARGS) for side in sides))
+        else:  # which is silent while it is not its turn
+            patient = {"peer_timeout": 600}
+            engines[name] = start(*(connected(side, folder, tmp_path, *ARGS, kvxfer=patient) for side in sides))
         pause(name, signal.SIGSTOP)
     async with AsyncExitStack() as stack:
         routers = {name: await stack.enter_async_context(routed(*pair)) for name, pair in engines.items()}

@@ -2,8 +2,8 @@
 
     make engines ARGS="--full -k first_token"
 
-While one pair of engines has its turn the other is stopped, as NixlConnector's idle engines take a core each (a thread
-of theirs polls). The prompts differ, so nothing is held anywhere.
+While one pair of engines has its turn the other is stopped, as a thread of each of NixlConnector's idle engines polls.
+The prompts differ, so nothing is held anywhere.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 3
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# a vLLM for CPUs, with all that it needs and nothing of $(VENV)
+# a vLLM for CPUs and an sglang, with all that they need and nothing of $(VENV)
 VLLM := build/vllm
 VLLM_VERSION := 0.32.0
 
@@ -124,7 +124,8 @@ $(STAMP): constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,otel,ray,docs]"
 	touch $@
 
-# all pins and no dependencies, of which vLLM's would bring builds for GPUs; its command asks for a package `vllm`
+# all pins and no dependencies, of which vLLM's and sglang's would bring builds for GPUs; vLLM's command asks for a
+# package `vllm`
 $(VLLM)/.installed: tests/engines/constraints.txt pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "installing into $(VLLM): this takes some minutes"

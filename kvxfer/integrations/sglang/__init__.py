@@ -9,8 +9,8 @@
     meeting.py   where the engines find each other
     caches.py    sglang's pools and rows of metadata in kvxfer's words
 
-Only the first of them imports sglang. What it overrides, reads there and is read of was taken from release 0.5.23; the
-names and signatures are recorded beside the tests.
+Only the first of them imports sglang. What it overrides, reads there and is read of was taken from release 0.5.23, with
+whose sources `make engines` compares it.
 """
 
 from typing import TYPE_CHECKING

@@ -60,8 +60,6 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
     """One rank of an engine: its worker, and where it finds the other engines."""
 
     supports_deferred_decode_kv_release = True
-    is_dummy_cp_rank = False
-    enable_staging = False
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: Any = False) -> None:
         parallel = get_parallel()
@@ -102,15 +100,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         told = get_parallel().attn_tp_group.all_gather_object((worker.card.to_dict(), secrets.token_hex(KEY_BYTES)))
         card, key = EngineCard.of([rank for rank, _ in told]), told[0][1]
         worker.join(card, key=bytes.fromhex(key))
-        self._engine = Engine(
-            self.dp_rank,
-            self.dp_size,
-            card.to_dict(),
-            key,
-            self.kv_args.page_size,
-            self.kv_args.kv_cache_dtype_str or "",
-            self._by_room,
-        )
+        args, dtype = self.kv_args, self.kv_args.kv_cache_dtype_str or ""
+        self._engine = Engine(self.dp_rank, self.dp_size, card.to_dict(), key, args.page_size, dtype, self._by_room)
         if self.prefilling:
             self.register_to_bootstrap()
 
@@ -185,7 +176,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         """
         return self._queries
 
-    def close(self) -> None:
+    def teardown(self) -> None:
         """Stop the worker. Blocks."""
         self._queries.shutdown(wait=False, cancel_futures=True)
         self.rooms.worker.close(drain=False)
@@ -264,8 +255,6 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
 class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
     """One request at a decode engine."""
 
-    require_staging = False
-
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: Any = None) -> None:
         self.kv_mgr = mgr
         self.bootstrap_addr = bootstrap_addr
@@ -311,6 +300,10 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
     def failure_exception(self) -> None:
         """Raise why it failed."""
         raise self._inner.failed()
+
+    def is_abort_release_safe(self) -> bool:
+        """Whether nobody writes its pages."""
+        return self._inner.over
 
     def refuse(self, reason: str) -> None:
         """It cannot be done."""

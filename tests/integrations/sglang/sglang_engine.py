@@ -70,8 +70,7 @@ class Rank:
         self.rooms = torch.zeros((ROWS, 8), dtype=torch.int64)
         self.tokens = torch.zeros((ROWS, 16), dtype=torch.int32)
         self.enter(told, rank, group)
-        args = sglang_stand_in.make(
-            "KVArgs",
+        args = SimpleNamespace(
             engine_rank=rank,
             system_dp_rank=told["dp_rank"],
             gpu_id=0,
@@ -91,7 +90,7 @@ class Rank:
             args.kv_head_num, args.total_kv_head_num = held, HEADS
         model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS)
         server = SimpleNamespace(model_path="m", model_config=model)
-        mode = sglang_stand_in.stock("DisaggregationMode")[told["role"]]
+        mode = sglang_stand_in.DisaggregationMode[told["role"]]
         self.manager = classes("MANAGER")(args, mode, server, self.latent)
 
     def enter(self, told: dict[str, Any], rank: int, group: Group) -> None:
@@ -189,8 +188,8 @@ class Engine:
         hook = sglang_stand_in.hooks["sglang.srt.disaggregation.utils.get_kv_class"]
         found = hook(
             lambda backend, kind: (backend.name, kind.name),
-            sglang_stand_in.stock("TransferBackend").NIXL,
-            sglang_stand_in.stock("KVClassType")[kind],
+            sglang_stand_in.TransferBackend.NIXL,
+            sglang_stand_in.KVClassType[kind],
         )
         assert not isinstance(found, tuple), "the plugin has not taken its place"
         return found
@@ -272,7 +271,7 @@ class Engine:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.manager.close()
+            rank.manager.teardown()
         if self.server is not None:
             self.server.close()
 
@@ -359,7 +358,6 @@ class Engine:
             pages = request.pages[request.sent // PAGE : -(-end // PAGE)]
             for peer in request.peers:
                 if peer.should_send_kv_chunk(len(pages), last):
-                    sglang_stand_in.bound(type(peer), "send", pages, None, num_kv_tokens=end - request.sent)
                     peer.send(torch.tensor(pages, dtype=torch.int32).numpy(), None, num_kv_tokens=end - request.sent)
             request.sent = max(request.sent, end)
 
@@ -435,7 +433,6 @@ class Engine:
                     if request.prefix:
                         rank.compute(request.room, request.pages, range(request.prefix))
                     pages = torch.tensor(request.pages[kept:], dtype=torch.int32).numpy()
-                    sglang_stand_in.bound(type(peer), "send_metadata", pages, request.row, [], request.prefix)
                     peer.send_metadata(pages, request.row, [], decode_prefix_len=request.prefix)
                 request.queue = "transfer"
             else:

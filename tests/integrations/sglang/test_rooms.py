@@ -1,6 +1,7 @@
 """What needs no engine: rows of metadata, pools as sglang tells of them, and the place where engines meet."""
 
 import ctypes
+import importlib.util
 import json
 import socket
 import urllib.error
@@ -14,7 +15,15 @@ import torch
 from sglang_stand_in import query_prefill_dp_ranks
 
 from kvxfer.blocking import FetchFailed, OfferInDoubt, OfferSettled
-from kvxfer.errors import ConfigError, GeometryError, TicketError, TransferFailedError, UnreachableError
+from kvxfer.errors import (
+    ConfigError,
+    GeometryError,
+    MissingExtraError,
+    TicketError,
+    TransferFailedError,
+    UnreachableError,
+)
+from kvxfer.integrations import sglang
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
 from kvxfer.integrations.sglang.caches import MAX_ROW_BYTES, Rows, describe
@@ -278,6 +287,16 @@ def test_rubbish_changes_nothing(address):
             with refused.value as answer:
                 assert answer.code == 400, (path, body[:20])
             assert ask(address).engines == {0: ENGINE}, (path, body[:20])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed here")
+def test_without_sglang_the_error_says_what_to_install():
+    with pytest.raises(MissingExtraError, match="pip install sglang"):
+        _ = sglang.KvxferKVManager
+    with pytest.raises(MissingExtraError, match="pip install sglang"):
+        sglang.plugin()
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = sglang.nonsense
 
 
 def test_other_paths(address):

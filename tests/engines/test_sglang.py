@@ -18,11 +18,10 @@ ASKED = ("--dp-size", "2", "--load-balance-method", "round_robin")
 CONFIGURATIONS = {
     "chunked, prefixes cached": ("llama", 4096, CHUNKED, CACHED),
     "1 rank to 2": ("llama", 4096, CHUNKED, ("--tp-size", "2")),
-    "2 ranks to 1": ("llama", 2048, (*CHUNKED, "--tp-size", "2"), ()),
+    "2 ranks to 1": ("llama", 4096, (*CHUNKED, "--tp-size", "2"), ()),
     "2 data-parallel ranks, of which the server is asked": ("llama", 4096, ASKED, ()),
-    "latent": ("latent", 9216, CHUNKED, ()),
 }
-"""By name: a model, bytes of a token at a prefill rank, and what is added to each command line."""
+"""By name: a model, bytes of a token, and what is added to each command line."""
 CI = 1
 PAGE = 16
 SENT = "kv_transfer_total_mb_sum"

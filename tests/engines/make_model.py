@@ -31,10 +31,10 @@ MODELS = {
     "llama": ("Llama", {"num_key_value_heads": 4, "head_dim": 32}),
     # K is not stored as K of the others is: its heads are no multiple of 32
     "llama-48": ("Llama", {"num_key_value_heads": 4, "head_dim": 48}),
-    # a window sees where a block stands, which full attention does not
+    # a window sees where a block stands, which full attention does not; of 300 tokens it begins with a block
     "sliding": (
         "Gemma3",
-        {"num_key_value_heads": 4, "head_dim": 32, "sliding_window": 48, "layer_types": [SLIDING, FULL] * 2},
+        {"num_key_value_heads": 4, "head_dim": 32, "sliding_window": 45, "layer_types": [SLIDING, FULL] * 2},
     ),
     "latent": (
         "DeepseekV2",

@@ -99,8 +99,9 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
             assert got == wanted
             return tokens - loaded - held, loaded, held
 
-        # a forward pass computes one token at least, so one that loads inside of it has the rest loaded
-        computed = 1 if "decode" in made.layerwise and not made.cached else 0
+        # a forward pass computes one token at least, so one that loads inside of it has the rest loaded; of a prompt
+        # with windows the prefill engine leaves one
+        computed = 1 if made.model == "sliding" or ("decode" in made.layerwise and not made.cached) else 0
         seen = []
         for seed, concurrency in enumerate(made.concurrencies):
             asked = prompts(seed)
@@ -110,7 +111,7 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
             seen += asked
         if made.cached:
             missed, _, held = await run("again", router.ask, seen, 8)
-            assert missed <= 0
+            assert missed <= computed * len(seen)
             assert held or made.preempted or made.decodes > 1, "nothing was kept"
             # of blocks in another order full attention tells nothing, but one who needs the first of them does
             _, loaded, held = await run("their beginnings", router.decode, shorter(seen), 8)

@@ -121,6 +121,27 @@ async def test_who_has_a_ticket_of_a_prefill_engine_that_was_killed_computes_his
 
 
 @pytest.mark.full
+async def test_windows_that_were_not_handed_over_are_computed(start, model, answers, tmp_path):
+    """A prompt is taken to be shorter, so the prefill engine has let go of what that would see; then it is killed."""
+    expected, asked = await answers("sliding", "float32"), prompts(0)
+    args = ("--dtype", "float32", "--no-enable-prefix-caching", "--block-size", "32")
+    made = (connected(name, model("sliding"), tmp_path, *args, kvxfer=SETTINGS) for name in ("prefill", "decode"))
+    prefill, decode = start(*made)
+    async with routed(prefill, decode) as router:
+        wanted = [expected[tuple(prompt)] for prompt in asked]
+        tickets = [await router.ticket(prompt) for prompt in asked]
+        for ticket in tickets:
+            ticket["remote_num_tokens"] = max(1, ticket["remote_num_tokens"] - 40)
+        answered = (router.decode(prompt, **ticket) for prompt, ticket in zip(asked, tickets, strict=True))
+        assert await gathered(answered, 8) == wanted
+        tickets = [await router.ticket(prompt) for prompt in asked]
+        prefill.signal(signal.SIGKILL)
+        answered = (router.decode(prompt, **ticket) for prompt, ticket in zip(asked, tickets, strict=True))
+        assert await gathered(answered, 8) == wanted
+        await router.free(decode, AFTER)
+
+
+@pytest.mark.full
 async def test_a_prefill_engine_that_stands_still_costs_nobody_else_anything(scene):
     """And those who have its tickets are computed; or told so, where it could still write."""
     asked = prompts(0)

@@ -10,6 +10,7 @@ are wrong. So each is made to show where it has K and V, and if that is elsewher
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.errors import GeometryError
@@ -17,27 +18,55 @@ from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
 from kvxfer.telemetry import logger
 
-__all__ = ["describe", "only_group"]
+__all__ = ["BlockGroup", "block_groups", "describe"]
 
-_KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-"""vLLM's classes of caches that hold every token of a request."""
+_WINDOWED: Final = "SlidingWindowSpec"
+_KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", _WINDOWED})
+"""vLLM's classes of caches that hold every token of a request, or the last ones."""
 
 _log: Final = logger("kvxfer.vllm")
 
 
-def only_group(config: Any) -> Any:
-    """The one group of layers that share block ids, of vLLM's `KVCacheConfig`.
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Layers that share block ids, and what a request keeps of them."""
+
+    name: str
+    index: int  # in vLLM's lists of groups
+    block_tokens: int
+    window: int | None  # so many tokens up to the one that is computed are read; none: all
+
+    def live(self, tokens: int, *, whole: bool) -> int:
+        """The first token that is still held once so many are computed; or the first of the block that holds it."""
+        first = 0 if self.window is None else max(0, tokens + 1 - self.window)
+        return first - first % self.block_tokens if whole else first
+
+
+def block_groups(config: Any) -> list[BlockGroup]:
+    """The groups that are handed over, of vLLM's `KVCacheConfig`.
 
     Raises:
-        GeometryError: If there are several.
+        GeometryError: If the layers of one see windows of different sizes.
     """
-    groups = [group for group in config.kv_cache_groups if group.enable_kv_transfer]
-    if len(groups) != 1:
-        raise GeometryError(
-            f"this model has {len(groups)} groups of cache blocks, and this connector takes one: run vLLM with "
-            "--disable-hybrid-kv-cache-manager; models with recurrent state cannot be handed over by it"
-        )
-    return groups[0]
+    found: list[BlockGroup] = []
+    held = [(at, group) for at, group in enumerate(config.kv_cache_groups) if group.enable_kv_transfer]
+    seen: Counter[str] = Counter()
+    for at, group in held:
+        spec = group.kv_cache_spec
+        windows = {_window(one) for one in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+        if len(windows) != 1:
+            raise GeometryError(f"layers of one group of cache blocks have windows of {windows} tokens")
+        (window,) = windows
+        name = "full" if window is None else f"window-{window}"
+        seen[name] += 1
+        name = "default" if len(held) == 1 else f"{name}.{seen[name]}"
+        found.append(BlockGroup(name, at, spec.block_size, window))
+    return found
+
+
+def _window(spec: Any) -> int | None:
+    """What vLLM keeps of a request for these layers: with tokens that are read again by what speculates."""
+    return spec.sliding_window + spec.extra_retained_tokens if type(spec).__name__ == _WINDOWED else None
 
 
 def describe(
@@ -66,21 +95,22 @@ def describe(
         GeometryError: If a cache is of a kind that cannot be handed over, its backend does not show where it has K and
             V, or has them where no axes say, or a layer's number cannot be told.
     """
-    group = only_group(config)
     found: dict[str, list[CacheTensor]] = {}
     shown: Counter[tuple[str, str]] = Counter()
-    for name in group.layer_names:
-        if name in caches:
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            said = _said(name, caches[name], spec, config.num_blocks, place, total_heads)
+    for group in block_groups(config):
+        of = config.kv_cache_groups[group.index]
+        numbers = {name: _number(name) for name in of.layer_names if name in caches}
+        if several := [number for number, count in Counter(numbers.values()).items() if count > 1]:
+            raise GeometryError(f"layers {sorted(several)} have several caches in one group of cache blocks")
+        for name, number in numbers.items():
+            spec = getattr(of.kv_cache_spec, "kv_cache_specs", {}).get(name, of.kv_cache_spec)
+            held = {"layers": [number], "group": group.name}
+            said = _said(name, caches[name], spec, config.num_blocks, place, total_heads, held)
             if trusted:
                 found[name] = said
             else:
                 found[name], how = _shown(name, caches[name], spec, said, layers.get(name))
                 shown[how] += 1
-    numbers = [tensors[0].layers[0] for tensors in found.values()]
-    if len(set(numbers)) < len(numbers):
-        raise GeometryError(f"layers {sorted(n for n in set(numbers) if numbers.count(n) > 1)} have several caches")
     for (backend, layout), count in shown.items():
         _log.info("layout_proved", backend=backend, count=count, value=layout)
     if trusted:
@@ -88,7 +118,9 @@ def describe(
     return found
 
 
-def _said(name: str, cache: Any, spec: Any, num_blocks: int, place: Place, total_heads: int) -> list[CacheTensor]:
+def _said(
+    name: str, cache: Any, spec: Any, num_blocks: int, place: Place, total_heads: int, held: dict[str, Any]
+) -> list[CacheTensor]:
     """A cache as its view says."""
     kind = type(spec).__name__
     odd = {"num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
@@ -109,7 +141,7 @@ def _said(name: str, cache: Any, spec: Any, num_blocks: int, place: Place, total
             f"the cache of {name} has shape {tuple(cache.shape)}, which is not block, head, token and content of "
             f"{spec.num_kv_heads} heads of {key} and {value} elements"
         )
-    held: dict[str, Any] = {"layers": [_number(name)], "kernel_blocks_per_id": cache.shape[0] // num_blocks}
+    held = held | {"kernel_blocks_per_id": cache.shape[0] // num_blocks}
     if not value:
         return [CacheTensor(cache[:, 0], "block token dim", **held)]
     held["heads"] = place.heads(total_heads, spec.num_kv_heads)
@@ -134,7 +166,7 @@ def _shown(
         )
     if probe.shows(said):
         return said, (probe.backend, "as its view says")
-    held = {field: getattr(said[0], field) for field in ("layers", "heads", "kernel_blocks_per_id")}
+    held = {field: getattr(said[0], field) for field in ("group", "layers", "heads", "kernel_blocks_per_id")}
     found = [CacheTensor(view, axes, kv=half or None, **held) for half, view, axes in probe.found()]
     if not probe.shows(found):
         raise probe.refusal("the next time they were elsewhere")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvxfer.errors import ConfigError, MissingExtraError
 from kvxfer.integrations.heads import Place
-from kvxfer.integrations.vllm.caches import describe, only_group
+from kvxfer.integrations.vllm.caches import block_groups, describe
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.seen import Counts
@@ -23,6 +23,8 @@ try:
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 except ModuleNotFoundError as exc:
@@ -134,7 +136,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # likewi
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
 
-class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
+class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # likewise
     """Hands requests of a prefill engine over to decode engines. Any engine may be both.
 
     `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
@@ -155,15 +157,19 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         if not isinstance(patience, int | float) or patience <= 0:
             raise ConfigError(f"layerwise_timeout must be a number of seconds above 0, not {patience!r}")
         self._caches_config: Final = kv_cache_config
+        groups = block_groups(kv_cache_config)
+        # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
+        simple = [group.window for group in groups] == [None]
         if role is KVConnectorRole.SCHEDULER:
-            block_tokens = only_group(kv_cache_config).kv_cache_spec.block_size
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
             # vLLM counts the blocks of a load inside of a step as cached before they are: another request may hit them,
             # and they stay in its cache if their own has gone when the load fails
             cached = bool(vllm_config.cache_config.enable_prefix_caching)
-            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise and not cached, key=key)
-            if layerwise and cached:
-                _log.warning("layerwise_refused", reason="prefix caching is on: loads are whole, offers are by layer")
+            in_steps = layerwise and simple and not cached
+            self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key)
+            if layerwise and not in_steps:
+                why = "prefix caching is on" if simple else "there are several groups of blocks, or windows"
+                _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers are by layer")
             return
         from kvxfer.config import Config
         from kvxfer.integrations.vllm.worker import WorkerSide
@@ -179,11 +185,13 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         ours: dict[str, Any] = {}
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
-        in_step = layerwise and transfer.kv_role != "kv_producer" and not vllm_config.cache_config.enable_prefix_caching
-        if in_step and config.arena_bytes:
+        caching = vllm_config.cache_config.enable_prefix_caching
+        if layerwise and simple and transfer.kv_role != "kv_producer" and not caching and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
-        self._worker = WorkerSide(Config.load(**settings | ours), layerwise=layerwise, patience=patience)
+        held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
+        config = Config.load(**settings | ours)
+        self._worker = WorkerSide(config, held, layerwise=layerwise, by_block=simple, patience=patience)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -254,6 +262,12 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         """See `SchedulerSide`. Every block that counts is on offer by then."""
         return self._scheduler.request_finished(request)
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Likewise."""
+        return self._scheduler.request_finished(request)
+
     # --- in a worker's process
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -300,12 +314,15 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         """All layers of this step are."""
         self._worker.end_step()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose offers are over, and requests whose loads are; each once."""
-        return self._worker.poll(finished_req_ids)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose offers are over, and requests whose loads are, each once; and which of these failed."""
+        sent, received = self._worker.poll(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=self._worker.take_failed(received)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that hold nothing usable, in the step in which `get_finished` names their request, or before."""
+        """Blocks that hold nothing usable, in the step in which their request is named, or before."""
         return self._worker.take_failed_blocks()
 
     def shutdown(self) -> None:

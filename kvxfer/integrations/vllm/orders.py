@@ -4,9 +4,12 @@ Orders stay inside of one engine. They hold tickets and the engine's key, which 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["Load", "Membership", "OfferStep", "Orders"]
+__all__ = ["Blocks", "Load", "Membership", "OfferStep", "Orders"]
+
+Blocks: TypeAlias = dict[str, tuple[list[int], int]]
+"""By group: block ids, and the first token that they are about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,7 @@ class Load:
 
     request: str
     ticket: dict[str, Any] = field(repr=False)
-    block_ids: list[int]
-    first_token: int  # position of the first token in the first of them
+    blocks: Blocks
     start: int
     stop: int  # one past the last token to fetch
     in_step: bool  # this step's forward pass reads it, layer by layer; else the request waits until it is there
@@ -37,7 +39,7 @@ class OfferStep:
     request: str
     name: str  # the ticket's
     attempt: int  # how often it was preempted while on offer
-    block_ids: list[int]  # that it got since the last step
+    blocks: Blocks  # that it got since the last step, of those that it holds until its end
     start: int  # tokens that were on offer before; 0 begins the offer
     stop: int  # tokens that are computed after this step
     last: bool  # that is the whole prompt

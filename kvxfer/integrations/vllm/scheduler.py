@@ -6,13 +6,15 @@ for step n + 1 before the workers have answered step n; nothing here counts on a
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
 from kvxfer.errors import RequestError, TicketError
-from kvxfer.integrations.vllm.orders import Load, Membership, OfferStep, Orders
+from kvxfer.integrations.vllm.caches import BlockGroup
+from kvxfer.integrations.vllm.orders import Blocks, Load, Membership, OfferStep, Orders
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, Ticket
 
@@ -51,21 +53,28 @@ class _Produced:
 
     name: str
     prompt_tokens: int
+    whole: bool  # all of each block that it holds is computed here
     attempt: int = 0
     offered: int = 0
+    blocks: Counter[str] = field(default_factory=Counter[str])  # that it has got so far, by group
 
 
 class SchedulerSide:
     """What vLLM's scheduler asks of the connector. Requests and outputs are vLLM's; see there for when each is called.
 
     Args:
-        block_tokens: Tokens of one block id.
+        groups: Those of block ids.
+        cached: Whether vLLM takes blocks that were loaded for a cache of prefixes.
         layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
         key: The engine's key, if somebody else makes tickets too; else it is drawn here.
     """
 
-    def __init__(self, *, block_tokens: int, layerwise: bool, key: bytes | None = None) -> None:
-        self._block_tokens: Final = block_tokens
+    def __init__(
+        self, groups: Sequence[BlockGroup], *, cached: bool, layerwise: bool, key: bytes | None = None
+    ) -> None:
+        self._groups: Final = groups
+        self._windowed: Final = any(group.window is not None for group in groups)
+        self._cached: Final = cached
         self._layerwise: Final = layerwise
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
@@ -73,7 +82,9 @@ class SchedulerSide:
         self._wanted: Final[dict[str, _Wanted]] = {}
         self._produced: Final[dict[str, _Produced]] = {}
         self._names: Final[dict[str, str]] = {}  # of what is on offer, or will be; the request of each
-        self._placed: Final[list[tuple[Any, _Wanted, list[int], int]]] = []  # requests that got blocks to load into
+        self._placed: Final[
+            list[tuple[Any, _Wanted, Sequence[list[int]], int]]
+        ] = []  # requests that got blocks to load into
         self._orders = Orders()
 
     def collect(self, cards: Iterable[Mapping[str, Any]]) -> None:
@@ -92,7 +103,7 @@ class SchedulerSide:
         """Keep in mind what is to be fetched, and what is to be offered."""
         params: Mapping[str, Any] = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            self._produce(request, params.get(_NAME))
+            self._produce(request, params.get(_NAME), whole=not params.get("do_remote_prefill"))
         if not params.get("do_remote_prefill"):
             return
         ticket, tokens = params.get(TICKET), params.get(_TOKENS)
@@ -103,19 +114,22 @@ class SchedulerSide:
         except TicketError as error:  # computed here, as if nobody had prefilled it
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
-        # a forward pass computes at least one token, and a load by layers is part of one
-        most: int = request.num_prompt_tokens - int(self._layerwise)
+        # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
+        # prompt vLLM computes the last token again, for which windows have let go of the first that it sees
+        most: int = request.num_prompt_tokens - int(self._layerwise or self._windowed)
         data: dict[str, Any] = dict(ticket or {})
         self._wanted[request.request_id] = _Wanted(data, min(tokens, most))
         self._orders.claims[request.request_id] = data
 
-    def _produce(self, request: Any, name: Any) -> None:
+    def _produce(self, request: Any, name: Any, *, whole: bool) -> None:
         """Offer what will be computed; not under the name of another request, as its ticket would be that one's."""
         named = name if isinstance(name, str) and name else request.request_id
         if self._names.setdefault(named, request.request_id) != request.request_id:
             _log.warning("transfer_id_refused", request=request.request_id, error=f"{_NAME} {named!r} is in use")
             return
-        self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens)
+        if self._windowed:
+            _shorten(request)
+        self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens, whole)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that a fetch would add to those held here, and whether the request waits for it. Changes nothing."""
@@ -131,7 +145,7 @@ class SchedulerSide:
             return
         if num_external_tokens:
             wanted.stage = _Stage.LOADING
-            self._placed.append((request, wanted, list(blocks.get_block_ids()[0]), num_external_tokens))
+            self._placed.append((request, wanted, blocks.get_block_ids(), num_external_tokens))
         else:
             wanted.stage = _Stage.OVER
             self._orders.declines[request.request_id] = wanted.ticket
@@ -162,7 +176,7 @@ class SchedulerSide:
         self._orders = Orders()
         return orders
 
-    def _load(self, request: Any, wanted: _Wanted, block_ids: list[int], external: int) -> Load:
+    def _load(self, request: Any, wanted: _Wanted, block_ids: Sequence[list[int]], external: int) -> Load:
         # vLLM counts what is loaded as computed once it has placed the request, in both kinds of loads
         stop: int = request.num_computed_tokens
         start = stop - external
@@ -171,13 +185,14 @@ class SchedulerSide:
                 f"request {request.request_id!r} is to load {external} tokens, but only {stop} count as computed: this "
                 "release of vLLM calls its connectors in another order; see docs/vllm.md for those that are known"
             )
-        size = self._block_tokens
-        first, last = start // size, -(-stop // size)
+        blocks: Blocks = {}
+        for group in self._groups:
+            # of a block that is cached others may read what this request does not
+            first, size = max(start, group.live(stop, whole=self._cached)), group.block_tokens
+            blocks[group.name] = (block_ids[group.index][first // size : -(-stop // size)], first)
         if self._layerwise:
             wanted.stage = _Stage.OVER  # nothing is reported of it but failed blocks
-        return Load(
-            request.request_id, wanted.ticket, block_ids[first:last], first * size, start, stop, self._layerwise
-        )
+        return Load(request.request_id, wanted.ticket, blocks, start, stop, self._layerwise)
 
     def _preempt(self, request: str, orders: Orders) -> None:
         produced = self._produced.get(request)
@@ -186,6 +201,7 @@ class SchedulerSide:
         elif produced is not None and produced.offered:
             orders.preempted.append(request)
             produced.attempt, produced.offered = produced.attempt + 1, 0
+            produced.blocks.clear()
 
     def _advance(self, request: str, ids: Any, computed: int, orders: Orders) -> None:
         """Offer what this step computes of a prompt."""
@@ -193,7 +209,14 @@ class SchedulerSide:
         if produced is None or produced.offered == produced.prompt_tokens:
             return
         stop = min(computed, produced.prompt_tokens)
-        blocks: list[int] = list(ids[0]) if ids else []
+        blocks: Blocks = {}
+        for group in self._groups:
+            fresh: list[int] = list(ids[group.index]) if ids else []
+            # what is before it goes while the prompt is computed
+            kept = group.live(produced.prompt_tokens, whole=produced.whole)
+            gone = max(0, kept // group.block_tokens - produced.blocks[group.name])
+            produced.blocks[group.name] += len(fresh)
+            blocks[group.name] = (fresh[gone:], 0 if produced.offered else kept)
         last = stop == produced.prompt_tokens
         orders.steps.append(OfferStep(request, produced.name, produced.attempt, blocks, produced.offered, stop, last))
         produced.offered = stop
@@ -251,3 +274,14 @@ class SchedulerSide:
             TICKET: ticket,
             _TOKENS: produced.prompt_tokens,
         }
+
+
+def _shorten(request: Any) -> None:
+    """Take the last token off a prompt, as the decode engine computes that one itself.
+
+    vLLM lets go of what the next token does not see: with all tokens computed, of what the last one sees.
+    """
+    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001 - as vLLM's own connectors do
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1  # what follows that shorter prompt is nobody's answer

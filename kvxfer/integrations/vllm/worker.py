@@ -4,7 +4,7 @@ What ends is told once, by `poll`: an offer when its request has finished as wel
 other; a load when nobody writes its blocks any more, well or not. Failed blocks are told in the same step, or before.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -25,9 +25,9 @@ from kvxfer.blocking import (
     Settled,
 )
 from kvxfer.config import Config
-from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError
+from kvxfer.errors import BlocksError, BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError
 from kvxfer.geometry import CacheTensor, Group, Span
-from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
+from kvxfer.integrations.vllm.orders import Blocks, Load, OfferStep, Orders
 from kvxfer.integrations.vllm.seen import Ledger
 from kvxfer.telemetry import logger
 from kvxfer.transfers import Claim
@@ -67,16 +67,22 @@ class WorkerSide:
 
     Args:
         config: Settings.
+        groups: Names of the groups of which this rank holds something.
         layerwise: Whether offers grow layer by layer.
+        by_block: Whether vLLM is told which blocks a load has failed for, and not only that it has.
         patience: Seconds that a forward pass waits for its loads, all in all.
     """
 
-    def __init__(self, config: Config, *, layerwise: bool, patience: float = 2.0) -> None:
+    def __init__(
+        self, config: Config, groups: Sequence[str], *, layerwise: bool, by_block: bool = True, patience: float = 2.0
+    ) -> None:
         self._layerwise: Final = layerwise
+        self._groups: Final = groups
+        self._by_block: Final = by_block
         self._patience: Final = patience
         self._left = patience  # of that, in this step
         self.ledger: Final = Ledger()
-        self._worker: Final = BlockingWorker(config, groups=[Group("default", null_block=_NULL_BLOCK)])
+        self._worker: Final = BlockingWorker(config, groups=[Group(name, null_block=_NULL_BLOCK) for name in groups])
         self._caches: Mapping[str, list[CacheTensor]] = {}
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
@@ -89,6 +95,7 @@ class WorkerSide:
         self._in_step: Final[list[BlockingTransfer]] = []  # which this step's forward pass reads
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed: set[str] = set()
 
     # --- memory
 
@@ -234,6 +241,12 @@ class WorkerSide:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_failed(self, received: Iterable[str]) -> set[str]:
+        """Those of these requests whose load has failed as a whole, as their blocks are not told."""
+        failed = self._failed.intersection(received)
+        self._failed -= failed
+        return failed
+
     # --- inside
 
     def _now(self) -> Any:
@@ -248,11 +261,22 @@ class WorkerSide:
                 self._sending[step.request] = self._offers[offer] = _Sending(offer)
             sending = self._sending[step.request]
             if sending.offer is not None:
-                sending.offer.extend(step.block_ids, tokens=range(step.start, step.stop))
+                sending.offer.extend(self._spans(step.blocks), tokens=range(step.start, step.stop))
                 self._growing.append((sending.offer, step))
         except KvxferError as error:  # whoever has the ticket hears that there is no such request
             _log.warning("offer_refused", request=step.request, attempt=step.attempt, error=str(error))
             self._withdraw(self._sending.setdefault(step.request, _Sending(None, safe=True)))
+
+    def _spans(self, blocks: Blocks) -> dict[str, Span]:
+        """Block lists of those groups of which something is held here.
+
+        Raises:
+            BlocksError: If one has a block that is none: a copy would pass it over.
+        """
+        for group, (ids, _) in blocks.items():
+            if _NULL_BLOCK in ids:
+                raise BlocksError(f"group {group!r}: vLLM has let go of a block that is to be handed over: {ids}")
+        return {group: Span(*blocks[group]) for group in self._groups}
 
     def _withdraw(self, sending: _Sending) -> None:
         if sending.offer is not None:
@@ -289,13 +313,13 @@ class WorkerSide:
         self._spoil(loading.load, f"it did not come within {self._patience:g} s")
 
     def _load(self, load: Load, after: Any) -> None:
-        span, tokens = Span(load.block_ids, load.first_token), range(load.start, load.stop)
         engine = load.ticket.get("epoch")
         silent = any(one.given_up and one.load.ticket.get("epoch") == engine for one in self._loading.values())
         try:
             if silent:
                 raise BusyError("its engine has not answered since a load from there was given up")
-            transfer = self._worker.start_fetch(load.ticket, span, tokens=tokens, after=after)
+            spans, tokens = self._spans(load.blocks), range(load.start, load.stop)
+            transfer = self._worker.start_fetch(load.ticket, spans, tokens=tokens, after=after)
         except KvxferError as error:
             self._fail(load, error)
             if not load.in_step:
@@ -312,9 +336,13 @@ class WorkerSide:
         self._decline(load.request, load.ticket)
 
     def _spoil(self, load: Load, why: str) -> None:
-        _log.warning("load_failed", request=load.request, blocks=len(load.block_ids), error=why)
+        ids = [block for those, _ in load.blocks.values() for block in those]
+        _log.warning("load_failed", request=load.request, blocks=len(ids), error=why)
         self.ledger.load_failed()
-        self._failed_blocks.update(load.block_ids)
+        if self._by_block:
+            self._failed_blocks.update(ids)
+        else:
+            self._failed.add(load.request)
 
     def _decline(self, request: str, ticket: dict[str, Any]) -> None:
         with suppress(ClosedError):  # asleep: the lease ends it

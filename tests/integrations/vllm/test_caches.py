@@ -9,7 +9,7 @@ from vllm_stand_in import by_columns, layer, make
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry
 from kvxfer.integrations.heads import Place
-from kvxfer.integrations.vllm.caches import describe, only_group
+from kvxfer.integrations.vllm.caches import BlockGroup, block_groups, describe
 
 BLOCKS = 6
 
@@ -19,13 +19,13 @@ def spec(kind="FullAttentionSpec", **fields):
     return make(kind, **(usual | fields))
 
 
-def config(specs, *, groups=1):
+def config(specs):
     """Layers in one group, each with a spec of its own if they differ."""
     names = [f"model.layers.{layer}.attn" for layer in range(len(specs))]
     kind = specs[0] if len(set(map(id, specs))) == 1 else None
-    kind = kind or make("UniformTypeKVCacheSpecs", kv_cache_specs=dict(zip(names, specs, strict=True)))
+    kind = kind or make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs=dict(zip(names, specs, strict=True)))
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=kind, enable_kv_transfer=True)
-    return make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group] * groups)
+    return make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
 
 
 def caches(shape, count=1, dtype=torch.float32):
@@ -126,9 +126,50 @@ def test_other_kinds_are_refused_by_name():
         described(MambaSpec(), (BLOCKS, 2, 16, 16))
 
 
-def test_several_groups_are_refused():
-    with pytest.raises(GeometryError, match="disable-hybrid-kv-cache-manager"):
-        only_group(config([spec()], groups=2))
+def windowed(tokens=48, **fields):
+    return spec("SlidingWindowSpec", sliding_window=tokens, **({"extra_retained_tokens": 0} | fields))
+
+
+def grouped(*specs):
+    """A layer of each, in a group of its own."""
+    groups = [
+        make("KVCacheGroupSpec", layer_names=[f"model.layers.{at}.attn"], kv_cache_spec=one, enable_kv_transfer=at != 9)
+        for at, one in enumerate(specs)
+    ]
+    return make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=groups)
+
+
+def test_groups_have_names_of_what_they_keep():
+    several = make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs={"a": windowed(), "b": windowed()})
+    own = [spec()] * 10  # the last of which is not handed over
+    groups = block_groups(grouped(several, windowed(32, extra_retained_tokens=3, block_size=64), windowed(), *own[3:]))
+    assert groups[:4] == [
+        BlockGroup("window-48.1", 0, 16, 48),
+        BlockGroup("window-35.1", 1, 64, 35),
+        BlockGroup("window-48.2", 2, 16, 48),
+        BlockGroup("full.1", 3, 16, None),
+    ]
+    assert [group.index for group in groups] == list(range(9))
+    assert block_groups(config([windowed()])) == [BlockGroup("default", 0, 16, 48)]
+    assert [groups[0].live(tokens, whole=False) for tokens in (1, 47, 48, 100)] == [0, 0, 1, 53]
+    assert [groups[0].live(tokens, whole=True) for tokens in (62, 63, 100)] == [0, 16, 48]
+    with pytest.raises(GeometryError, match="windows of"):
+        block_groups(config([windowed(), spec()]))
+
+
+def test_groups_may_share_memory_and_each_is_shown():
+    view = torch.zeros(BLOCKS, 2, 16, 16)
+    views = dict.fromkeys(["model.layers.0.attn", "model.layers.1.attn"], view)
+    found = CacheGeometry.of(
+        [one for those in described_all(views, grouped(spec(), windowed())).values() for one in those]
+    )
+    assert {name: [one.layers for one in those] for name, those in found.groups.items()} == {
+        "full.1": [(0,)],
+        "window-48.1": [(1,)],
+    }
+    layers = {"model.layers.0.attn": layer(cache=view), "model.layers.1.attn": layer(stores=raises, cache=view)}
+    with pytest.raises(GeometryError, match=r"cannot write into the cache of model\.layers\.1"):
+        describe(views, grouped(spec(), windowed()), Place(0, 1), 2, layers)
 
 
 @pytest.mark.parametrize("name", ["model.attn", "model.layers.1.experts.2.attn"])

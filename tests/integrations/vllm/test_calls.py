@@ -49,7 +49,7 @@ class Handle:
         self.over = self.safe = self.given_up = False
 
     def extend(self, blocks, *, tokens):
-        self.blocks |= set(blocks)
+        self.blocks |= set(blocks["default"].ids)
 
     def ready(self, **_):
         pass
@@ -88,8 +88,8 @@ class Service:
         self.offers.append(Handle())
         return self.offers[-1]
 
-    def start_fetch(self, ticket, span, *, tokens, after):
-        self.fetches.append(Handle(span.ids))
+    def start_fetch(self, ticket, blocks, *, tokens, after):
+        self.fetches.append(Handle(blocks["default"].ids))
         return self.fetches[-1]
 
     def poll(self, timeout=0.0):
@@ -110,7 +110,7 @@ class Core:
 
     def __init__(self):
         self.scheduler = side()
-        self.ranks = [module.WorkerSide(Config(), layerwise=False) for _ in RANKS]
+        self.ranks = [module.WorkerSide(Config(), ["default"], layerwise=False) for _ in RANKS]
         tensor = CacheTensor(torch.zeros(BLOCKS, 2, SIZE, 8), "LBHNC", layers=[0], heads=range(2))
         self.services: list[Any] = [rank._worker for rank in self.ranks]
         for rank in self.ranks:

@@ -8,20 +8,26 @@ import vllm_stand_in
 from vllm_stand_in import make
 
 from kvxfer.errors import RequestError, TicketError
+from kvxfer.integrations.vllm.caches import BlockGroup
 from kvxfer.integrations.vllm.orders import Load, OfferStep
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
-BLOCK_TOKENS = 16
+FULL = [BlockGroup("default", 0, 16, None)]
+MIXED = [BlockGroup("window", 1, 4, 8), BlockGroup("full", 0, 16, None)]
 STATUS = vllm_stand_in.stock("RequestStatus")
 
 
 class Blocks:
-    def __init__(self, *ids):
-        self._ids = ids
+    def __init__(self, *ids, more=()):
+        self._ids = [list(ids), *more]
 
     def get_block_ids(self):
-        return (list(self._ids),)
+        return tuple(self._ids)
+
+
+def blocks(*ids, first=0):
+    return {"default": (list(ids), first)}
 
 
 def cards(world=2):
@@ -33,8 +39,8 @@ def cards(world=2):
     ]
 
 
-def side(*, layerwise=False, key=None):
-    found = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=layerwise, key=key)
+def side(groups=FULL, *, cached=False, layerwise=False, key=None):
+    found = SchedulerSide(groups, cached=cached, layerwise=layerwise, key=key)
     found.collect(cards())
     return found
 
@@ -69,18 +75,22 @@ def step(new=(), cached=(), preempted=()) -> Any:
     return make(
         "SchedulerOutput",
         scheduled_new_reqs=[
-            make("NewRequestData", req_id=one, block_ids=(ids,), num_computed_tokens=computed)
+            make("NewRequestData", req_id=one, block_ids=_lists(ids), num_computed_tokens=computed)
             for one, ids, computed, _ in new
         ],
         scheduled_cached_reqs=make(
             "CachedRequestData",
             req_ids=[one for one, *_ in cached],
-            new_block_ids=[(ids,) if ids else None for _, ids, *_ in cached],
+            new_block_ids=[_lists(ids) if ids else None for _, ids, *_ in cached],
             num_computed_tokens=[computed for _, _, computed, _ in cached],
         ),
         num_scheduled_tokens={one: count for one, _, _, count in (*new, *cached)},
         preempted_req_ids=set(preempted),
     )
+
+
+def _lists(ids):
+    return ids if isinstance(ids, tuple) else (ids,)
 
 
 def received(*names, sent=()) -> Any:
@@ -102,7 +112,7 @@ def test_the_first_step_joins_the_workers_to_one_engine():
 
 def test_a_rank_that_is_missing_is_named():
     with pytest.raises(TicketError, match="every rank of 2"):
-        SchedulerSide(block_tokens=16, layerwise=False).collect(cards()[:1])
+        SchedulerSide(FULL, cached=False, layerwise=False).collect(cards()[:1])
 
 
 # --- from a prefill engine
@@ -131,7 +141,7 @@ def test_it_is_loaded_behind_what_is_held_once():
     scheduler, coming = announced(wanted(), 5, 6, 7, at=16, tokens=24)
     ticket = coming.kv_transfer_params["ticket"]
     loads = scheduler.build_connector_meta(step()).loads
-    assert loads == [Load("r", ticket, [6, 7], first_token=16, start=16, stop=40, in_step=False)]
+    assert loads == [Load("r", ticket, blocks(6, 7, first=16), start=16, stop=40, in_step=False)]
     assert ticket["mac"] not in repr(loads)
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7, 8), 0)  # it runs
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
@@ -174,7 +184,7 @@ def test_layerwise_loads_leave_a_token_to_compute():
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 39)
     coming.num_computed_tokens = 39
     (load,) = scheduler.build_connector_meta(step()).loads
-    assert (load.start, load.stop, load.block_ids, load.in_step) == (0, 39, [5, 6, 7], True)
+    assert (load.start, load.stop, load.blocks, load.in_step) == (0, 39, blocks(5, 6, 7), True)
     scheduler.request_finished(coming)
     assert scheduler.build_connector_meta(step()).cancels == []
 
@@ -217,9 +227,9 @@ def test_a_prompt_is_offered_as_it_is_computed():
         )
     ]
     assert steps == [
-        [OfferStep("r", "r", 0, [3, 4], 0, 32, last=False)],
-        [OfferStep("r", "r", 0, [], 32, 36, last=False)],
-        [OfferStep("r", "r", 0, [9], 36, 40, last=True)],
+        [OfferStep("r", "r", 0, blocks(3, 4), 0, 32, last=False)],
+        [OfferStep("r", "r", 0, blocks(), 32, 36, last=False)],
+        [OfferStep("r", "r", 0, blocks(9), 36, 40, last=True)],
         [],
     ]
     going.status = STATUS.FINISHED_LENGTH_CAPPED
@@ -243,7 +253,7 @@ def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
 @pytest.mark.parametrize(("given", "name"), [("mine", "mine"), ("", "r"), (7, "r")])
 def test_a_router_may_name_what_it_makes_a_ticket_of(given, name):
     key = secrets.token_bytes(32)
-    scheduler = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=False, key=key)
+    scheduler = SchedulerSide(FULL, cached=False, layerwise=False, key=key)
     scheduler.collect(cards())
     going = request({"do_remote_decode": True, "transfer_id": given})
     scheduler.on_new_request(going)
@@ -296,7 +306,7 @@ def test_a_preempted_prompt_is_another_attempt():
     assert (orders.preempted, orders.steps) == (["r"], [])
     assert scheduler.build_connector_meta(step(preempted=["r"])).preempted == []
     orders = scheduler.build_connector_meta(step(cached=[("r", [7, 8, 9], 0, 40)]))
-    assert orders.steps == [OfferStep("r", "r", 1, [7, 8, 9], 0, 40, last=True)]
+    assert orders.steps == [OfferStep("r", "r", 1, blocks(7, 8, 9), 0, 40, last=True)]
     going.status = STATUS.FINISHED_STOPPED
     _, params = scheduler.request_finished(going)
     assert params is not None
@@ -318,3 +328,55 @@ def test_a_request_that_is_neither_is_left_alone():
     orders = scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, 40)]))
     assert (orders.claims, orders.loads, orders.declines, orders.steps) == ({}, [], {}, [])
     assert scheduler.request_finished(plain) == (False, None)
+
+
+# --- windows
+
+
+@pytest.mark.parametrize(("also", "first"), [({}, 12), ({"do_remote_prefill": True}, 14)])
+def test_of_a_window_only_what_outlives_the_prompt_is_offered(also, first):
+    going = request({"do_remote_decode": True} | also, tokens=22, max_tokens=9)
+    going.prompt_token_ids, going._all_token_ids = list(range(22)), list(range(22))
+    scheduler, _ = announced(going, groups=MIXED)
+    # the decode engine computes the last token, which sees 14 to 21
+    assert (going.num_prompt_tokens, going.max_tokens) == (21, 1)
+    assert going.prompt_token_ids == going._all_token_ids == list(range(21))
+    outputs = [
+        step(new=[("r", ([3], [4, 5]), 0, 8)]),
+        step(cached=[("r", ([], [6, 7]), 8, 8)]),
+        step(preempted=["r"]),
+        step(cached=[("r", ([3], [0, 0, 5]), 8, 4)]),
+        step(cached=[("r", ([8], [6, 7, 9]), 12, 9)]),
+    ]
+    steps = [one for output in outputs for one in scheduler.build_connector_meta(output).steps]
+    assert [(one.attempt, one.blocks, one.start, one.stop) for one in steps] == [
+        (0, {"window": ([], first), "full": ([3], 0)}, 0, 8),
+        (0, {"window": ([7], 0), "full": ([], 0)}, 8, 16),
+        (1, {"window": ([], first), "full": ([3], 0)}, 0, 12),
+        (1, {"window": ([6, 7, 9], 0), "full": ([8], 0)}, 12, 21),
+    ]
+    going.status = STATUS.FINISHED_LENGTH_CAPPED
+    _, params = scheduler.request_finished(going)
+    assert params is not None
+    assert params["remote_num_tokens"] == 21
+
+
+@pytest.mark.parametrize(
+    ("cached", "held", "window"),
+    [
+        (False, 0, ([7, 8, 9], 14)),
+        (True, 0, ([7, 8, 9], 12)),
+        (True, 12, ([7, 8, 9], 12)),
+        (True, 14, ([7, 8, 9], 14)),
+        (True, 16, ([8, 9], 16)),
+    ],
+)
+def test_of_a_window_only_what_the_next_token_sees_is_loaded_or_whole_blocks_of_it(cached, held, window):
+    coming = wanted(22)
+    coming.num_prompt_tokens = 22
+    scheduler, _ = announced(coming, groups=MIXED, cached=cached)
+    assert scheduler.get_num_new_matched_tokens(coming, held) == (21 - held, True)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, more=[[0, 0, 0, 7, 8, 9]]), 21 - held)
+    coming.num_computed_tokens = 21
+    (load,) = scheduler.build_connector_meta(step()).loads
+    assert load.blocks == {"window": window, "full": ([5, 6][held // 16 :], held)}

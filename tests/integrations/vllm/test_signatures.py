@@ -10,7 +10,11 @@ from vllm_record import classes
 from kvxfer.errors import MissingExtraError
 from kvxfer.integrations import vllm
 
-BASE = vllm_stand_in.RECORDED["KVConnectorBase_V1"]["methods"]
+BASE = {
+    name: signature
+    for base in ("KVConnectorBase_V1", "SupportsHMA")
+    for name, signature in vllm_stand_in.RECORDED[base]["methods"].items()
+}
 SOURCE = Path(vllm.__file__).with_name("connector.py").read_text()
 OURS = classes(SOURCE)["KvxferConnector"]["methods"]
 

@@ -36,6 +36,14 @@ def doubt() -> Any:
     return MemoryInDoubtError("a peer is silent", settled=settled)
 
 
+def told(blocks):
+    return {group: (span.ids, span.first_token) for group, span in blocks.items()}
+
+
+def plain(given):
+    return told(given) if isinstance(given, dict) else given
+
+
 class Handle:
     """An offer or a transfer, which writes down what is done with it."""
 
@@ -48,7 +56,7 @@ class Handle:
     def __getattr__(self, name) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *given, **named: self.calls.append((name, *given, *named.items()))
+        return lambda *given, **named: self.calls.append((name, *map(plain, given), *named.items()))
 
     def wait_layer(self, layer, timeout=None):
         self.calls.append(("wait_layer", layer))
@@ -87,7 +95,7 @@ class Service:
 
     def start_fetch(self, ticket, blocks, *, tokens, after):
         assert ticket in (TICKET, OTHER)
-        assert (blocks.ids, blocks.first_token, tokens, after) == ([1, 2], 16, range(20, 48), None)
+        assert (told(blocks), tokens, after) == ({"default": ([1, 2], 20)}, range(20, 48), None)
         return self._made(self.transfers)
 
     def claim(self, ticket):
@@ -118,9 +126,9 @@ class Service:
 
 
 @pytest.fixture
-def side(monkeypatch):
+def side(monkeypatch, request):
     monkeypatch.setattr(module, "BlockingWorker", Service)
-    found = module.WorkerSide(Config(), layerwise=True)
+    found = module.WorkerSide(Config(), ["default"], layerwise=True, by_block=getattr(request, "param", True))
     found.register(
         {
             name: [CacheTensor(torch.zeros(4, 2, 16, 8), "LBHNC", layers=[layer], heads=range(2))]
@@ -131,11 +139,11 @@ def side(monkeypatch):
 
 
 def growing(start=0, stop=32, *, last=True):
-    return Orders(steps=[OfferStep("r", "name", 0, [1, 2], start, stop, last)])
+    return Orders(steps=[OfferStep("r", "name", 0, {"default": ([1, 2], 0), "elsewhere": ([3], 0)}, start, stop, last)])
 
 
 def loading(ticket=TICKET, *, in_step=False):
-    return Orders(claims={"r": ticket}, loads=[Load("r", ticket, [1, 2], 16, 20, 48, in_step)])
+    return Orders(claims={"r": ticket}, loads=[Load("r", ticket, {"default": ([1, 2], 20)}, 20, 48, in_step)])
 
 
 def begun(side, orders):
@@ -156,11 +164,11 @@ def test_layers_are_ready_one_by_one_then_all(side):
     side.save_layer(NAMES[0])  # no step is under way
     (offer,) = service.offers
     assert offer.calls == [
-        ("extend", [1, 2], ("tokens", range(32))),
+        ("extend", {"default": ([1, 2], 0)}, ("tokens", range(32))),
         ("ready", ("layers", [4]), ("tokens", 32), ("after", None)),
         ("ready", ("layers", [5]), ("tokens", 32), ("after", None)),
         ("ready", ("tokens", 32), ("after", None)),
-        ("extend", [1, 2], ("tokens", range(32, 40))),
+        ("extend", {"default": ([1, 2], 0)}, ("tokens", range(32, 40))),
         ("ready", ("tokens", 40), ("after", None)),
         ("finish",),
     ]
@@ -291,6 +299,33 @@ def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):
     assert side.take_failed_blocks() == {1, 2}
     service.events = [Settled("p", transfer)]
     assert side.poll(()) == (set(), {"r"})
+
+
+@pytest.mark.parametrize("side", [False], indirect=True)
+def test_where_blocks_do_not_tell_the_request_is_named_with_the_end_of_its_load(side):
+    service = begun(side, loading())
+    (transfer,) = service.transfers
+    service.events = [FetchFailed("p", transfer, doubt())]
+    assert side.take_failed(side.poll(())[1]) == set()
+    service.events = [Settled("p", transfer)]
+    received = side.poll(())[1]
+    assert (received, side.take_failed(received)) == ({"r"}, {"r"})
+    assert side.take_failed(received) == set()
+    assert side.take_failed_blocks() == set()
+    begun(side, loading())
+    result: Any = None
+    service.events = [Fetched("p", service.transfers[1], result)]
+    assert side.take_failed(side.poll(())[1]) == set()
+
+
+def test_a_block_that_vllm_has_let_go_of_is_not_handed_over(side):
+    begun(side, Orders(steps=[OfferStep("r", "name", 0, {"default": ([1, 0], 0)}, 0, 32, last=True)]))
+    side.end_step()
+    (offer,) = side._worker.offers
+    assert offer.calls == [("withdraw",)]
+    begun(side, Orders(loads=[Load("r", TICKET, {"default": ([0, 2], 20)}, 20, 48, in_step=False)]))
+    assert side.poll(()) == (set(), {"r"})
+    assert side.take_failed_blocks() == {0, 2}
 
 
 def test_a_load_that_is_cancelled_fails_nothing(side):

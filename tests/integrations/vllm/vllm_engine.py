@@ -197,7 +197,7 @@ class Engine:
     def _end(self, request, status, delay=False):
         request.status = STATUS[status]
         self.ended[request.request_id] = status
-        late, params = self.connector.request_finished(request, list(self.tables[request.request_id]))
+        late, params = self.connector.request_finished_all_groups(request, (list(self.tables[request.request_id]),))
         self.params[request.request_id] = params
         self._finished.add(request.request_id)
         if not (late or delay):

@@ -25,6 +25,7 @@ CALLED = {
     "MLAAttention",
     "MLAAttentionImpl",
     "ModelConfig",
+    "SupportsHMA",
 }
 """Classes of which methods are recorded as well: those that one side calls."""
 CLASSES = {
@@ -34,6 +35,7 @@ CLASSES = {
         "KVConnectorMetadata",
         "KVConnectorRole",
         "KVConnectorTransferResults",
+        "SupportsHMA",
     ),
     "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm/model_executor/layers/attention/attention.py": ("Attention",),
@@ -50,6 +52,7 @@ CLASSES = {
         "KVCacheGroupSpec",
         "KVCacheSpec",
         "MLAAttentionSpec",
+        "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs",
     ),
     "vllm/v1/outputs.py": ("KVConnectorOutput",),

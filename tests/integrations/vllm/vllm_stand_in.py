@@ -120,8 +120,6 @@ class _Fields:
 class _Behaviour:
     """What the methods of vLLM's base class do that somebody counts on."""
 
-    get_finished: Any
-
     def __init__(self, vllm_config, role, kv_cache_config):
         self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
         self._connector_metadata = None
@@ -138,15 +136,6 @@ class _Behaviour:
     def _get_connector_metadata(self):
         assert self._connector_metadata is not None
         return self._connector_metadata
-
-    def get_transfer_results(self, finished_req_ids):
-        sent, received = self.get_finished(finished_req_ids)
-        return make(
-            "KVConnectorTransferResults",
-            finished_sending=set(sent or ()),
-            finished_recving=set(received or ()),
-            failed_recving=set(),
-        )
 
 
 def _connector(methods: dict[str, str]) -> type:

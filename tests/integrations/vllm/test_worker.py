@@ -313,8 +313,7 @@ def test_where_blocks_do_not_tell_the_request_is_named_with_the_end_of_its_load(
     assert side.take_failed(received) == set()
     assert side.take_failed_blocks() == set()
     begun(side, loading())
-    result: Any = None
-    service.events = [Fetched("p", service.transfers[1], result)]
+    service.events = [Fetched("p", service.transfers[1], FetchResult("p", b"", STATS))]
     assert side.take_failed(side.poll(())[1]) == set()
 
 

@@ -88,7 +88,6 @@ KEYS: Final = frozenset(
         "code",
         "environment",
         "error",
-        "explanation",
         "field",
         "fields",
         "limit",

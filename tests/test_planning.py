@@ -18,7 +18,6 @@ from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.tools.engine import EngineLayout, from_hf_config
-from kvxfer.tools.explain import explain
 
 LLAMA = {
     "model_type": "llama",
@@ -140,13 +139,12 @@ def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
     ("prefill", "decode"), [({}, {}), ({"cross_layer": True}, {"cross_layer": True}), ({"tp": 2}, {})]
 )
 def test_pieces_of_several_parts_are_counted_once(prefill, decode):
-    """As they are listed, and as they are explained: the parts of a page of state are one piece."""
+    """As they are listed: the parts of a page of state are one piece."""
     src, dst = from_hf_config(MAMBA, **prefill), from_hf_config(MAMBA, **decode)
     (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
     pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
     plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
-    real = len(plan.whole.copy().enumerate().merged())
-    assert plan.merged_pieces == real == sum(run.pieces for run in explain(pair).runs)
+    assert plan.merged_pieces == len(plan.whole.copy().enumerate().merged())
 
 
 @pytest.mark.parametrize("blocks", [8, 3000])

@@ -147,7 +147,6 @@ def plan(
     one_host: Annotated[
         bool, typer.Option("--one-host", help="Both engines are on one host: memory can be mapped.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why pieces are no longer than they are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say what a transfer between two engines would be: bytes, pieces, chunks, route and time of each pair of ranks.
@@ -179,10 +178,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
-        _print_forecast(found, explain=explain)
+        _print_forecast(found)
 
 
-def _print_forecast(found: "Forecast", *, explain: bool) -> None:
+def _print_forecast(found: "Forecast") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -209,11 +208,6 @@ def _print_forecast(found: "Forecast", *, explain: bool) -> None:
         console.print(line, markup=False)
     console.print()
     console.print(rows)
-    alike: dict[str, list[str]] = {}
-    for pair in found.pairs if explain else ():
-        alike.setdefault(str(pair.explanation), []).append(f"{pair.prefill_rank} -> {pair.decode_rank}")
-    for text, pairs in alike.items():
-        console.print(f"\n{', '.join(pairs)}:\n{text}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -19,7 +19,6 @@ from kvxfer.plans.planning import LISTED, choose_and_cut, fit_grid, in_place_byt
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
-from kvxfer.tools.explain import Explanation, explain
 
 __all__ = [
     "Forecast",
@@ -185,7 +184,6 @@ class PairForecast:
     chunks: int
     choice: Choice
     predicted_s: float  # if the pair were alone
-    explanation: Explanation
 
     def to_json(self) -> dict[str, Any]:
         """As `kvxfer plan --json` prints it."""
@@ -205,8 +203,6 @@ class PairForecast:
             "why": self.choice.why,
             "fallback": self.choice.fallback,
             "predicted_s": self.predicted_s,
-            "limited_by": self.explanation.limited_by,
-            "explanation": [str(run) for run in self.explanation.runs],
         }
 
 
@@ -385,4 +381,4 @@ def _pair(
     )
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
-    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, explain(plan))
+    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds)

@@ -7,7 +7,6 @@ import pytest
 
 from kvxfer.geometry import PairPlan, Span, common
 from kvxfer.tools.bench import planning
-from kvxfer.tools.explain import explain
 
 
 def test_plan(bench):
@@ -55,7 +54,6 @@ def test_the_arrays_of_a_plan_grow_with_regions_and_rows_alone(blocks):
 def test_making_a_plan_takes_no_memory_for_pieces(blocks):
     layout = planning.LAYOUTS[-1]
     pair, plan = plans(layout, blocks)
-    explain(pair)
     plan().whole.gather(0)
     tracemalloc.start()
     try:

@@ -23,8 +23,6 @@ from kvxfer.geometry import (
     resolve,
 )
 from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.plan import ChunkPart, ChunkPlan, Slice
-from kvxfer.geometry.rows import Meeting, Rows
 
 CANARY = -(1 << 62)
 GUARD = 64
@@ -233,26 +231,3 @@ def clear(gather: CopyPlan, room: I64) -> None:
         assert at + (blank.lines - 1) * blank.pitch + blank.width <= len(room)
         for line in range(blank.lines):
             room[at + line * blank.pitch :][: blank.width] = 0
-
-
-def scattered(pair: PairPlan, count: int) -> ChunkPlan:
-    """So many full rows of each group and addressing, in blocks far from each other (of no real pool): to be listed."""
-    rows: dict[Meeting, Rows] = {}
-    ids = Random(0).sample(range(1 << 30), 2 * count * len(pair.classes))
-    for number, key in enumerate(c.key for c in pair.classes):
-        grid = key.grid
-        begin = np.arange(count) * grid
-        table = np.empty((count, 5), np.int64)
-        table[:, [0, 2]] = np.reshape(ids[2 * count * number :][: 2 * count], (count, 2))
-        for column, side in ((1, key.src_rows), (3, key.dst_rows)):
-            table[:, column] = 0 if side.is_state else begin % side.block_tokens
-        table[:, 4] = grid
-        rows.setdefault((key.group, key.src_rows, key.dst_rows), Rows(table, begin, grid))
-    return ChunkPlan(
-        [
-            ChunkPart(
-                Slice(number, c.key, c.bases, c.factors, c.places), rows[c.key.group, c.key.src_rows, c.key.dst_rows]
-            )
-            for number, c in enumerate(pair.classes)
-        ]
-    )

@@ -149,12 +149,6 @@ def test_plan_prints_a_table(command, model):
     assert "128000 pieces of 256 bytes on average" in out
 
 
-def test_plan_explains(command, model):
-    plain, told = (command("plan", *model, *ENGINES, "--tokens", "1000", *more)[1] for more in ([], ["--explain"]))
-    assert told.startswith(plain)
-    assert "one piece: 2 B (bfloat16), x " in told.removeprefix(plain)
-
-
 def test_plan_as_json(command, model):
     code, out, _ = command(
         *("plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8"),

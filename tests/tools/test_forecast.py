@@ -115,15 +115,6 @@ def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
     assert taken(trust="none")[0] is Route.STAGED
 
 
-def test_it_says_what_keeps_pieces_from_being_longer():
-    (same,) = plan("Llama-3.2-1B").pairs
-    assert same.explanation.limited_by == "block ids of both sides"
-    assert same.to_json()["limited_by"] == same.explanation.limited_by
-    split = plan("Llama-3.2-1B", decode=EngineLayout(tp=2)).pairs
-    assert {pair.explanation.limited_by for pair in split} == {"source token stride"}
-    assert "heads are split: 0..7 lie there" in split[0].to_json()["explanation"][0]
-
-
 def test_chunks_follow_the_setting():
     counts = [
         plan("Llama-3.1-8B", chunk_bytes=size, route="staged").pairs[0].chunks for size in ("33MiB", "9MiB", "3MiB")

@@ -1,5 +1,7 @@
 """Plans with peers: how many pieces there are about, and what kernels are compiled for."""
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -145,6 +147,24 @@ def test_pieces_of_several_parts_are_counted_once(prefill, decode):
     pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
     plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
     assert plan.merged_pieces == len(plan.whole.copy().enumerate().merged())
+
+
+@pytest.mark.parametrize("blocks", [16, 2000])
+def test_making_a_plan_takes_no_memory_for_pieces(blocks):
+    src, dst = (from_hf_config(LLAMA, blocks=blocks, layout=layout).ranks[0] for layout in ("NHD", "HND"))
+    pair = PairPlan(src, dst, common(src, dst))
+    spans = {"default": Span(range(blocks))}
+    pair.bind(spans, spans, range(16 * blocks)).whole.gather(0)
+    tracemalloc.start()
+    try:
+        bound = pair.bind(spans, spans, range(16 * blocks))
+        tables = bound.whole.gather(0)
+        bound.digest(pair.grid(bound.tokens, target_bytes=1 << 25))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tables.pieces == 64 * blocks * 128
+    assert peak < 64 * 1024 + 400 * blocks  # a list of the pieces takes 196,608 bytes a block
 
 
 @pytest.mark.parametrize("blocks", [8, 3000])

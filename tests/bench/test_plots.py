@@ -46,8 +46,8 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch
         pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed here")
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("kvxfer.tools.bench.planning.Planning.run", lambda *_: pytest.fail("it ran"))
-    done = CliRunner().invoke(cli.app, ["bench", "plan", "--quick", option, str(tmp_path / place)])
+    monkeypatch.setattr("kvxfer.tools.bench.scale.Scale.run", lambda *_: pytest.fail("it ran"))
+    done = CliRunner().invoke(cli.app, ["bench", "scale", "--quick", option, str(tmp_path / place)])
     assert isinstance(done.exception, UsageError)
     assert f"{option} {tmp_path / place} cannot be written" in str(done.exception)
 

@@ -241,29 +241,6 @@ def rivals(
 
 
 @app.command()
-def plan(
-    pieces: Annotated[str | None, typer.Option(help="About how many: 1000,1000000. Default 10^3 to 10^7.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.0, help="For each step. Default 0.5.")] = None,
-    quick: Quick = False,
-    json_file: Json = None,
-    plot_folder: Plot = None,
-) -> None:
-    """What planning costs from 10^3 to 10^7 pieces, step by step, without any memory behind it."""
-    from kvxfer.tools.bench.planning import Planning
-
-    small: dict[str, Any] = {"pieces": (10**3, 10**5), "seconds": 0.2} if quick else {}
-    asked = _given(pieces=_numbers("--pieces", pieces) if pieces else None, seconds=seconds)
-    _perform(
-        "plan",
-        "cpu",
-        json_file,
-        plot_folder,
-        small | asked | {"quick": quick},
-        lambda _: Planning(**(small | asked)),
-    )
-
-
-@app.command()
 def interference(
     device: Device = "auto",
     routes: Routes = None,

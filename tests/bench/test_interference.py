@@ -7,7 +7,6 @@ import pytest
 
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.interference import CTAS, Interference
-from kvxfer.tools.bench.machine import describe
 from kvxfer.tools.bench.victims import KINDS, Victim, beside
 
 
@@ -32,23 +31,6 @@ def test_on_a_gpu_matrices_suffer_too_at_each_number_of_thread_blocks():
     assert spec.settings == CTAS
     assert spec.victims[0] == ("matmul", "prefill")
     assert Interference("cpu", ("staged",)).settings == (None,)
-
-
-@pytest.mark.parametrize(
-    ("ctas", "x", "series"),
-    [
-        ((24, 132), ["24", "132"], {"mapped: python in prefill": [1.0, 2.0], "mapped: python in decode": [3.0, 4.0]}),
-        ((None,), ["python in prefill", "python in decode"], {"mapped": [1.0, 2.0]}),
-    ],
-)
-def test_a_chart_is_by_thread_blocks_or_by_victims(monkeypatch, ctas, x, series):
-    places = [{"side": side, "ctas": each} for side in ("prefill", "decode") for each in ctas]
-    same = {"route": "mapped", "route_taken": "mapped", "victim": "python", "noise": 0.0, "gbps": 1.0}
-    same |= {"gbps_with_victim": 1.0, "verified": True, "difference": ""}
-    cells = [{**same, **place, "slow_down": float(number)} for number, place in enumerate(places, 1)]
-    monkeypatch.setattr("kvxfer.tools.bench.interference.collect", lambda *_, **__: cells)
-    (chart,) = Interference("cpu", ("mapped",)).run(describe("cpu", {}), lambda *_: None).charts
-    assert (chart.x, chart.series) == (x, series)
 
 
 @pytest.mark.parametrize("kind", KINDS)

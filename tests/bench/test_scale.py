@@ -1,11 +1,13 @@
-"""`kvxfer bench scale` at its smallest; and the relay counts every byte."""
+"""`kvxfer bench scale` at its smallest; the relay counts every byte; no run begins whose results cannot be written."""
 
 import asyncio
 from importlib.util import find_spec
 
 import pytest
+from typer.testing import CliRunner
 
 from kvxfer.errors import UsageError
+from kvxfer.tools import cli
 from kvxfer.tools.bench.scale import Relay
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
@@ -65,3 +67,13 @@ async def test_the_relay_passes_on_and_counts(tmp_path):
         assert (relay.sent, relay.answered) == (5, 10)
         writer.close()
     server.close()
+
+
+@pytest.mark.parametrize("place", ["file/results.json", "folder"])
+def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("kvxfer.tools.bench.scale.Scale.run", lambda *_: pytest.fail("it ran"))
+    done = CliRunner().invoke(cli.app, ["bench", "scale", "--quick", "--json", str(tmp_path / place)])
+    assert isinstance(done.exception, UsageError)
+    assert f"--json {tmp_path / place} cannot be written" in str(done.exception)

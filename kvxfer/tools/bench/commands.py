@@ -23,7 +23,6 @@ _IN_PROCESS: Final = ("staged", "direct")
 
 Device: TypeAlias = Annotated[str, typer.Option(help="cuda (GPUs 0 and 1, or 0 twice), cpu, or auto.")]
 Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to write the results to.")]
-Plot: TypeAlias = Annotated[Path | None, typer.Option("--plot", help="Folder for PNG files and an HTML page.")]
 Routes: TypeAlias = Annotated[str | None, typer.Option(help="Some of them: staged,direct.")]
 Uvloop: TypeAlias = Annotated[bool, typer.Option("--uvloop", help="Run both event loops on uvloop.")]
 Beside: TypeAlias = Annotated[
@@ -49,7 +48,6 @@ def _perform(
     name: str,
     device: str,
     json_file: Path | None,
-    plot_folder: Path | None,
     arguments: dict[str, Any],
     make: "Callable[[Kind], _Benchmark]",
 ) -> None:
@@ -59,7 +57,7 @@ def _perform(
     from kvxfer.tools.bench.machine import describe
     from kvxfer.tools.bench.report import check, finish, progress
 
-    check(json_file, plot_folder)
+    check(json_file)
     kind = choose(device)
     try:
         with progress(name) as step:
@@ -67,7 +65,7 @@ def _perform(
     except BenchFailedError as error:
         sys.stderr.write(f"kvxfer bench {name}: {error}\n")
         raise typer.Exit(1) from None
-    if code := finish(report, json_file, plot_folder):
+    if code := finish(report, json_file):
         raise typer.Exit(code)
 
 
@@ -116,7 +114,6 @@ def matrix(
     sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """Routes x pieces x request sizes between two processes: the whole `await fetch` beside one contiguous copy."""
     from kvxfer.tools.bench.layouts import parse_layout
@@ -138,7 +135,7 @@ def matrix(
     arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
     arguments |= _given(uvloop=uvloop, beside=beside or None)
     make = quick_matrix if quick else Matrix
-    _perform("matrix", device, json_file, plot_folder, arguments, lambda kind: make(kind, **asked))
+    _perform("matrix", device, json_file, arguments, lambda kind: make(kind, **asked))
 
 
 @app.command()
@@ -150,7 +147,6 @@ def latency(
     beside: Beside = "",
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """One block of 64 KiB or 2 MiB at a time, warm: percentiles of the fetch, and CPU time of both event loops."""
     from kvxfer.tools.bench.latency import Latency
@@ -164,7 +160,6 @@ def latency(
         "latency",
         device,
         json_file,
-        plot_folder,
         arguments,
         lambda kind: Latency(kind, known_routes(routes), count, uvloop, victim),
     )
@@ -180,7 +175,6 @@ def load(
     uvloop: Uvloop = False,
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """Many fetches at once, of very different sizes: fetches a second, percentiles, and how late the loops run."""
     from kvxfer.tools.bench.load import Load
@@ -197,7 +191,6 @@ def load(
         "load",
         device,
         json_file,
-        plot_folder,
         arguments,
         lambda kind: Load(kind, known_routes(routes), uvloop=uvloop, **(small | asked)),
     )
@@ -215,7 +208,6 @@ def rivals(
     sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """The same scattered work through NIXL piece by piece, Mooncake, NCCL and plain torch, beside kvxfer's routes."""
     from kvxfer.tools.bench.matrix import known_routes
@@ -234,7 +226,6 @@ def rivals(
         "rivals",
         device,
         json_file,
-        plot_folder,
         {**small, **asked, **_given(routes=routes, quick=quick)},
         lambda kind: Rivals(kind, folder, routes=chosen, **(small | asked)),
     )
@@ -250,7 +241,6 @@ def interference(
     turns: Annotated[int | None, typer.Option(min=1, help="Without and with transfers. Default 3.")] = None,
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """How much slower matrix multiplications, or a busy Python thread, get while transfers run beside them."""
     from kvxfer.tools.bench.interference import Interference
@@ -270,7 +260,7 @@ def interference(
         return Interference(kind, chosen, **(default | small | asked))
 
     arguments = {**small, **asked, **_given(routes=routes, quick=quick)}
-    _perform("interference", device, json_file, plot_folder, arguments, make)
+    _perform("interference", device, json_file, arguments, make)
 
 
 @app.command()
@@ -282,7 +272,6 @@ def scale(
     nixl: Annotated[bool, typer.Option("--nixl", help="NIXL in place of the in-process transport: few peers.")] = False,
     quick: Quick = False,
     json_file: Json = None,
-    plot_folder: Plot = None,
 ) -> None:
     """What peers cost, from 1 to 1,000: memory, handshake, CPU of the loops, control frames and bytes of a transfer."""
     from kvxfer.errors import UsageError
@@ -294,4 +283,4 @@ def scale(
         raise UsageError(f"--route {route}: the in-process transport can do {' and '.join(_IN_PROCESS)}")
     arguments = {**small, **asked, "route": route, "quick": quick, "nixl": nixl}
     given: dict[str, Any] = small | asked | {"nixl": nixl}
-    _perform("scale", "cpu", json_file, plot_folder, arguments, lambda _: Scale(route=route, **given))
+    _perform("scale", "cpu", json_file, arguments, lambda _: Scale(route=route, **given))

@@ -20,7 +20,7 @@ from kvxfer.tools.bench.cells import settings
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import plain
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
+from kvxfer.tools.bench.report import Report, Table, shown_route
 from kvxfer.tools.bench.samples import rate
 from kvxfer.tools.bench.standing import Tickets, introduce, keeping
 from kvxfer.tools.bench.victims import KINDS, Victim
@@ -229,19 +229,4 @@ def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
     notes = [f"on {head['hardware']['cores']} cores: a thread also loses what transfers need of the cores themselves"]
     table = Table("how many times slower a victim is while transfers run", headings, rows, notes)
     wrong = [f"{one['route']}, {one['victim']}: {one['difference']}" for one in cells if one["difference"]]
-    return Report("interference", head, {"cells": list(cells)}, [table], [_chart(cells)] if cells else [], wrong)
-
-
-def _chart(cells: Sequence[dict[str, Any]]) -> Chart:
-    """By thread blocks, or by victims where copies have none."""
-    by_ctas = all(one["ctas"] is not None for one in cells)
-
-    def where(one: dict[str, Any]) -> tuple[str, str]:
-        victim = f"{one['victim']} in {one['side']}"
-        return (f"{one['route']}: {victim}", str(one["ctas"])) if by_ctas else (one["route"], victim)
-
-    at = {where(one): one["slow_down"] for one in cells}
-    names, x = (list(dict.fromkeys(column)) for column in zip(*at, strict=True))
-    series = {name: [at.get((name, place)) for place in x] for name in names}
-    label = "CTAs" if by_ctas else "victim"
-    return Chart("interference", "slow-down of other work", label, "times", x, series, target=1.0)
+    return Report("interference", head, {"cells": list(cells)}, [table], wrong)

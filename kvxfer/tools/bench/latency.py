@@ -19,7 +19,7 @@ from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import Layout, plain
 from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.reference import Refer, Source, Target, kind_for
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_route, shown_seconds
+from kvxfer.tools.bench.report import Report, Table, shown_route, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
@@ -180,9 +180,6 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     notes = ["loop: CPU time of the event loop's thread a transfer; fetches follow one another"]
     if len({one["route"] for one in found}) < len(routes()):
         notes.append(f"routes that the setting knows: {', '.join(routes())}")
-    names = [f"{one['route']} {one['request_bytes'] // KIB} KiB" for one in found]
-    series = {p: [one[f"{p}_s"] * 1e6 for one in found] for p in ("p50", "p90", "p99")}
-    chart = Chart("latency", "one block, whole await fetch", "route and block", "us", names, series)
     wrong = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found if one["difference"]]
     table = Table("one block at a time, warm: whole `await fetch`", headings, rows, notes)
-    return Report("latency", head, {"cells": list(found)}, [table], [chart], wrong)
+    return Report("latency", head, {"cells": list(found)}, [table], wrong)

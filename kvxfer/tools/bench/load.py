@@ -19,7 +19,7 @@ from kvxfer.tools.bench.cells import settings
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, sides
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.tools.bench.report import Report, Table, shown_seconds
 from kvxfer.tools.bench.samples import Samples, rate
 from kvxfer.tools.bench.standing import AHEAD, Tickets, introduce, keeping
 
@@ -235,22 +235,9 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
                 "prefill loop late", "verified"]  # fmt: skip
     notes = [f"skipped: {one['route']}, {one['concurrency']} at once: {one['skipped']}" for one in skipped]
     notes.insert(0, "loop late: how much later than due a timer ran; in brackets p99 without any load")
-    x = list(dict.fromkeys(str(one["concurrency"]) for one in cells))
-    at = {(one["route"], str(one["concurrency"])): one for one in cells}
-    names = list(dict.fromkeys(one["route"] for one in cells))
-    series = {route: [at[route, n]["fetches_per_s"] if (route, n) in at else None for n in x] for route in names}
-    late = {
-        f"{route}, {side}": [at[route, n]["lag"][side]["p99_s"] * 1e3 if (route, n) in at else None for n in x]
-        for route in names
-        for side in ("decode", "prefill")
-    }
-    charts = [
-        Chart("load-fetches", "fetches a second by how many are under way", "at once", "fetches/s", x, series),
-        Chart("load-lag", "lateness of the loop, p99", "at once", "ms", x, late),
-    ]
     wrong = [f"{one['route']}, {one['concurrency']} at once: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped}
-    return Report("load", head, data, [Table("many fetches at once", headings, rows, notes)], charts, wrong)
+    return Report("load", head, data, [Table("many fetches at once", headings, rows, notes)], wrong)
 
 
 def _lag(loaded: dict[str, float], idle: dict[str, float]) -> str:

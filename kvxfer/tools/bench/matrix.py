@@ -12,7 +12,7 @@ from kvxfer.tools.bench.cells import Cell, Measured, Skipped, decode, prefill, s
 from kvxfer.tools.bench.children import collect
 from kvxfer.tools.bench.device import Kind, sides
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_route
+from kvxfer.tools.bench.report import Report, Table, shown_route
 
 __all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
 
@@ -147,7 +147,6 @@ def _report(head: dict[str, Any], device: Kind, done: Sequence[Measured | Skippe
         head,
         data,
         [_table(data["cells"], data["noise"], skipped)],
-        _charts(data["cells"]),
         [f"{one.cell}: {one.difference}" for one in measured if one.difference],
     )
 
@@ -189,21 +188,3 @@ def _stages(both: dict[str, Any]) -> str:
     parts = {"gather": sent["gathering"], "post": sent["posting"], "wire": received["wire"]}
     parts["scatter"] = received["scattering"]
     return " ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items() if seconds)
-
-
-def _charts(cells: Sequence[dict[str, Any]]) -> list[Chart]:
-    charts: list[Chart] = []
-    for size in sorted({cell["request_bytes"] for cell in cells}):
-        these = [cell for cell in cells if cell["request_bytes"] == size]
-        x = list(dict.fromkeys(cell["layout"] for cell in these))
-        names = list(dict.fromkeys(_series(cell) for cell in these))
-        for value, label in (("ratio", "part of the reference"), ("gbps", "GB/s")):
-            at = {(_series(cell), cell["layout"]): cell[value] for cell in these}
-            series = {name: [at.get((name, place)) for place in x] for name in names}
-            title = f"whole fetch of {size / MIB:g} MiB by size of pieces"
-            charts.append(Chart(f"matrix-{value}-{size // MIB}MiB", title, "pieces", label, x, series))
-    return charts
-
-
-def _series(cell: dict[str, Any]) -> str:
-    return str(cell["route"]) + ("" if cell["ctas"] is None else f", {cell['ctas']} CTAs")

@@ -1,4 +1,4 @@
-"""What a benchmark says in the end: the data as JSON, and the tables and charts that are made of them.
+"""What a benchmark says in the end: the data as JSON, and the tables that are made of them.
 
 And what all of them share towards terminal and files: whether they can be written, progress, the end of a run.
 """
@@ -19,7 +19,7 @@ from rich.table import Table as RichTable
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.machine import headline
 
-__all__ = ["Chart", "Report", "Table", "check", "finish", "progress", "shown_route", "shown_seconds"]
+__all__ = ["Report", "Table", "check", "finish", "progress", "shown_route", "shown_seconds"]
 
 _SCHEMA: Final = 1
 _PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
@@ -36,20 +36,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """Series over common places."""
-
-    name: str  # of the file that it is drawn into
-    title: str
-    x_label: str
-    y_label: str
-    x: Sequence[str]  # names of the places
-    series: Mapping[str, Sequence[float | None]]  # None where there is no value
-    log: bool = False  # whether the values' axis is logarithmic
-    target: float | None = None  # a value to draw a line at
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """One run of one benchmark."""
 
@@ -57,11 +43,10 @@ class Report:
     head: dict[str, Any]
     data: dict[str, Any]  # results, as they go into the JSON
     tables: Sequence[Table]
-    charts: Sequence[Chart] = ()
     failures: Sequence[str] = field(default_factory=tuple[str, ...])  # what was measured and found wrong
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the tables and charts, which are made of it."""
+        """Everything but the tables, which are made of it."""
         return {
             "schema": _SCHEMA,
             "benchmark": self.benchmark,
@@ -117,31 +102,22 @@ def shown_route(cell: Mapping[str, Any]) -> str:
 # --- a run
 
 
-def check(json_file: Path | None, plot_folder: Path | None) -> None:
-    """Find out before a run, which may take hours, whether its results can be written, and make the folders.
+def check(json_file: Path | None) -> None:
+    """Find out before a run, which may take hours, whether its results can be written, and make the folder.
 
     Raises:
-        MissingExtraError: If matplotlib is not installed and charts are wanted.
-        UsageError: If a file or folder cannot be written to.
+        UsageError: If the file cannot be written.
     """
-    if plot_folder is not None:
-        from kvxfer.tools.bench import plots
-
-        plots.check()
-        _check_folder(plot_folder, f"--plot {plot_folder} cannot be written to")
-    if json_file is not None:
-        if json_file.is_dir():
-            raise UsageError(f"--json {json_file} cannot be written: it is a folder")
-        _check_folder(json_file.parent, f"--json {json_file} cannot be written")
-
-
-def _check_folder(folder: Path, otherwise: str) -> None:
+    if json_file is None:
+        return
+    if json_file.is_dir():
+        raise UsageError(f"--json {json_file} cannot be written: it is a folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=json_file.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{otherwise}: {error.strerror}") from error
+        raise UsageError(f"--json {json_file} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -168,13 +144,9 @@ def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None
         yield step
 
 
-def finish(report: Report, json_file: Path | None, plot_folder: Path | None) -> int:
-    """Print, write and draw a report; the exit code."""
+def finish(report: Report, json_file: Path | None) -> int:
+    """Print and write a report; the exit code."""
     report.show(Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False))
     if json_file is not None:
         report.write(json_file)
-    if plot_folder is not None:
-        from kvxfer.tools.bench.plots import draw
-
-        draw(report, plot_folder)
     return 1 if report.failures else 0

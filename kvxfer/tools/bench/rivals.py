@@ -28,7 +28,7 @@ from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
-from kvxfer.tools.bench.report import Chart, Report, Table
+from kvxfer.tools.bench.report import Report, Table
 from kvxfer.tools.bench.samples import Samples
 
 __all__ = ["Rivals", "find"]
@@ -299,11 +299,9 @@ def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], ski
     notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours.data["skipped"]]
     title = f"{size // MIB} MiB in scattered pieces, GB/s, median"
     headings = ["", *(_named(piece) for piece in pieces)]
-    series = {name: [at[name, p]["gbps"] if (name, p) in at else None for p in pieces] for name in names}
-    chart = Chart("rivals", title, "pieces", "GB/s", [_named(piece) for piece in pieces], series, log=True)
     wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped, "skipped_cells": ours.data["skipped"], "noise": ours.data["noise"]}
-    return Report("rivals", head, data, [Table(title, headings, rows, notes)], [chart], wrong)
+    return Report("rivals", head, data, [Table(title, headings, rows, notes)], wrong)
 
 
 def _named(piece: int) -> str:

@@ -26,7 +26,7 @@ from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.tools.bench.report import Report, Table, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 
 __all__ = ["PEERS", "Relay", "Scale"]
@@ -330,13 +330,10 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
         f"bytes of the control stream a transfer: {to_hub:.0f} to the hub, {from_hub:.0f} back",
         f"and of the first fetch: {first['to_hub']} to the hub, {first['from_hub']} back",
     ]
-    x = [str(one["peers"]) for one in cells]
-    cpu = {side: [one["loop_cpu_s"][side] * 1e6 for one in cells] for side in ("hub", "peer")}
-    chart = Chart("scale", "CPU time of a loop a transfer", "peers", "us", x, cpu)
     wrong = [f"{one['peers']} peers: {one['difference']}" for one in cells if one["difference"]]
     block = counted["request_bytes"] // KIB
     table = Table(f"one hub, warm transfers of one block of {block} KiB, one at a time", headings, rows, notes)
-    return Report("scale", head, {"control": counted, "cells": list(cells)}, [table], [chart], wrong)
+    return Report("scale", head, {"control": counted, "cells": list(cells)}, [table], wrong)
 
 
 def _kib(nbytes: float | None) -> str:

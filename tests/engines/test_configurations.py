@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 import pytest
-from pd import connected, gathered, prompts, routed, shorter
+from pd import TOKENS, Engine, connected, gathered, prompts, routed, shorter
 
 from kvxfer.tickets import KEY_BYTES
 
@@ -126,3 +126,43 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
         if made.preempted:
             (engine,) = (engine for engine in (prefill, *decodes) if engine.name == made.preempted)
             assert engine.metrics()["num_preemptions_total"] > 0
+
+
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.full)])
+async def test_a_second_turn_flows_back_and_engines_change_their_roles(cached, start, model, table, tmp_path):
+    folder, args = model("llama"), ("--dtype", "float32", f"--{'' if cached else 'no-'}enable-prefix-caching")
+    engines = [connected(side, folder, tmp_path, *args, bidirectional_kv_xfer=True) for side in ("a", "b")]
+    for engine in engines:
+        engine.transfer = (engine.transfer or {}) | {"kv_role": "kv_both"}
+    plain, *engines = start(Engine("plain", folder, tmp_path, args), *engines)
+    for number, (prefill, decode) in enumerate((engines, engines[::-1])):
+        async with routed(prefill, decode) as router:
+
+            async def talk(prompt, router=router, prefill=prefill, decode=decode):
+                """Whether both answers are an engine's alone, and what of the second prompt came back."""
+                told = await router.complete(decode, prompt, TOKENS, **await router.ticket(prompt))
+                first, back = told["choices"][0]["token_ids"], told["kv_transfer_params"]
+                assert back["remote_num_tokens"] == len(prompt) + TOKENS - 1
+                turn = [*prompt, *first, *prompts(7, [20])[0]]
+                onward = (await router.complete(prefill, turn, 1, **back))["kv_transfer_params"]
+                got = first, await router.decode(turn, **onward)
+                alone = [await router.complete(plain, one, TOKENS) for one in (prompt, turn)]
+                equal = [one == said["choices"][0]["token_ids"] for one, said in zip(got, alone, strict=True)]
+                return sum(equal), back["remote_num_tokens"]
+
+            before = prefill.metrics()
+            found = await gathered(map(talk, prompts(number)), 8)
+            after = prefill.metrics()
+            loaded, held = (
+                int(after.get(of, 0) - before.get(of, 0))
+                for of in ("external_prefix_cache_hits_total", "local_cache_hit")
+            )
+            equal, back = map(sum, zip(*found, strict=True))
+            table.append(
+                f"second turns, cached {cached}, {number}: {equal} / {2 * len(found)} | {loaded} / {back}, {held}"
+            )
+            assert equal == 2 * len(found)
+            assert loaded + held >= back, "what the decode engine had was computed again"
+            assert held == 0 or cached
+            for engine in engines:
+                await router.free(engine, 60)

@@ -142,8 +142,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
     offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them;
     `layerwise_timeout`, how many seconds a forward pass waits for those, 2 unless given;
-    `key_file`, which holds the engine's key where a router makes tickets as well; and `trust_layout`, to believe what
-    views say of the caches.
+    `key_file`, which holds the engine's key where a router makes tickets as well; `bidirectional_kv_xfer`, whether a
+    decode engine hands back what it holds when a request ends; and `trust_layout`, to believe what views say of caches.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -166,7 +166,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             # and they stay in its cache if their own has gone when the load fails
             cached = bool(vllm_config.cache_config.enable_prefix_caching)
             in_steps = layerwise and simple and not cached
-            self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key)
+            answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
+            self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
             if layerwise and not in_steps:
                 why = "prefix caching is on" if simple else "there are several groups of blocks, or windows"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers are by layer")
@@ -259,14 +260,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide`. Every block that counts is on offer by then."""
-        return self._scheduler.request_finished(request)
+        """See `SchedulerSide`."""
+        return self._scheduler.request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Likewise."""
-        return self._scheduler.request_finished(request)
+        return self._scheduler.request_finished(request, block_ids)
 
     # --- in a worker's process
 

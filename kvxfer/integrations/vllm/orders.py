@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class OfferStep:
-    """This step's forward pass computes more of a request that a decode engine will fetch."""
+    """More is there of a request that another engine will fetch."""
 
     request: str
     name: str  # the ticket's
@@ -42,7 +42,8 @@ class OfferStep:
     blocks: Blocks  # that it got since the last step, of those that it holds until its end
     start: int  # tokens that were on offer before; 0 begins the offer
     stop: int  # tokens that are computed after this step
-    last: bool  # that is the whole prompt
+    last: bool  # that is all
+    computed: bool = False  # earlier steps have computed it, and not this one
 
 
 @dataclass(slots=True)

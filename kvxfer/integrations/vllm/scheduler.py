@@ -40,10 +40,11 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Wanted:
-    """A request whose prompt was computed by a prefill engine."""
+    """A request of which another engine has computed something."""
 
     ticket: dict[str, Any]
     tokens: int
+    in_step: bool  # the forward pass that needs it loads it
     stage: _Stage = _Stage.WAITING
 
 
@@ -67,15 +68,23 @@ class SchedulerSide:
         cached: Whether vLLM takes blocks that were loaded for a cache of prefixes.
         layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
         key: The engine's key, if somebody else makes tickets too; else it is drawn here.
+        answers: Whether a decode engine offers what it holds of a request that ends, for the next turn.
     """
 
     def __init__(
-        self, groups: Sequence[BlockGroup], *, cached: bool, layerwise: bool, key: bytes | None = None
+        self,
+        groups: Sequence[BlockGroup],
+        *,
+        cached: bool,
+        layerwise: bool,
+        key: bytes | None = None,
+        answers: bool = False,
     ) -> None:
         self._groups: Final = groups
         self._windowed: Final = any(group.window is not None for group in groups)
         self._cached: Final = cached
         self._layerwise: Final = layerwise
+        self._answers: Final = answers
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
         self._issuer: Issuer | None = None
@@ -102,11 +111,12 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Keep in mind what is to be fetched, and what is to be offered."""
         params: Mapping[str, Any] = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
-            self._produce(request, params.get(_NAME), whole=not params.get("do_remote_prefill"))
-        if not params.get("do_remote_prefill"):
+        ticket, tokens, produces = params.get(TICKET), params.get(_TOKENS), params.get("do_remote_decode")
+        loads = params.get("do_remote_prefill") or (produces and ticket)  # the latter: what a decode engine held
+        if produces:
+            self._produce(request, params.get(_NAME), whole=not loads)
+        if not loads:
             return
-        ticket, tokens = params.get(TICKET), params.get(_TOKENS)
         try:
             Ticket.parse(ticket or {})
             if not isinstance(tokens, int) or tokens < 1:
@@ -114,11 +124,12 @@ class SchedulerSide:
         except TicketError as error:  # computed here, as if nobody had prefilled it
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
+        in_step = self._layerwise and not produces  # nothing is on offer that a load may still spoil
         # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
         # prompt vLLM computes the last token again, for which windows have let go of the first that it sees
-        most: int = request.num_prompt_tokens - int(self._layerwise or self._windowed)
+        most: int = request.num_prompt_tokens - int(in_step or self._windowed)
         data: dict[str, Any] = dict(ticket or {})
-        self._wanted[request.request_id] = _Wanted(data, min(tokens, most))
+        self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step)
         self._orders.claims[request.request_id] = data
 
     def _produce(self, request: Any, name: Any, *, whole: bool) -> None:
@@ -136,7 +147,7 @@ class SchedulerSide:
         wanted = self._wanted.get(request.request_id)
         if wanted is None or wanted.stage is not _Stage.WAITING or wanted.tokens <= num_computed_tokens:
             return 0, False
-        return wanted.tokens - num_computed_tokens, not self._layerwise
+        return wanted.tokens - num_computed_tokens, not wanted.in_step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks. Comes again when it runs after a load, which changes nothing any more."""
@@ -190,9 +201,9 @@ class SchedulerSide:
             # of a block that is cached others may read what this request does not
             first, size = max(start, group.live(stop, whole=self._cached)), group.block_tokens
             blocks[group.name] = (block_ids[group.index][first // size : -(-stop // size)], first)
-        if self._layerwise:
+        if wanted.in_step:
             wanted.stage = _Stage.OVER  # nothing is reported of it but failed blocks
-        return Load(request.request_id, wanted.ticket, blocks, start, stop, self._layerwise)
+        return Load(request.request_id, wanted.ticket, blocks, start, stop, wanted.in_step)
 
     def _preempt(self, request: str, orders: Orders) -> None:
         produced = self._produced.get(request)
@@ -234,12 +245,12 @@ class SchedulerSide:
             for name in [name for name, request in self._names.items() if request in over]:
                 del self._names[name]
 
-    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request ends: hand out its ticket, or take back what was begun.
+    def request_finished(self, request: Any, ids: Sequence[list[int]] = ()) -> tuple[bool, dict[str, Any] | None]:
+        """A request ends that has these blocks: hand out its ticket, or take back what was begun.
 
         Returns:
             Whether the workers will say when its blocks may be used again, and what its client gets for the decode
-            engine.
+            engine, or for the next turn.
         """
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is not None and wanted.stage is _Stage.WAITING:
@@ -248,7 +259,8 @@ class SchedulerSide:
             self._orders.cancels.append(request.request_id)
         produced = self._produced.pop(request.request_id, None)
         if produced is None:
-            return False, None
+            answers = self._answers and wanted is not None and wanted.stage is _Stage.OVER
+            return self._answer(request, ids) if answers else (False, None)
         if not produced.offered:
             del self._names[produced.name]
             if self._foretold and not produced.attempt:
@@ -259,8 +271,21 @@ class SchedulerSide:
             self._orders.withdraws.append(request.request_id)
         return True, params
 
-    def _params(self, request: Any, produced: _Produced) -> dict[str, Any] | None:
-        """What the decode engine needs, if there is something to fetch."""
+    def _answer(self, request: Any, ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer what a decode engine has of a request: all but the last token that it sampled."""
+        name, tokens = request.request_id, min(request.num_computed_tokens, request.num_tokens - 1)
+        params = self._params(request, _Produced(name, tokens, whole=True, offered=tokens), back=True)
+        if params is None or name in self._names:
+            return False, None
+        self._names[name] = name
+        blocks: Blocks = {
+            group.name: (list(ids[group.index][: -(-tokens // group.block_tokens)]), 0) for group in self._groups
+        }
+        self._orders.steps.append(OfferStep(name, name, 0, blocks, 0, tokens, last=True, computed=True))
+        return True, params
+
+    def _params(self, request: Any, produced: _Produced, *, back: bool = False) -> dict[str, Any] | None:
+        """What the decode engine needs, or a prefill engine later on (`back`), if there is something to fetch."""
         if self._issuer is None or produced.offered < produced.prompt_tokens or request.status.name not in _COMPLETE:
             return None
         try:
@@ -269,8 +294,8 @@ class SchedulerSide:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return None
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": not back,
+            "do_remote_decode": back,
             TICKET: ticket,
             _TOKENS: produced.prompt_tokens,
         }

@@ -262,7 +262,11 @@ class WorkerSide:
             sending = self._sending[step.request]
             if sending.offer is not None:
                 sending.offer.extend(self._spans(step.blocks), tokens=range(step.start, step.stop))
-                self._growing.append((sending.offer, step))
+                if step.computed:  # perhaps there is no forward pass in this step
+                    sending.offer.ready(tokens=step.stop, after=self._now())
+                    sending.offer.finish()
+                else:
+                    self._growing.append((sending.offer, step))
         except KvxferError as error:  # whoever has the ticket hears that there is no such request
             _log.warning("offer_refused", request=step.request, attempt=step.attempt, error=str(error))
             self._withdraw(self._sending.setdefault(step.request, _Sending(None, safe=True)))

@@ -39,8 +39,8 @@ def cards(world=2):
     ]
 
 
-def side(groups=FULL, *, cached=False, layerwise=False, key=None):
-    found = SchedulerSide(groups, cached=cached, layerwise=layerwise, key=key)
+def side(groups=FULL, *, cached=False, layerwise=False, **options):
+    found = SchedulerSide(groups, cached=cached, layerwise=layerwise, **options)
     found.collect(cards())
     return found
 
@@ -248,6 +248,50 @@ def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
     going.status = STATUS[status]
     assert scheduler.request_finished(going) == (True, None)
     assert scheduler.build_connector_meta(step()).withdraws == ["r"]
+
+
+def answered(scheduler, coming, ids=(7, 8, 9, 5), *, status="FINISHED_STOPPED", computed=50, tokens=50):
+    """What the client gets of a request that has loaded its prompt and ends with so many tokens."""
+    scheduler.update_connector_output(received("r"))
+    coming.status, coming.num_computed_tokens, coming.num_tokens = STATUS[status], computed, tokens
+    return scheduler.request_finished(coming, [list(ids)])
+
+
+def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed():
+    scheduler, coming = announced(wanted(), 7, 8, 9, answers=True)
+    scheduler.build_connector_meta(step())
+    later, params = answered(scheduler, coming)
+    assert later
+    assert params is not None
+    handed = params.pop("ticket")
+    assert Ticket.parse(handed).request == "r"
+    assert params == {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 49}
+    given = OfferStep("r", "r", 0, blocks(7, 8, 9, 5), 0, 49, last=True, computed=True)
+    assert scheduler.build_connector_meta(step()).steps == [given]
+
+    # the next turn: what the decode engine held is loaded whole, and the prompt is on offer again
+    scheduler = side(layerwise=True)
+    turn = request(params | {"ticket": handed}, tokens=80)
+    scheduler.on_new_request(turn)
+    assert scheduler.get_num_new_matched_tokens(turn, 32) == (17, True)
+    scheduler.update_state_after_alloc(turn, Blocks(1, 2, 3, 4, 5), 17)
+    turn.num_computed_tokens = 49
+    (load,) = scheduler.build_connector_meta(step()).loads
+    assert (load.start, load.stop, load.in_step) == (32, 49, False)
+    (offered,) = scheduler.build_connector_meta(step(new=[("r", [1, 2, 3, 4, 5], 49, 31)])).steps
+    assert (offered.blocks, offered.start, offered.stop, offered.last) == (blocks(1, 2, 3, 4, 5), 0, 80, True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "names"),
+    [(False, "FINISHED_STOPPED", {}), (True, "FINISHED_ABORTED", {}), (True, "FINISHED_STOPPED", {"r": "another"})],
+)
+def test_an_answer_is_not_offered_unless_that_is_asked_for_and_can_be(answers, status, names):
+    scheduler, coming = announced(wanted(), 7, 8, 9, answers=answers)
+    scheduler.build_connector_meta(step())
+    scheduler._names.update(names)
+    assert answered(scheduler, coming, status=status) == (False, None)
+    assert scheduler.build_connector_meta(step()).steps == []
 
 
 @pytest.mark.parametrize(("given", "name"), [("mine", "mine"), ("", "r"), (7, "r")])

@@ -1,5 +1,6 @@
 """The worker's side alone, on a service whose events the test makes: doubt, and the order of ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,6 +173,15 @@ def test_layers_are_ready_one_by_one_then_all(side):
         ("ready", ("tokens", 40), ("after", None)),
         ("finish",),
     ]
+
+
+def test_what_earlier_steps_have_computed_is_ready_at_once_since_no_forward_pass_may_follow(side):
+    orders = growing()
+    orders.steps = [replace(step, computed=True) for step in orders.steps]
+    (offer,) = begun(side, orders).offers
+    assert offer.calls[1:] == [("ready", ("tokens", 32), ("after", None)), ("finish",)]
+    side.end_step()
+    assert len(offer.calls) == 3
 
 
 def test_an_offer_that_cannot_be_made_holds_nothing(side):

@@ -7,7 +7,6 @@ steps all ranks of an engine, and takes the least.
 import logging
 import threading
 from collections import deque
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,7 +172,6 @@ class Engine:
             raise self.errors[0]
         self.free = list(range(1, PAGES))
         self.requests: dict[int, SimpleNamespace] = {}
-        self._queries: dict[str, tuple[list[int], Future[dict[str, int]]]] = {}  # by address
         self._used: set[int] = set()  # pages that were written once
 
     def _open(self, rank: int) -> None:
@@ -283,7 +281,6 @@ class Engine:
             self._run_batch()
             self._process_inflight_queue()
         else:
-            self._prefetch_prefill_dp_rank_queries()
             self._resolve_deferred_releases()
             self._ensure_prefill_info()
             self._pop_preallocated()
@@ -368,16 +365,12 @@ class Engine:
                 continue
             assert poll in (0, 4), poll
             if poll == 4:
-                request.bytes = sum(peer.get_transfer_metric().transfer_total_bytes or 0 for peer in request.peers)
                 for peer in request.peers:
                     peer.clear()
                 self._release(request, "done")
             else:
                 self._why(request)
                 self._release(request, "failed")
-
-    def sent_bytes(self, room: int) -> int:
-        return self.requests[room].bytes
 
     # --- decode
 
@@ -389,25 +382,13 @@ class Engine:
             return 0
         return request.room % info.dp_size if info.follow_bootstrap_room and not self.told["force_query"] else None
 
-    def _prefetch_prefill_dp_rank_queries(self) -> None:
-        for request in self._in("bootstrap"):
-            address, manager = request.peers[0].bootstrap_addr, self.ranks[0].manager
-            known = manager.prefill_info_table.get(address) is not None
-            if known and address not in self._queries and self._resolve_prefill_dp_rank(request) is None:
-                rooms = [other.room for other in self._in("bootstrap") if other.peers[0].bootstrap_addr == address]
-                asked = manager._ensure_prefill_recompute_executor().submit(query_prefill_dp_ranks, address, rooms)
-                self._queries[address] = rooms, asked
-
     def _ensure_prefill_info(self) -> None:
         for request in self._in("bootstrap"):
             address = request.peers[0].bootstrap_addr
             if all(rank.manager.try_ensure_parallel_info(address) for rank in self.ranks):
                 dp_rank = self._resolve_prefill_dp_rank(request)
                 if dp_rank is None:
-                    rooms, asked = self._queries.pop(address, ((), None))
-                    found = asked.result() if asked and request.room in rooms else None
-                    if found is None:
-                        found = query_prefill_dp_ranks(address, [request.room])
+                    found = query_prefill_dp_ranks(address, [request.room])
                     if (dp_rank := found.get(str(request.room))) is None:
                         continue
                 for peer in request.peers:

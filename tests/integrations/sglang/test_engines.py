@@ -98,9 +98,6 @@ def pair(processes):
 
 
 SHAPES = {
-    "1 to 1": {},
-    "1 to 2": {"decode": {"tp": 2}},
-    "2 to 1": {"prefill": {"tp": 2}},
     "heads on several ranks": {"decode": {"tp": 8}},
     "latent, 2 to 1": {"prefill": {"tp": 2}, "latent": True},
     "latent, 1 to 2": {"decode": {"tp": 2}, "latent": True},
@@ -114,15 +111,6 @@ def test_a_prompt_in_chunks_of_which_the_decode_engine_has_some(pair, shape):
     pair.add(12, 8, prefix=4)
     pair.serves(11, 12)
     pair.idle()
-
-
-def test_only_what_the_decode_engine_lacks_travels(pair):
-    pair.open()
-    pair.add(21, 32)
-    pair.add(22, 32, prefix=24)
-    pair.serves(21, 22)
-    whole = 2 * 2 * 32 * 4 * 8 * 4
-    assert (pair.prefill.sent_bytes(21), pair.prefill.sent_bytes(22)) == (whole, whole // 4)
 
 
 def test_metadata_alone(pair):
@@ -234,7 +222,6 @@ def test_a_prefill_engine_that_slept_is_found_again(pair):
 
 BALANCES = {
     "the room names it": {"load_balance": "follow_bootstrap_room"},
-    "the server is asked": {"load_balance": "round_robin"},
     "the server is asked though the room names one": {"load_balance": "follow_bootstrap_room", "force_query": True},
 }
 
@@ -247,17 +234,6 @@ def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, balance):
     room = 131 if balance == "the room names it" else 132
     pair.add(room, 16)
     pair.serves(room)
-
-
-def test_the_rank_of_a_prompt_is_asked_for_between_two_turns_of_the_loop(pair):
-    """As soon as its server is known, though the prompt has not arrived there: sglang asks from a thread of ours."""
-    pair.open(prefill={"dp_size": 2, "dp_rank": 1, "load_balance": "round_robin"})
-    pair.prefill.pretend_rank(0)
-    pair.decode.add(136, 16)
-    for _ in range(3):
-        assert pair.decode.step() == {136: "live"}
-    pair.prefill.add(136, 16)
-    pair.serves(136)
 
 
 def test_a_request_that_names_another_server_ends_nothing(pair, speaking):

@@ -18,6 +18,7 @@ LAYERS = 3
 HEADS = 4
 DIM = 4
 BLOCKS = 24
+STEPS_AT_ONCE = 2
 STATUS = vllm_stand_in.stock("RequestStatus")
 make = vllm_stand_in.make
 
@@ -53,7 +54,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
-        cache_config=make("CacheConfig", enable_prefix_caching=engine.get("prefix_caching", False)),
+        cache_config=make("CacheConfig", enable_prefix_caching=False),
         model_config=make("ModelConfig", model="model", get_total_num_kv_heads=lambda: HEADS),
     )
     role = vllm_stand_in.stock("KVConnectorRole")
@@ -94,29 +95,16 @@ class Blocks:
 class Engine:
     """Scheduler and engine core."""
 
-    def __init__(
-        self,
-        name,
-        workers,
-        *,
-        block_tokens,
-        layout,
-        layerwise=False,
-        budget=64,
-        depth=2,
-        prefix_caching=False,
-        **extra,
-    ):
+    def __init__(self, name, workers, *, block_tokens, layout, layerwise=False, budget=64, **extra):
         self.workers = workers
         described = {
             "name": name,
             "world": len(workers._wires),
             "block_tokens": block_tokens,
             "layout": layout,
-            "prefix_caching": prefix_caching,
             "extra": {"layerwise": layerwise, "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"}, **extra},
         }
-        self._block_tokens, self.budget, self._depth = block_tokens, budget, depth
+        self._block_tokens, self.budget = block_tokens, budget
         self.connector: Any = KvxferConnector(*configured(described, None))
         self.workers.send("open", described)
         self.workers.receive()
@@ -229,7 +217,7 @@ class Engine:
             output, ends, work = self._schedule()
             self._under_way.append((output, ends))
             self.workers.send("execute", output, work)
-            if len(self._under_way) < self._depth and (work or self._has_requests()):
+            if len(self._under_way) < STEPS_AT_ONCE and (work or self._has_requests()):
                 return
         if self._under_way:
             self._take()

@@ -77,11 +77,6 @@ class Pair:
         return self.decode.requests[request_id].status is STATUS.WAITING_FOR_REMOTE_KVS
 
 
-def forged(params: dict[str, Any]) -> dict[str, Any]:
-    """The same with a ticket that no prefill rank takes."""
-    return params | {"ticket": params["ticket"] | {"mac": "00" * 16}}
-
-
 def handed_over(wires, **settings):
     """Three prompts, computed in several steps that they share."""
     pair = Pair(wires, prefill={"budget": 24}, **settings)
@@ -100,14 +95,6 @@ def one_rank_to_two(wires):
     return handed_over(wires, ranks=1)
 
 
-def layerwise(wires):
-    return handed_over(wires, layerwise=True)
-
-
-def layerwise_with_prefix_caching(wires):
-    return handed_over(wires, layerwise=True, prefix_caching=True)
-
-
 def layers_overlap(wires):
     """A router makes a ticket itself; the prefill engine computes its last layer when the first one has been read."""
     key = secrets.token_bytes(KEY_BYTES)
@@ -123,16 +110,6 @@ def layers_overlap(wires):
     pair.decode.add("d", 1, 40, params=mine, gates={("after", 0): "layer read"})
     pair.prefill.step()
     pair.decode.step()
-    return pair.until_over()
-
-
-def layer_fails(wires):
-    """A load that the running forward pass waits for fails; the request is computed here instead."""
-    pair = Pair(wires, layerwise=True, depth=1)
-    params = pair.prefilled("p", 1, 32)
-    pair.decode.add("d", 1, 40, params=forged(params))
-    pair.until(lambda: "d" in pair.decode.ended, pair.decode)
-    pair.decode.add("d-2", 1, 40, params=params)
     return pair.until_over()
 
 

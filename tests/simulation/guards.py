@@ -492,6 +492,14 @@ SEEDS = range(3)
 RING = {"route": "staged", "chunk_bytes": 512, "window": 4, "arena_bytes": "32KiB"}
 """Settings under which a fetch of a scene has four chunks, and takes a ring of as many places."""
 
+
+def on(routes, name, remove, played, **settings):
+    """The same guard on each of these routes."""
+    return [Guard(f"{name}, {route}", remove, scene(played, route=route, **settings)) for route in routes]
+
+
+BOTH = "staged", "direct"
+
 GUARDS = [
     Guard(
         "lease before the post",
@@ -499,21 +507,10 @@ GUARDS = [
         scene(scenes.its_event_fires_after_the_lease, route="staged", grant_lease=0.02),
     ),
     Guard("lease, direct", no_lease, scene(scenes.its_event_fires_after_the_lease, route="direct", grant_lease=0.02)),
-    Guard("cell, staged", no_cancel, scene(scenes.cancelled_before_its_post, route="staged")),
-    Guard("cell, direct", no_cancel, scene(scenes.cancelled_before_its_post, route="direct")),
-    Guard("cell, mapped", no_cancel, scene(scenes.cancelled_before_its_post, route="mapped")),
+    *on(("staged", "direct", "mapped"), "cell", no_cancel, scenes.cancelled_before_its_post),
     Guard("lease, mapped", no_permit, scene(scenes.its_event_fires_after_the_lease, route="mapped", grant_lease=0.02)),
     Guard("quarantine", no_quarantine, scene(scenes.bytes_of_a_silent_peer, route="staged")),
-    Guard(
-        "terminal result last, staged",
-        early_terminal,
-        scene(scenes.cancelled_while_bytes_are_in_flight, route="staged"),
-    ),
-    Guard(
-        "terminal result last, direct",
-        early_terminal,
-        scene(scenes.cancelled_while_bytes_are_in_flight, route="direct"),
-    ),
+    *on(BOTH, "terminal result last", early_terminal, scenes.cancelled_while_bytes_are_in_flight),
     Guard(
         "transfers outlive sessions", forgotten_transfers, scene(scenes.asked_again_after_a_lost_stream, route="direct")
     ),
@@ -525,40 +522,17 @@ GUARDS = [
     Guard("identity, of a reader", any_process, scene(scenes.somebody_speaks_in_the_name_of_a_reader, route="pull")),
     Guard("identity, passed on", any_place, scene(scenes.somebody_stands_between, route="pull")),
     Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
-    Guard(
-        "agent destroyed, staged",
-        kept_agent,
-        scene(scenes.bytes_of_a_host_that_is_gone, route="staged", apart=True, revoke_timeout=0.5),
-    ),
-    Guard(
-        "agent destroyed, direct",
-        kept_agent,
-        scene(scenes.bytes_of_a_host_that_is_gone, route="direct", apart=True, revoke_timeout=0.5),
-    ),
-    Guard(
-        "own posts end with the agent, staged",
-        kept_agent,
-        scene(scenes.our_own_post_was_stuck, route="staged", revoke_timeout=0.5),
-    ),
-    Guard(
-        "own posts end with the agent, direct",
-        kept_agent,
-        scene(scenes.our_own_post_was_stuck, route="direct", revoke_timeout=0.5),
-    ),
-    Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
-    Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
-    Guard(
-        "end of a process, staged",
+    *on(BOTH, "agent destroyed", kept_agent, scenes.bytes_of_a_host_that_is_gone, apart=True, revoke_timeout=0.5),
+    *on(BOTH, "own posts end with the agent", kept_agent, scenes.our_own_post_was_stuck, revoke_timeout=0.5),
+    *on(BOTH, "own post reads", no_doubt_of_reads, scenes.our_own_post_is_stuck),
+    *on(
+        BOTH,
+        "end of a process",
         ends_with_its_process,
-        scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="staged", arena_bytes="128KiB"),
+        scenes.its_process_ends_and_bytes_wait_for_this_side,
+        arena_bytes="128KiB",
     ),
-    Guard(
-        "end of a process, direct",
-        ends_with_its_process,
-        scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="direct", arena_bytes="128KiB"),
-    ),
-    Guard("flush, staged", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="staged")),
-    Guard("flush, direct", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="direct")),
+    *on(BOTH, "flush", no_flush, scenes.a_post_fails_and_leaves_bytes_in_flight),
     Guard("offers in doubt", no_doubt_of_offers, scene(scenes.our_own_post_is_stuck, route="direct")),
     Guard("Cancel after our reads", cancel_at_once, scene(scenes.our_own_read_is_in_flight, route="pull")),
     Guard("confirmation of reads", no_confirmation, scene(scenes.read_from_a_peer_that_is_no_more, route="pull")),
@@ -566,24 +540,13 @@ GUARDS = [
     Guard("custody of fetches", no_holding, scene(scenes.two_fetches_into_the_same_blocks, route="staged")),
     Guard("own scatters", unwatched_copies, scene(scenes.cancelled_while_it_is_scattered, route="staged")),
     Guard(
-        "end of a fetch",
-        unchecked_ends,
-        scene(scenes.cancelled_while_bytes_are_in_flight, route="direct", locks=False),
+        "end of a fetch", unchecked_ends, scene(scenes.cancelled_while_bytes_are_in_flight, route="direct", locks=False)
     ),
-    Guard(
-        "generation of a gate, staged",
+    *on(
+        ("staged", "direct", "mapped"),
+        "generation of a gate",
         any_generation,
-        scene(scenes.posted_after_its_grant_was_taken_back, route="staged"),
-    ),
-    Guard(
-        "generation of a gate, direct",
-        any_generation,
-        scene(scenes.posted_after_its_grant_was_taken_back, route="direct"),
-    ),
-    Guard(
-        "generation of a gate, mapped",
-        any_generation,
-        scene(scenes.posted_after_its_grant_was_taken_back, route="mapped"),
+        scenes.posted_after_its_grant_was_taken_back,
     ),
     Guard("lock of a gate", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="direct")),
     Guard("lock of a gate, staged", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="staged")),
@@ -598,9 +561,7 @@ GUARDS = [
     Guard("places of a lost peer", empty_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
     Guard("no more places than that", full_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
     Guard(
-        "which places these are",
-        mixed_up_hands,
-        scene(scenes.a_silent_peer_is_heard_late, **RING, integrity="full"),
+        "which places these are", mixed_up_hands, scene(scenes.a_silent_peer_is_heard_late, **RING, integrity="full")
     ),
     Guard("evidence for a ring", back_without_evidence, scene(scenes.cancelled_while_bytes_are_in_flight, **RING)),
     Guard("own scatters from a ring", unread_places, scene(scenes.cancelled_before_it_is_scattered, **RING)),

@@ -11,39 +11,10 @@ import pytest
 import torch
 from stage import Cache, Gate
 
-from kvxfer.blocking import (
-    BlockingOffer,
-    BlockingTransfer,
-    BlockingWorker,
-    Fetched,
-    FetchFailed,
-    OfferExpired,
-    OfferFailed,
-    OfferInDoubt,
-    OfferReleased,
-    OfferWithdrawn,
-    Outbox,
-    Settled,
-)
+from kvxfer import blocking, errors
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
 from kvxfer.decode import role as claims
-from kvxfer.errors import (
-    BlocksError,
-    ClosedError,
-    Code,
-    ConfigError,
-    EventError,
-    GeometryError,
-    KvxferError,
-    MemoryInDoubtError,
-    RefusedError,
-    RequestError,
-    TicketError,
-    TokensError,
-    TransferFailedError,
-    TransferTimeoutError,
-)
 from kvxfer.geometry import Group, Span
 from kvxfer.prefill.offers import Awaited
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
@@ -66,8 +37,10 @@ class Pair:
         self.network = LoopbackNetwork()
         plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
         self.config = Config(**(plain | settings))
-        self.prefill = BlockingWorker(self.config, transport=lambda: LoopbackTransport("prefill", self.network))
-        self.decode = BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
+        self.prefill = blocking.BlockingWorker(
+            self.config, transport=lambda: LoopbackTransport("prefill", self.network)
+        )
+        self.decode = blocking.BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
         self.source, self.sink = cache(), cache()
 
     def __enter__(self):
@@ -142,15 +115,15 @@ def no_new_threads(before):
 def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
     offer = pair.prefill.offer("r", [3, 5], tokens=30, payload=b"first token")
     transfer = pair.decode.start_fetch(offer.ticket, [2, 7], tokens=range(30))
-    fetched = event(pair.decode, Fetched)
-    assert fetched == Fetched("r", transfer, transfer.result())
+    fetched = event(pair.decode, blocking.Fetched)
+    assert fetched == blocking.Fetched("r", transfer, transfer.result())
     assert fetched.result.payload == b"first token"
     assert (transfer.done, transfer.state, transfer.error) == (True, TransferState.DONE, None)
     assert transfer.memory_safe
     assert transfer.failed_blocks == {}
     assert transfer.id
     assert pair.landed([2, 7], [3, 5], 30)
-    released = event(pair.prefill, OfferReleased)
+    released = event(pair.prefill, blocking.OfferReleased)
     assert (released.request, released.offer, offer.done) == ("r", offer, True)
     assert released.stats[0].bytes == fetched.result.stats.bytes
 
@@ -187,7 +160,7 @@ def test_calls_from_many_threads_give_each_event_once(pair):
     stop.set()
     for thread in pollers:
         thread.join(PATIENCE)
-    assert all(type(got) is Fetched for got in polled)
+    assert all(type(got) is blocking.Fetched for got in polled)
     assert Counter(got.transfer for got in polled) == Counter(transfers)
     assert len(transfers) == threads * each
     assert pair.decode.poll() == []
@@ -203,7 +176,7 @@ def test_block_lists_are_copied(pair):
     source[:], sink[:] = 0, 0
     offer.ready()
     offer.finish()
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
     assert transfer.done
     assert pair.landed([2, 7], [3, 5], 32)
 
@@ -223,7 +196,7 @@ def test_a_stream_is_recorded_by_the_calling_thread(pair):
     streams = [Stream() for _ in range(3)]
     pair.prefill.offer("a", [3], tokens=16, after=streams[0])
     pair.fetch("a", [2], 16, after=streams[1])
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
     pair.prefill.offer("b", [3], tokens=16, streaming=True).ready(after=streams[2])
     assert [stream.threads for stream in streams] == [[threading.current_thread()]] * 3
 
@@ -237,16 +210,17 @@ def test_blocks_are_not_touched_before_their_event(pair):
     assert not pair.landed([2], [3], 16, layers=[0])
     assert not transfer.done
     gate.fired = True
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
 
 
 # --- errors of arguments
 
 
 @pytest.mark.parametrize(("blocks", "tokens", "error"), [
-    ([BLOCKS], range(16), BlocksError), ([-1], range(16), BlocksError), ([2, 2], range(32), BlocksError),
-    ([2], range(32), BlocksError), ([], range(16), BlocksError), (["a"], range(16), BlocksError),
-    ({"other": [1]}, range(16), BlocksError), ([2], range(0), TokensError), ([2], range(0, 16, 2), TokensError),
+    ([BLOCKS], range(16), errors.BlocksError), ([-1], range(16), errors.BlocksError),
+    ([2], range(32), errors.BlocksError), ([], range(16), errors.BlocksError), (["a"], range(16), errors.BlocksError),
+    ({"other": [1]}, range(16), errors.BlocksError), ([2, 2], range(32), errors.BlocksError),
+    ([2], range(0), errors.TokensError), ([2], range(0, 16, 2), errors.TokensError),
 ])  # fmt: skip
 def test_a_wrong_fetch_is_refused_at_once(pair, blocks, tokens, error):
     with pytest.raises(error):
@@ -255,8 +229,8 @@ def test_a_wrong_fetch_is_refused_at_once(pair, blocks, tokens, error):
 
 
 @pytest.mark.parametrize(("blocks", "tokens", "error"), [
-    ([BLOCKS], 16, BlocksError), ([1], 17, BlocksError), ([1], 0, TokensError), (None, 16, RequestError),
-    ([1], None, RequestError),
+    ([BLOCKS], 16, errors.BlocksError), ([1], 17, errors.BlocksError), ([1], 0, errors.TokensError),
+    (None, 16, errors.RequestError), ([1], None, errors.RequestError),
 ])  # fmt: skip
 def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, error):
     with pytest.raises(error):
@@ -267,57 +241,57 @@ def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, error):
 
 def test_a_wrong_step_is_refused_at_once(pair):
     offer = pair.prefill.offer("r", streaming=True)
-    with pytest.raises(BlocksError):
+    with pytest.raises(errors.BlocksError):
         offer.extend([BLOCKS], tokens=range(16))
-    with pytest.raises(TokensError):
+    with pytest.raises(errors.TokensError):
         offer.extend([1], tokens=range(0))
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         offer.ready(after="soon")
     offer.extend([3], tokens=range(16))
     offer.ready()
     offer.finish()
     for step in (lambda: offer.extend([4], tokens=range(16, 32)), offer.ready, offer.finish):
-        with pytest.raises(RequestError, match="finished"):
+        with pytest.raises(errors.RequestError, match="finished"):
             step()
     pair.fetch("r", [2], 16)
-    event(pair.decode, Fetched)
-    event(pair.prefill, OfferReleased)
+    event(pair.decode, blocking.Fetched)
+    event(pair.prefill, blocking.OfferReleased)
 
 
 def test_wrong_events_and_tickets_are_refused_at_once(pair):
     ticket = pair.prefill.engine.ticket("r")
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         pair.prefill.offer("r", [1], tokens=16, after="soon")
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         pair.decode.start_fetch(ticket, [1], tokens=range(16), after="soon")
     for call in (lambda t: pair.decode.start_fetch(t, [1], tokens=range(16)), pair.decode.claim, pair.decode.decline):
-        with pytest.raises(TicketError):
+        with pytest.raises(errors.TicketError):
             call(ticket | {"mac": 5})
 
 
 def test_an_id_in_use_comes_by_poll(pair):
     pair.prefill.offer("r", [1], tokens=16)
     second = pair.prefill.offer("r", [2], tokens=16)
-    failed = event(pair.prefill, OfferFailed)
+    failed = event(pair.prefill, blocking.OfferFailed)
     assert failed.offer is second
-    assert isinstance(failed.error, RequestError)
+    assert isinstance(failed.error, errors.RequestError)
     assert second.done
     second.withdraw()  # changes nothing, as everything else
     second.ready()
     pair.prefill.offer("r", [2], tokens=16, attempt=1).withdraw()
-    assert event(pair.prefill, OfferWithdrawn).offer.attempt == 1
+    assert event(pair.prefill, blocking.OfferWithdrawn).offer.attempt == 1
 
 
 def test_blocks_in_use_come_by_poll(pair):
     _, first = pair.streamed("a", layers=())
     second = pair.fetch("b", [7], 16)
-    failed = event(pair.decode, FetchFailed)
+    failed = event(pair.decode, blocking.FetchFailed)
     assert failed.transfer is second
-    assert isinstance(failed.error, BlocksError)
+    assert isinstance(failed.error, errors.BlocksError)
     assert second.memory_safe  # this fetch wrote nothing
     assert second.failed_blocks == {"default": [7]}
     assert not first.done
-    with pytest.raises(BlocksError):
+    with pytest.raises(errors.BlocksError):
         second.wait_layer(0)
 
 
@@ -326,9 +300,9 @@ def test_a_step_that_does_not_fit_takes_the_offer_back(pair):
     offer.extend([1], tokens=range(16))
     offer.extend([2], tokens=range(32, 48))
     offer.extend([2], tokens=range(16, 32))
-    failed = event(pair.prefill, OfferFailed)
+    failed = event(pair.prefill, blocking.OfferFailed)
     assert failed.offer is offer
-    assert isinstance(failed.error, TokensError)
+    assert isinstance(failed.error, errors.TokensError)
     assert "do not continue" in str(failed.error)
 
 
@@ -338,25 +312,25 @@ def test_a_step_that_does_not_fit_takes_the_offer_back(pair):
 def test_a_refused_fetch_comes_by_poll(pair):
     ticket = pair.prefill.engine.ticket("r")
     transfer = pair.decode.start_fetch(ticket | {"mac": "0" * 32}, [2, 7], tokens=range(20))
-    failed = event(pair.decode, FetchFailed)
+    failed = event(pair.decode, blocking.FetchFailed)
     assert failed.error is transfer.error
-    assert isinstance(failed.error, RefusedError)
+    assert isinstance(failed.error, errors.RefusedError)
     assert transfer.state is TransferState.FAILED
     assert transfer.memory_safe
     assert transfer.failed_blocks == {"default": [2, 7]}
-    with pytest.raises(RefusedError):
+    with pytest.raises(errors.RefusedError):
         transfer.result()
 
 
 def test_a_time_out_comes_by_poll(pair):
     transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
-    assert isinstance(event(pair.decode, FetchFailed).error, TransferTimeoutError)
+    assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.TransferTimeoutError)
     assert transfer.memory_safe
 
 
 def test_a_result_is_not_waited_for(pair):
     transfer = pair.fetch("never offered", [2], 16)
-    with pytest.raises(RequestError, match="not done"):
+    with pytest.raises(errors.RequestError, match="not done"):
         transfer.result()
     assert (transfer.done, transfer.memory_safe, transfer.failed_blocks) == (False, False, {})
 
@@ -367,12 +341,12 @@ def test_cancel(pair):
     assert transfer.state is TransferState.MOVING
     transfer.cancel()
     transfer.cancel()
-    failed = event(pair.decode, FetchFailed)
-    assert isinstance(failed.error, TransferFailedError)
-    assert failed.error.reason is Code.CANCELLED
+    failed = event(pair.decode, blocking.FetchFailed)
+    assert isinstance(failed.error, errors.TransferFailedError)
+    assert failed.error.reason is errors.Code.CANCELLED
     assert transfer.memory_safe
     transfer.cancel()
-    event(pair.prefill, OfferReleased)  # nobody waits for its lease
+    event(pair.prefill, blocking.OfferReleased)  # nobody waits for its lease
     again = pair.fetch("other", [2, 7], 32)  # they are free again
     assert again is not transfer
     assert pair.decode.poll() == []
@@ -385,12 +359,12 @@ def test_what_is_cancelled_and_kept_can_be_tried_again(pair, by):
     offer, transfer = pair.streamed("r", layers=[0], keep=by == "keep")
     transfer.wait_layer(0, timeout=PATIENCE)
     transfer.cancel()
-    event(pair.decode, FetchFailed)
+    event(pair.decode, blocking.FetchFailed)
     pair.fetch("r", [2, 7], 32)
     offer.ready()
     offer.finish()
-    event(pair.decode, Fetched)
-    event(pair.prefill, OfferReleased)
+    event(pair.decode, blocking.Fetched)
+    event(pair.prefill, blocking.OfferReleased)
     if claim is not None:
         claim.close()
 
@@ -399,16 +373,16 @@ def test_memory_in_doubt_settles_later():
     with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
         transfer = pair.held()
         transfer.cancel()
-        failed = event(pair.decode, FetchFailed)
-        assert isinstance(failed.error, MemoryInDoubtError)
+        failed = event(pair.decode, blocking.FetchFailed)
+        assert isinstance(failed.error, errors.MemoryInDoubtError)
         assert (transfer.done, transfer.memory_safe) == (True, False)
         pair.fetch("other", [2], 16)
-        assert isinstance(event(pair.decode, FetchFailed).error, BlocksError)  # in custody
+        assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.BlocksError)  # in custody
         pair.network.release("decode")
-        assert event(pair.decode, Settled) == Settled("r", transfer)
+        assert event(pair.decode, blocking.Settled) == blocking.Settled("r", transfer)
         assert transfer.memory_safe
         pair.fetch("other", [2], 16).cancel()
-        assert isinstance(event(pair.decode, FetchFailed).error, TransferFailedError)  # it could begin
+        assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.TransferFailedError)  # it could begin
 
 
 @pytest.mark.parametrize("granted", [False, True], ids=["not granted", "granted"])
@@ -439,7 +413,7 @@ def test_who_gives_up_while_a_peer_may_write_waits_for_the_doubt():
     with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
         transfer = pair.held()
         assert not transfer.give_up()
-        assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
+        assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.MemoryInDoubtError)
 
 
 # --- layers
@@ -456,7 +430,7 @@ def test_waiting_for_layers_while_prefill_computes(pair):
         assert pair.landed([2, 7], [3, 5], 32, layers=[layer])
         assert not transfer.done
     offer.finish(b"done")
-    assert event(pair.decode, Fetched).result.payload == b"done"
+    assert event(pair.decode, blocking.Fetched).result.payload == b"done"
     for layer in range(LAYERS):
         transfer.wait_layer(layer)
 
@@ -469,8 +443,8 @@ def test_withdrawing_an_offer(pair):
     transfer.wait_layer(0, timeout=PATIENCE)
     offer.withdraw()
     offer.withdraw()
-    assert event(pair.prefill, OfferWithdrawn).offer is offer
-    event(pair.decode, FetchFailed)
+    assert event(pair.prefill, blocking.OfferWithdrawn).offer is offer
+    event(pair.decode, blocking.FetchFailed)
     offer.ready(layers=[1])  # too late, and harmless
     offer.withdraw()
     assert pair.prefill.poll() == []
@@ -479,7 +453,7 @@ def test_withdrawing_an_offer(pair):
 def test_an_offer_that_nobody_claims_expires():
     with Pair(unclaimed_timeout="100ms") as pair:
         pair.prefill.offer("r", [3], tokens=16)
-        assert "nobody claimed" in event(pair.prefill, OfferExpired).reason
+        assert "nobody claimed" in event(pair.prefill, blocking.OfferExpired).reason
 
 
 def eventually(condition):
@@ -513,12 +487,12 @@ def test_what_is_declined_as_the_worker_closes_is_released(drain):
     with Pair() as pair:
         pair.prefill.offer("first", [3], tokens=16)
         pair.fetch("first", [3], 16)
-        event(pair.decode, Fetched)
-        event(pair.prefill, OfferReleased)
+        event(pair.decode, blocking.Fetched)
+        event(pair.prefill, blocking.OfferReleased)
         pair.prefill.offer("r", [3], tokens=16)
         pair.decode.decline(pair.prefill.engine.ticket("r"))
         pair.decode.close(drain=drain)
-        event(pair.prefill, OfferReleased)
+        event(pair.prefill, blocking.OfferReleased)
 
 
 def test_a_claim_too_many_is_logged(pair, monkeypatch, caplog):
@@ -538,7 +512,7 @@ def test_an_engine_sees_from_where_on_a_request_is_wanted_before_it_offers_it(pa
     assert pair.prefill.awaited("r") == Awaited(first_token=16)
     assert pair.prefill.awaited("r", attempt=1) is None
     pair.prefill.offer("r", Span([5], 16), tokens=32)
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
     assert transfer.done
     assert pair.prefill.awaited("r") is None, "it is on offer"
 
@@ -547,10 +521,10 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
     transfer = pair.fetch("r", [2], 16)
     eventually(lambda: pair.prefill.awaited("r") is not None)
     transfer.cancel()
-    event(pair.decode, FetchFailed)
+    event(pair.decode, blocking.FetchFailed)
     eventually(lambda: pair.prefill.awaited("r") == Awaited(first_token=None, declined=True))
     pair.fetch("other", [2], 16, keep=True).cancel()
-    event(pair.decode, FetchFailed)
+    event(pair.decode, blocking.FetchFailed)
     eventually(lambda: pair.prefill.awaited("other") is None)
     pair.decode.decline(pair.prefill.engine.ticket("other"))
     eventually(lambda: pair.prefill.awaited("other") == Awaited(first_token=None, declined=True))
@@ -566,7 +540,7 @@ def test_a_claim_does_not_say_what_is_wanted(pair):
 
 
 def test_nothing_works_before_register():
-    worker = BlockingWorker(Config(arena_bytes=0))
+    worker = blocking.BlockingWorker(Config(arena_bytes=0))
     for call in (
         lambda: worker.card,
         lambda: worker.engine,
@@ -578,28 +552,28 @@ def test_nothing_works_before_register():
         lambda: worker.awaited("r"),
         worker.describe_soon,
     ):
-        with pytest.raises(ClosedError, match="register"):
+        with pytest.raises(errors.ClosedError, match="register"):
             call()
     assert worker.poll() == []
     assert worker.unregister()
     worker.close()
     worker.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         worker.register(cache().tensors)
 
 
 def test_registering_twice_is_refused(pair):
-    with pytest.raises(RequestError):
+    with pytest.raises(errors.RequestError):
         pair.decode.register(pair.sink.tensors)
 
 
 def test_what_cannot_be_registered_leaves_nothing_behind():
     before, network = threading.enumerate(), LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock")
-    worker = BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
-    with pytest.raises(GeometryError):
+    worker = blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    with pytest.raises(errors.GeometryError):
         worker.register([])
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         worker.register(cache().tensors)
     assert "not registered" in repr(worker)
     assert no_new_threads(before)
@@ -609,9 +583,9 @@ def test_groups_are_known():
     network = LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
     transport = LoopbackTransport("a", network)
-    with BlockingWorker(config, [Group("default", null_block=0)], lambda: transport) as worker:
+    with blocking.BlockingWorker(config, [Group("default", null_block=0)], lambda: transport) as worker:
         worker.register(cache().tensors)
-        with pytest.raises(BlocksError, match="null block"):
+        with pytest.raises(errors.BlocksError, match="null block"):
             worker.start_fetch(worker.engine.ticket("r"), [0], tokens=range(16))
 
 
@@ -619,17 +593,17 @@ def test_sleep_and_wake(pair):
     first = pair.decode.card
     pair.prefill.offer("a", [3], tokens=16)
     pair.fetch("a", [2], 16)
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
     assert pair.decode.unregister()
     assert pair.decode.unregister()
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         pair.fetch("b", [2], 16)
     pair.sink = cache()
     pair.decode.register(pair.sink.tensors)
     assert pair.decode.card.incarnation != first.incarnation
     pair.prefill.offer("b", [4], tokens=16)
     pair.fetch("b", [9], 16)
-    event(pair.decode, Fetched)
+    event(pair.decode, blocking.Fetched)
     assert pair.landed([9], [4], 16)
 
 
@@ -643,7 +617,7 @@ def test_unregister_drains(pair):
     offer.finish()
     thread.join(PATIENCE)
     assert done == [True]
-    assert event(pair.decode, Fetched).transfer is transfer
+    assert event(pair.decode, blocking.Fetched).transfer is transfer
     transfer.wait_layer(2)
     assert pair.landed([2, 7], [3, 5], 32)
 
@@ -654,30 +628,33 @@ def test_close_with_work_under_way():
         offer, transfer = pair.streamed("r", layers=[0])
         transfer.wait_layer(0, timeout=PATIENCE)
         unclaimed = pair.prefill.offer("other", [9], tokens=16)
-        errors = []
+        raised = []
 
         def wait():
             try:
                 transfer.wait_layer(3)
-            except KvxferError as error:
-                errors.append(error)
+            except errors.KvxferError as error:
+                raised.append(error)
 
         waiter = threading.Thread(target=wait)
         waiter.start()
         pair.decode.close()
         waiter.join(PATIENCE)
-        failed = event(pair.decode, FetchFailed)
-        assert errors == [failed.error]
+        failed = event(pair.decode, blocking.FetchFailed)
+        assert raised == [failed.error]
         assert transfer.memory_safe
         pair.prefill.close()
         ended = events(pair.prefill, 2)
-        assert {(type(got), got.offer) for got in ended} == {(OfferWithdrawn, offer), (OfferWithdrawn, unclaimed)}
-        with pytest.raises(ClosedError):
+        assert {(type(got), got.offer) for got in ended} == {
+            (blocking.OfferWithdrawn, offer),
+            (blocking.OfferWithdrawn, unclaimed),
+        }
+        with pytest.raises(errors.ClosedError):
             pair.prefill.describe_soon()
         transfer.cancel()
         offer.withdraw()
         offer.finish()
-        with pytest.raises(KvxferError):
+        with pytest.raises(errors.KvxferError):
             transfer.wait_layer(0)
     assert no_new_threads(before)
 
@@ -687,7 +664,7 @@ def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
     with Pair(route="direct", trust="full", **quick) as pair:
         transfer = pair.held()
         assert not pair.decode.unregister()
-        assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
+        assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.MemoryInDoubtError)
         assert not transfer.memory_safe
     assert any(record.kvxfer["event"] == "memory_leaked" for record in caplog.records)
 
@@ -698,18 +675,20 @@ def test_an_engine_of_several_ranks_must_join():
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                BlockingWorker(Config(rank=n, **config), transport=lambda n=n: LoopbackTransport(f"p{n}", network))
+                blocking.BlockingWorker(
+                    Config(rank=n, **config), transport=lambda n=n: LoopbackTransport(f"p{n}", network)
+                )
             )
             for n in range(2)
         ]
         for rank in ranks:
             rank.register(cache().tensors)
-        with pytest.raises(TicketError):
+        with pytest.raises(errors.TicketError):
             _ = ranks[0].engine
         card = EngineCard.of([rank.card for rank in ranks])
         for rank in ranks:
             rank.join(card.to_dict(), key=key)
-        with pytest.raises(TicketError):
+        with pytest.raises(errors.TicketError):
             ranks[0].join(card, key=b"short")
         assert ranks[0].engine.ticket("r") == ranks[1].engine.ticket("r")
 
@@ -717,7 +696,7 @@ def test_an_engine_of_several_ranks_must_join():
 def test_a_worker_that_was_never_closed_is_a_warning():
     network = LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    worker = BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    worker = blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
     worker.register(cache().tensors)
     with pytest.warns(ResourceWarning, match="never closed"):
         worker.__del__()
@@ -728,23 +707,23 @@ def test_a_worker_that_was_never_closed_is_a_warning():
 def test_what_never_ended_is_given_up_once():
     network = LoopbackNetwork()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    with BlockingWorker(config, transport=lambda: LoopbackTransport("a", network)) as worker:
+    with blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network)) as worker:
         worker.register(cache().tensors)
-        thread, outbox = worker._open.thread, Outbox()
-        transfer = BlockingTransfer("r", {"default": [2]}, thread, outbox)
-        offer = BlockingOffer("r", 0, worker._open, outbox)
+        thread, outbox = worker._open.thread, blocking.Outbox()
+        transfer = blocking.BlockingTransfer("r", {"default": [2]}, thread, outbox)
+        offer = blocking.BlockingOffer("r", 0, worker._open, outbox)
         for handle in (transfer, offer):
             outbox.add(handle)
     for _ in range(2):
         outbox.abandon()
-    outbox.end(offer, OfferWithdrawn("r", offer))  # too late
+    outbox.end(offer, blocking.OfferWithdrawn("r", offer))  # too late
     got = outbox.take(0)
-    assert {type(each) for each in got} == {FetchFailed, OfferInDoubt}
-    failed = next(each for each in got if isinstance(each, FetchFailed))
+    assert {type(each) for each in got} == {blocking.FetchFailed, blocking.OfferInDoubt}
+    failed = next(each for each in got if isinstance(each, blocking.FetchFailed))
     assert len(got) == 2
-    assert isinstance(failed.error, MemoryInDoubtError)
+    assert isinstance(failed.error, errors.MemoryInDoubtError)
     assert (transfer.done, transfer.memory_safe, offer.done) == (True, False, True)
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         asyncio.run(failed.error.settled())
-    with pytest.raises(MemoryInDoubtError):
+    with pytest.raises(errors.MemoryInDoubtError):
         transfer.wait_layer(0)

@@ -8,22 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvxfer import errors
 from kvxfer.blocking import OwnLoopWorker
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
-from kvxfer.errors import (
-    BlocksError,
-    ClosedError,
-    ConfigError,
-    EventError,
-    GeometryError,
-    MemoryInDoubtError,
-    RefusedError,
-    RequestError,
-    TicketError,
-    TokensError,
-    UsageError,
-)
 from kvxfer.geometry import CacheTensor
 from kvxfer.prefill.offers import Released, Withdrawn
 from kvxfer.runtime import ThreadRuntime
@@ -107,7 +95,7 @@ def test_the_argument_chooses():
     assert type(Worker(tensors, Config())) is Worker
     assert type(Worker(tensors, Config(), loop="caller")) is Worker
     wrong: Any = "mine"
-    with pytest.raises(UsageError, match="loop is 'mine': it is 'caller'"):
+    with pytest.raises(errors.UsageError, match="loop is 'mine': it is 'caller'"):
         Worker(tensors, Config(), loop=wrong)
 
 
@@ -123,7 +111,7 @@ async def test_nothing_works_before_it_is_entered():
         lambda: worker.start_fetch({}, [1], tokens=range(16)),
         lambda: worker.claim({}),
     ):
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             call()
     await worker.aclose()
 
@@ -204,27 +192,27 @@ def test_it_serves_several_loops():
 
 async def test_errors_are_raised_at_once(pair):
     ticket = pair.prefill.engine.ticket("r")
-    with pytest.raises(BlocksError):
+    with pytest.raises(errors.BlocksError):
         pair.prefill.offer("r", [BLOCKS], tokens=16)
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         pair.prefill.offer("r", [1], tokens=16, after="soon")
     offer = pair.prefill.offer("r", [1], tokens=16, streaming=True)
-    with pytest.raises(RequestError):
+    with pytest.raises(errors.RequestError):
         pair.prefill.offer("r", [1], tokens=16)
-    with pytest.raises(TokensError):
+    with pytest.raises(errors.TokensError):
         offer.extend([2], tokens=range(20, 36))
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         offer.ready(after="soon")
-    with pytest.raises(BlocksError):
+    with pytest.raises(errors.BlocksError):
         pair.start("r", [2, 2])
-    with pytest.raises(EventError):
+    with pytest.raises(errors.EventError):
         pair.start("r", after="soon")
-    with pytest.raises(TicketError):
+    with pytest.raises(errors.TicketError):
         pair.decode.claim(ticket | {"mac": 5})
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         pair.prefill.occupy(0)
     transfer = pair.start("r")
-    with pytest.raises(BlocksError):
+    with pytest.raises(errors.BlocksError):
         pair.start("r")
     assert offer.tokens == 16
     await end(transfer)
@@ -233,9 +221,9 @@ async def test_errors_are_raised_at_once(pair):
 async def test_a_refused_fetch(pair):
     ticket = pair.prefill.engine.ticket("r") | {"mac": "0" * 32}
     transfer = pair.decode.start_fetch(ticket, [2], tokens=range(16))
-    with pytest.raises(RefusedError):
+    with pytest.raises(errors.RefusedError):
         await transfer
-    with pytest.raises(RefusedError):
+    with pytest.raises(errors.RefusedError):
         await transfer.layers(0, 1)
     assert transfer.state is TransferState.FAILED
     assert transfer.failed_blocks == {"default": [2]}
@@ -297,7 +285,7 @@ async def test_memory_in_doubt_settles_from_the_callers_loop():
         task = asyncio.ensure_future(_result(transfer))
         await asyncio.sleep(0)
         task.cancel()
-        with pytest.raises(MemoryInDoubtError) as caught:
+        with pytest.raises(errors.MemoryInDoubtError) as caught:
             await task
         assert not transfer.memory_safe
         settled = asyncio.ensure_future(caught.value.settled())
@@ -323,27 +311,27 @@ async def test_no_thread_is_left_behind():
         await pair.decode.aclose()
         await pair.prefill.aclose()
         assert isinstance(await waiting[1], Withdrawn)
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             await waiting[0]
         await pair.decode.aclose()
         transfer.cancel()
         assert isinstance(await offer.withdraw(), Withdrawn)
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             pair.decode.describe()
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             await pair.decode.decline({})
     assert no_new_threads(before)
 
 
 async def test_what_cannot_be_opened_leaves_nothing_behind():
     before, network = threading.enumerate(), LoopbackNetwork()
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         await Worker([], Config(), loop="own").__aenter__()
     config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock")
     worker = Worker(cache()[1], config, transport=LoopbackTransport("a", network), loop="own")
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         await worker.__aenter__()
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         await worker.__aenter__()
     assert no_new_threads(before)
 
@@ -370,11 +358,11 @@ async def test_an_engine_of_several_ranks_joins():
         Worker(cache()[1], Config(rank=rank, **config), transport=transports[rank], loop="own") for rank in range(2)
     )
     async with one, two:
-        with pytest.raises(TicketError):
+        with pytest.raises(errors.TicketError):
             one.offer("r", [1], tokens=16)
         card = EngineCard.of([one.card, two.card])
         for rank in (one, two):
             rank.join(card, key=bytes(32))
-        with pytest.raises(TicketError):
+        with pytest.raises(errors.TicketError):
             one.join(card, key=b"short")
         assert one.engine.ticket("r") == two.engine.ticket("r")

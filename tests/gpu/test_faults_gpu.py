@@ -18,17 +18,8 @@ torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
+import scene  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import Doomed, Far, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
-from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    IDS,
-    INTO,
-    SIZES,
-    TOKENS,
-    begin,
-    sources,
-    targets,
-    tickets,
-)
 from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.errors import KvxferError, MemoryInDoubtError, PeerLostError  # noqa: E402
@@ -64,7 +55,7 @@ async def survivor():
 
 async def met(far, near, there, here, route, **config):
     """A decode rank here and a prefill rank there, after one request that made connections and kernels."""
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, **{**TIMES, **config})
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, **{**TIMES, **config})
     await bring(far, issuer, move, "warm")
     for number in range(3):
         with contextlib.suppress(PeerLostError):  # a cold machine stands still for longer than these times allow
@@ -76,8 +67,10 @@ async def met(far, near, there, here, route, **config):
 
 async def survived(survivor, move, there, route, **config):
     """Another prefill engine, in a process of its own, for requests into the same blocks."""
-    theirs = sources(ONE_TO_ONE[0])
-    issuer = tickets(await survivor.open("other", theirs, device=there, route=route, **SIZES, **{**TIMES, **config}))
+    theirs = scene.sources(ONE_TO_ONE[0])
+    issuer = scene.tickets(
+        await survivor.open("other", theirs, device=there, route=route, **scene.SIZES, **{**TIMES, **config})
+    )
     kept = copy.copy(move)
     kept.sources = theirs
     await bring(survivor, issuer, kept, "before")
@@ -86,14 +79,14 @@ async def survived(survivor, move, there, route, **config):
 
 async def bring(far, issuer, move, request):
     """Fetch and compare every byte."""
-    await far.offer(0, request, IDS, tokens=len(IDS) * 16)
+    await far.offer(0, request, scene.IDS, tokens=len(scene.IDS) * 16)
     await asyncio.gather(*move.fetch(issuer.ticket(request), timeout=30))
     move.bring().check()
 
 
 async def granted(far, issuer, move, request):
     """A fetch whose first layer has landed and whose others were never computed."""
-    await far.offer(0, request, IDS, tokens=len(IDS) * 16, streaming=True)
+    await far.offer(0, request, scene.IDS, tokens=len(scene.IDS) * 16, streaming=True)
     await far.ready(0, request, layers=[0])
     (transfer,) = move.fetch(issuer.ticket(request), timeout=60)
     await transfer.layers(0, 1)
@@ -135,7 +128,7 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
     await settled(near)
     if forks:
         await doomed.fork(10 if here != "cpu" else 3)  # seconds that the child outlives it at most
-    await doomed.offer(0, "r", IDS, tokens=len(IDS) * 16)
+    await doomed.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16)
     await doomed.die_when_posting()
     (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
     with pytest.raises(KvxferError) as caught:
@@ -158,12 +151,14 @@ async def test_a_decode_process_is_killed_and_another_goes_on(far, survivor, nea
         pytest.skip("tests/faults kills processes on CPU memory at every step, on every route")
     issuer, move = await met(far, near, there, here, route, offer_lease=1.0, **PATIENT)
     victim = survivor  # its prefill rank and the decode rank here survive it
-    await victim.open("other", targets(ONE_TO_ONE[1]), device=here, route=route, **SIZES, **{**TIMES, **PATIENT})
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+    await victim.open(
+        "other", scene.targets(ONE_TO_ONE[1]), device=here, route=route, **scene.SIZES, **{**TIMES, **PATIENT}
+    )
+    await far.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, streaming=True)
     await far.ready(0, "r", layers=[0])
-    await victim.start_fetch(0, issuer.ticket("r"), INTO, tokens=TOKENS, timeout=60)
+    await victim.start_fetch(0, issuer.ticket("r"), scene.INTO, tokens=scene.TOKENS, timeout=60)
     await victim.layers(0, "r", 0, 1)
-    await far.offer(0, "beside", IDS, tokens=len(IDS) * 16)
+    await far.offer(0, "beside", scene.IDS, tokens=len(scene.IDS) * 16)
     beside = move.fetch(issuer.ticket("beside"), timeout=30)
     await far.ready(0, "r")  # the others are on their way when it dies, or about to be
     victim.kill()
@@ -212,7 +207,7 @@ async def test_fetches_that_are_cancelled_anywhere(far, near, there, here, route
     draw = random.Random(7)
     for number in range(24):
         request = f"c{number}"
-        await far.offer(0, request, IDS, tokens=len(IDS) * 16)
+        await far.offer(0, request, scene.IDS, tokens=len(scene.IDS) * 16)
         (transfer,) = move.fetch(issuer.ticket(request), timeout=30)
         await asyncio.sleep(draw.random() * 0.004)
         transfer.cancel()

@@ -17,43 +17,25 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
+import test_mapped_gpu as mapped_gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import CANARY as GUARDED  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import Far, Ranks  # noqa: E402  # pyright: ignore[reportMissingImports]
 from inside import told  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import IDS, SIZES, Move, sources, tickets  # noqa: E402  # pyright: ignore[reportMissingImports]
 from stage import Cache  # noqa: E402  # pyright: ignore[reportMissingImports]
-from test_mapped_gpu import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    CANARY,
-    GENERATION,
-    MIB,
-    SIZE,
-    copies,
-    exported,
-    flipped,
-    gate_words,
-    located,
-    nothing_lands_after_the_death_of,
-    plan,
-    process,
-    pytestmark,
-)
 from test_workers_gpu import needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError, KvxferError, MemoryInDoubtError  # noqa: E402
 from kvxfer.mapped import joined, open_window  # noqa: E402
 from kvxfer.mapped.host import OpenFiles  # noqa: E402
-from kvxfer.memory.device import (  # noqa: E402
-    call,
-    lay_out,
-    load,
-)
+from kvxfer.memory.device import call, lay_out, load  # noqa: E402
 
-__all__ = ["pytestmark"]  # as there: two GPUs
+pytestmark = mapped_gpu.pytestmark  # two GPUs
 
 NONE, FILE, FABRIC = 0, 1, 8
-PIECE = 20 * MIB
-BEFORE = 3 * MIB
+PIECE = 20 * mapped_gpu.MIB
+BEFORE = 3 * mapped_gpu.MIB
 """Bytes of the first piece before the tensor."""
 EXPANDABLE = "expandable_segments:True"
 
@@ -94,7 +76,7 @@ def by_hand(device, nbytes, kinds=FILE):
 
 def pattern(device):
     """Bytes of which no two rows are alike."""
-    words = torch.arange(SIZE // 8, dtype=torch.int64, device=f"cuda:{device}") * 0x1E3779B97F4A7C15
+    words = torch.arange(mapped_gpu.SIZE // 8, dtype=torch.int64, device=f"cuda:{device}") * 0x1E3779B97F4A7C15
     torch.cuda.synchronize(device)
     return words.view(torch.uint8)
 
@@ -102,17 +84,19 @@ def pattern(device):
 def serve(make, device, answer):
     """Export what lies within the memory that `make` makes, and say what becomes of it."""
     whole = make()
-    whole.fill_(CANARY)
-    memory = whole[BEFORE : BEFORE + SIZE]
+    whole.fill_(mapped_gpu.CANARY)
+    memory = whole[BEFORE : BEFORE + mapped_gpu.SIZE]
     torch.cuda.synchronize(device)
-    words, files = gate_words(device), OpenFiles()
-    exports = exported(device, memory, words, files=files)
+    words, files = mapped_gpu.gate_words(device), OpenFiles()
+    exports = mapped_gpu.exported(device, memory, words, files=files)
     answer.send((exports, memory.data_ptr(), words.address))
     while (what := answer.recv()) != "end":
         if what == "check":
             torch.cuda.synchronize(device)
-            around = bool((whole[:BEFORE] == CANARY).all()) and bool((whole[BEFORE + SIZE :] == CANARY).all())
-            answer.send((around, torch.equal(memory, flipped(pattern(device)))))
+            around = bool((whole[:BEFORE] == mapped_gpu.CANARY).all()) and bool(
+                (whole[BEFORE + mapped_gpu.SIZE :] == mapped_gpu.CANARY).all()
+            )
+            answer.send((around, torch.equal(memory, mapped_gpu.flipped(pattern(device)))))
         elif what == "close":
             files.close()
             answer.send("closed")
@@ -124,12 +108,16 @@ def serve(make, device, answer):
 
 
 def hand_made(device, kinds, answer):
-    pieces = ByHand(device, BEFORE + SIZE + MIB, kinds)
+    pieces = ByHand(device, BEFORE + mapped_gpu.SIZE + mapped_gpu.MIB, kinds)
     serve(lambda: pieces.memory, device, answer)
 
 
 def expandable(device, answer):
-    serve(lambda: torch.empty(BEFORE + SIZE + MIB, dtype=torch.uint8, device=f"cuda:{device}"), device, answer)
+    serve(
+        lambda: torch.empty(BEFORE + mapped_gpu.SIZE + mapped_gpu.MIB, dtype=torch.uint8, device=f"cuda:{device}"),
+        device,
+        answer,
+    )
 
 
 @pytest.fixture
@@ -162,9 +150,9 @@ def kinds_of(exports):
 
 def write_and_check(pipe, made, windows, memory, words):
     """Write all of it through the gate, and have its owner compare every byte."""
-    gate = Gate(located(windows, words), GENERATION)
+    gate = Gate(mapped_gpu.located(windows, words), mapped_gpu.GENERATION)
     source = pattern(0)
-    assert not made.run(plan(source.data_ptr(), located(windows, memory)), gate).stopped
+    assert not made.run(mapped_gpu.plan(source.data_ptr(), mapped_gpu.located(windows, memory)), gate).stopped
     pipe.send("check")
     assert pipe.recv() == (True, True)
 
@@ -178,7 +166,7 @@ PLACES = pytest.mark.parametrize("device", [0, 1], ids=["the same gpu", "the oth
 @PLACES
 def test_memory_that_was_made_by_hand_is_written_across_its_pieces(device, kinds):
     by_hand(device, PIECE, kinds).free()  # skips where there is none
-    with process(hand_made, device, kinds) as (_, pipe), copies(0) as made:
+    with mapped_gpu.process(hand_made, device, kinds) as (_, pipe), mapped_gpu.copies(0) as made:
         exports, memory, words = pipe.recv()
         with windows_onto(exports) as windows:
             assert len(windows) == 2  # all pieces are one window, the gates the other
@@ -191,10 +179,10 @@ def test_memory_that_was_made_by_hand_is_written_across_its_pieces(device, kinds
 
 @PLACES
 def test_expandable_segments_are_written_across_their_pieces(segments, device):
-    with process(expandable, device) as (_, pipe), copies(0) as made:
+    with mapped_gpu.process(expandable, device) as (_, pipe), mapped_gpu.copies(0) as made:
         exports, memory, words = pipe.recv()
         assert {given.kind for given in exports} == {"cuda_vmm", "cuda_ipc"}
-        assert sum(given.length for given in exports if given.kind == "cuda_vmm") >= SIZE
+        assert sum(given.length for given in exports if given.kind == "cuda_vmm") >= mapped_gpu.SIZE
         with windows_onto(exports) as windows:
             assert len(windows) == 2
             write_and_check(pipe, made, windows, memory, words)
@@ -203,7 +191,7 @@ def test_expandable_segments_are_written_across_their_pieces(segments, device):
 
 def test_a_fabric_handle_that_cuda_refuses_makes_way_for_an_open_file():
     pieces, files = by_hand(0, 2 * PIECE), OpenFiles()
-    exports = exported(0, pieces.memory, files=files)
+    exports = mapped_gpu.exported(0, pieces.memory, files=files)
     assert kinds_of(exports) == {FILE}
     assert len(files) == 2
     assert not any(os.get_inheritable(number) for number in files._held)
@@ -214,14 +202,14 @@ def test_a_fabric_handle_that_cuda_refuses_makes_way_for_an_open_file():
 def test_memory_that_was_made_without_a_handle_is_refused_by_name():
     pieces = by_hand(0, PIECE, NONE)
     with pytest.raises(FabricError, match=r"as a fabric handle.*as an open file.*cudaMalloc"):
-        exported(0, pieces.memory)
+        mapped_gpu.exported(0, pieces.memory)
     pieces.free()
 
 
 def without_handles(answer):
-    memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    memory = torch.zeros(64 * mapped_gpu.MIB, dtype=torch.uint8, device="cuda:0")
     try:
-        exported(0, memory)
+        mapped_gpu.exported(0, memory)
     except FabricError as error:
         answer.send(str(error))
     else:
@@ -230,22 +218,22 @@ def without_handles(answer):
 
 def test_expandable_segments_that_were_told_not_to_have_handles_are_refused_by_name(segments, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0")
-    with process(without_handles) as (_, pipe):
+    with mapped_gpu.process(without_handles) as (_, pipe):
         assert "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC" in pipe.recv()
 
 
 def test_within_one_process_another_gpu_is_admitted():
-    pieces, files = by_hand(1, BEFORE + SIZE), OpenFiles()
+    pieces, files = by_hand(1, BEFORE + mapped_gpu.SIZE), OpenFiles()
     whole = pieces.memory
-    whole.fill_(CANARY)
+    whole.fill_(mapped_gpu.CANARY)
     torch.cuda.synchronize(1)
-    (given,) = joined(exported(1, whole, files=files))
+    (given,) = joined(mapped_gpu.exported(1, whole, files=files))
     window = open_window(given, "cuda", 0, own=True)
     source = pattern(0)
-    with copies(0) as made:
-        made.run(plan(source.data_ptr(), window.local + BEFORE))
-    assert torch.equal(whole[BEFORE : BEFORE + SIZE], flipped(pattern(1)))
-    assert bool((whole[:BEFORE] == CANARY).all())
+    with mapped_gpu.copies(0) as made:
+        made.run(mapped_gpu.plan(source.data_ptr(), window.local + BEFORE))
+    assert torch.equal(whole[BEFORE : BEFORE + mapped_gpu.SIZE], mapped_gpu.flipped(pattern(1)))
+    assert bool((whole[:BEFORE] == mapped_gpu.CANARY).all())
     window.close()
     files.close()
     pieces.free()
@@ -256,28 +244,28 @@ def test_within_one_process_another_gpu_is_admitted():
 
 @PLACES
 def test_what_its_owner_has_freed_is_kept_by_who_has_mapped_it(segments, device):
-    kept = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    kept = torch.zeros(mapped_gpu.SIZE, dtype=torch.uint8, device="cuda:0")
     source = pattern(0)
-    with process(expandable, device) as (_, pipe), copies(0) as made:
+    with mapped_gpu.process(expandable, device) as (_, pipe), mapped_gpu.copies(0) as made:
         exports, memory, _ = pipe.recv()
         with windows_onto(exports) as windows:
-            local = located(windows, memory)
+            local = mapped_gpu.located(windows, memory)
             pipe.send("free")
             print(f"\n{pipe.recv()} bytes are still reserved by torch over there")
-            made.run(plan(source.data_ptr(), local))
-            made.run(plan(local, kept.data_ptr()))
+            made.run(mapped_gpu.plan(source.data_ptr(), local))
+            made.run(mapped_gpu.plan(local, kept.data_ptr()))
         pipe.send("end")
     assert torch.equal(kept, source)  # turned round twice
 
 
 def test_the_owner_dies_under_a_kernel_that_writes_its_memory(segments):
-    kept = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    kept = torch.zeros(mapped_gpu.SIZE, dtype=torch.uint8, device="cuda:0")
     source = pattern(0)
-    with copies(0) as made, process(expandable, 1) as (child, pipe):
+    with mapped_gpu.copies(0) as made, mapped_gpu.process(expandable, 1) as (child, pipe):
         exports, memory, _ = pipe.recv()
         with windows_onto([given for given in exports if given.kind == "cuda_vmm"]) as windows:
-            local = located(windows, memory)
-            what = plan(source.data_ptr(), local)
+            local = mapped_gpu.located(windows, memory)
+            what = mapped_gpu.plan(source.data_ptr(), local)
             made.run(what)
             under_way = [made.begin(what) for _ in range(200)]
             assert under_way[5][0].wait(20)
@@ -289,18 +277,18 @@ def test_the_owner_dies_under_a_kernel_that_writes_its_memory(segments):
             for ended, outcomes in under_way:
                 assert ended.wait(60)
                 assert outcomes[0].error is None
-            made.run(plan(local, kept.data_ptr()))
+            made.run(mapped_gpu.plan(local, kept.data_ptr()))
             assert torch.equal(kept, source)  # it is still there, and still what was written
 
 
 def writer(exports, memory, words, answer):
     """Write the memory of another process over and over."""
-    source = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:1")
+    source = torch.zeros(mapped_gpu.SIZE, dtype=torch.uint8, device="cuda:1")
     torch.cuda.synchronize(1)
     windows = [open_window(given, "cuda", 1) for given in joined(exports)]
-    what = plan(source.data_ptr(), located(windows, memory))
-    gate = Gate(located(windows, words), GENERATION)
-    with copies(1) as made:
+    what = mapped_gpu.plan(source.data_ptr(), mapped_gpu.located(windows, memory))
+    gate = Gate(mapped_gpu.located(windows, words), mapped_gpu.GENERATION)
+    with mapped_gpu.copies(1) as made:
         made.run(what, gate)
         answer.send("writing")
         while True:
@@ -309,8 +297,8 @@ def writer(exports, memory, words, answer):
 
 
 def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
-    pieces, files = by_hand(0, BEFORE + SIZE), OpenFiles()
-    nothing_lands_after_the_death_of(writer, pieces.memory[BEFORE : BEFORE + SIZE], files=files)
+    pieces, files = by_hand(0, BEFORE + mapped_gpu.SIZE), OpenFiles()
+    mapped_gpu.nothing_lands_after_the_death_of(writer, pieces.memory[BEFORE : BEFORE + mapped_gpu.SIZE], files=files)
     files.close()
     pieces.free()
 
@@ -340,13 +328,13 @@ class OnPieces(Ranks):
         index = torch.device(device).index
         placed = super().placed(cache, "cpu")
         for layer, memory in placed.memory.items():
-            pieces = by_hand(index, memory.nbytes + 2 * MIB, self.kinds)
+            pieces = by_hand(index, memory.nbytes + 2 * mapped_gpu.MIB, self.kinds)
             self.pieces.append(pieces)
-            bytes_of = pieces.memory[MIB : MIB + memory.nbytes]
+            bytes_of = pieces.memory[mapped_gpu.MIB : mapped_gpu.MIB + memory.nbytes]
             pieces.memory.fill_(GUARDED)
             placed.memory[layer] = bytes_of.view(memory.dtype).view(memory.shape)
             placed.memory[layer].copy_(memory)
-            placed.guards += [pieces.memory[:MIB], pieces.memory[MIB + memory.nbytes :]]
+            placed.guards += [pieces.memory[: mapped_gpu.MIB], pieces.memory[mapped_gpu.MIB + memory.nbytes :]]
         torch.cuda.synchronize(index)
         return placed
 

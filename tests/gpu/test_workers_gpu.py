@@ -13,23 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
+import scene  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
 from inside import begin_copies_by  # noqa: E402  # pyright: ignore[reportMissingImports]
-from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    CONVERSIONS,
-    IDS,
-    INTO,
-    LAYERS,
-    ONE_TO_TWO,
-    SIZES,
-    TWO_TO_ONE,
-    Move,
-    begin,
-    bring_converted,
-    sources,
-    targets,
-    tickets,
-)
 
 from kvxfer import IntegrityError  # noqa: E402
 from kvxfer.testing import LoopbackNetwork  # noqa: E402
@@ -77,7 +63,7 @@ def taken(route, there, here):
 async def bring(far, issuer, move, request, routes, ranks=1):
     """Offer, fetch and compare every byte."""
     for rank in range(ranks):
-        await far.offer(rank, request, IDS, tokens=len(IDS) * 16, payload=b"token")
+        await far.offer(rank, request, scene.IDS, tokens=len(scene.IDS) * 16, payload=b"token")
     results = await asyncio.gather(*move.fetch(issuer.ticket(request), timeout=60))
     move.bring().check()
     assert {result.payload for result in results} == {b"token"}
@@ -88,30 +74,30 @@ async def bring(far, issuer, move, request, routes, ranks=1):
 
 @needs_nixl
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("split", [TWO_TO_ONE, ONE_TO_TWO], ids=["2:1", "1:2"])
+@pytest.mark.parametrize("split", [scene.TWO_TO_ONE, scene.ONE_TO_TWO], ids=["2:1", "1:2"])
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_every_byte(far, near, there, here, split, route):
-    issuer, move = await begin(far, near, split, there=there, here=here, route=route)
+    issuer, move = await scene.begin(far, near, split, there=there, here=here, route=route)
     await bring(far, issuer, move, "r", taken(route, there, here), ranks=len(split[0]))
     assert await far.intact()
 
 
 @needs_nixl
-@pytest.mark.parametrize("dtypes", CONVERSIONS, ids=" to ".join)
+@pytest.mark.parametrize("dtypes", scene.CONVERSIONS, ids=" to ".join)
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_every_element_of_another_dtype(far, near, there, here, dtypes):
-    await bring_converted(far, near, dtypes, there=there, here=here)
+    await scene.bring_converted(far, near, dtypes, there=there, here=here)
 
 
 @needs_nixl
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_nothing_is_read_or_written_before_its_event(far, near, there, here, route):
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
     await bring(far, issuer, move, "warm", taken(route, there, here))  # connections and kernels are made by now
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    await far.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, late=True)
     await transfer
     move.bring().check()
 
@@ -122,11 +108,11 @@ async def test_nothing_is_read_or_written_before_its_event(far, near, there, her
 @pytest.mark.parametrize(("there", "here"), SAME_KIND)
 async def test_one_side_is_late(far, near, there, here, route, side):
     """Each side's event alone must hold back the bytes: with both late, one could stand in for the other."""
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
     await bring(far, issuer, move, "warm", taken(route, there, here))
     move.late(prefill=side == "prefill", decode=side == "decode")
     (transfer,) = move.fetch(issuer.ticket("r"), late=side == "decode", timeout=60)
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=side == "prefill")
+    await far.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, late=side == "prefill")
     await transfer
     move.bring().check()
 
@@ -135,10 +121,10 @@ async def test_one_side_is_late(far, near, there, here, route, side):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_layers_arrive_as_they_become_ready(far, near, there, here, route):
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    await far.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, streaming=True)
     (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
-    for layer in LAYERS:
+    for layer in scene.LAYERS:
         await far.ready(0, "r", layers=[layer])
         await transfer.layers(layer, layer + 1)
         move.bring([layer]).check()  # this layer is there, and nothing of the next
@@ -150,7 +136,7 @@ async def test_layers_arrive_as_they_become_ready(far, near, there, here, route)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("there", "here"), SAME_KIND)
 async def test_what_arrived_is_compared_with_its_source(far, near, there, here, route):
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, integrity="full")
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, integrity="full")
     await bring(far, issuer, move, "r", {route})
     decode, cache = near.workers[0], near.caches[0]
     checked = decode.describe()["metrics"]["chunks_checked"]
@@ -159,18 +145,18 @@ async def test_what_arrived_is_compared_with_its_source(far, near, there, here, 
 
     def spoil_and_submit(submit, job, direction):
         if job.sums is not None:  # everything of this chunk has been written, and is about to be read back
-            cache.view(1)[1, INTO[0], 11, 2, 0] += 1
+            cache.view(1)[1, scene.INTO[0], 11, 2, 0] += 1
             if here != "cpu":
                 torch.cuda.synchronize(here)
         return submit(job, direction)
 
     begin_copies_by(decode, spoil_and_submit)
-    await far.offer(0, "s", IDS, tokens=len(IDS) * 16)
+    await far.offer(0, "s", scene.IDS, tokens=len(scene.IDS) * 16)
     (transfer,) = move.fetch(issuer.ticket("s"), timeout=60)
     with pytest.raises(IntegrityError) as caught:
         await transfer
     await decode.decline(issuer.ticket("s"))  # else the offer waits for another fetch, and closing for the offer
-    assert (caught.value.layers, caught.value.damaged) == ((1,), {"default": (INTO[0],)})
+    assert (caught.value.layers, caught.value.damaged) == ((1,), {"default": (scene.INTO[0],)})
 
 
 @needs_nixl
@@ -185,12 +171,12 @@ async def test_what_arrived_is_compared_with_its_source(far, near, there, here, 
 @pytest.mark.parametrize(("there", "here"), SAME_KIND[1:])
 async def test_kinds_of_arenas(far, near, there, here, kind, found):
     config = {"route": "staged", "arena_kind": kind}
-    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, **config)
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, **config)
     assert near.arenas() == await far.arenas() == [found]
     await bring(far, issuer, move, "warm", {"staged"})
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    await far.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, late=True)
     await transfer
     move.bring().check()
 
@@ -205,20 +191,20 @@ async def test_kinds_of_arenas(far, near, there, here, kind, found):
 )
 async def test_without_nixl_through_an_arena_in_host_memory(near, device, kind):
     """The loopback moves host memory only: with a pinned arena that is enough for caches on a GPU."""
-    network, theirs, ours = LoopbackNetwork(), sources([range(8)]), targets([range(8)])
-    config = {"device": device, "network": network, "route": "staged", "arena_kind": kind, **SIZES}
-    issuer = tickets(await near.open("prefill", theirs, **config))
+    network, theirs, ours = LoopbackNetwork(), scene.sources([range(8)]), scene.targets([range(8)])
+    config = {"device": device, "network": network, "route": "staged", "arena_kind": kind, **scene.SIZES}
+    issuer = scene.tickets(await near.open("prefill", theirs, **config))
     await near.open("decode", ours, **config)
     assert near.arenas() == ["cpu" if device == "cpu" else "pinned"] * 2
-    move = Move(theirs, near, ours)
-    near.offer(0, "warm", IDS, tokens=len(IDS) * 16)
+    move = scene.Move(theirs, near, ours)
+    near.offer(0, "warm", scene.IDS, tokens=len(scene.IDS) * 16)
     await asyncio.gather(*move.fetch(issuer.ticket("warm"), timeout=60))
     move.bring().check()
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
-    near.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    near.offer(0, "r", scene.IDS, tokens=len(scene.IDS) * 16, late=True)
     await transfer
     move.bring().check()
-    near.workers[0].offer("again", IDS, tokens=len(IDS) * 16, after=now_on(near.caches[0]))
+    near.workers[0].offer("again", scene.IDS, tokens=len(scene.IDS) * 16, after=now_on(near.caches[0]))
     await asyncio.gather(*move.fetch(issuer.ticket("again"), timeout=60))
     move.check()

@@ -12,23 +12,11 @@ from inside import live_where, never_move, rebuild, when_rebuilt
 from stage import Gate, frames, quarantined, raised
 from wire import TIMES, deaf_port, play, virtual
 
-from kvxfer import (
-    Code,
-    Config,
-    Expired,
-    KvxferError,
-    MemoryInDoubt,
-    PeerLostError,
-    RefusedError,
-    TransferFailedError,
-    TransferTimeoutError,
-    UnreachableError,
-    Withdrawn,
-)
+import kvxfer
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
-CONFIG = Config(**TIMES)
+CONFIG = kvxfer.Config(**TIMES)
 BOUNDS = CONFIG.bounds()
 
 
@@ -78,7 +66,7 @@ async def nobody_takes_the_connection(play):
     with deaf_port() as endpoint:
         ticket = play.ticket("r") | {"endpoints": {"prefix": endpoint}}
         outcome, waited = await play.timed(play.decode.fetch(ticket, [3], tokens=range(4)))
-    assert isinstance(outcome, UnreachableError)
+    assert isinstance(outcome, kvxfer.UnreachableError)
     in_time("unreachable_peer", waited, least=CONFIG.connect_timeout)
 
 
@@ -87,7 +75,7 @@ async def the_peer_answers_and_then_stalls(play):
     await play.pair(**TIMES)
     play.wire.silence()
     outcome, waited = await play.timed(play.start("r"))
-    assert isinstance(outcome, UnreachableError)
+    assert isinstance(outcome, kvxfer.UnreachableError)
     in_time("handshake", waited, least=CONFIG.handshake_timeout)
 
 
@@ -101,7 +89,7 @@ async def silence_while_the_offer_is_waited_for(play):
     await asyncio.sleep(20.5)  # heartbeats alone keep it
     assert not transfer.done
     play.wire.silence()
-    await raised(transfer, PeerLostError)
+    await raised(transfer, kvxfer.PeerLostError)
     assert transfer.memory_safe
     in_time("silent_peer", play.now - play.wire.last, least=CONFIG.peer_timeout)
 
@@ -110,7 +98,7 @@ async def silence_while_the_offer_is_waited_for(play):
 async def silence_while_the_peer_may_write_or_this_side_reads(play, route):
     _, transfer = await in_flight(play, route)
     play.wire.silence()
-    await raised(transfer, MemoryInDoubt)
+    await raised(transfer, kvxfer.MemoryInDoubt)
     assert not transfer.memory_safe
     in_time("silent_peer", play.now - play.wire.last, least=BOUNDS["silent_peer"])
 
@@ -122,7 +110,7 @@ async def death_while_the_offer_is_waited_for(play):
     await asyncio.sleep(1.0)
     began = play.now
     play.wire.cut()
-    await raised(transfer, PeerLostError)
+    await raised(transfer, kvxfer.PeerLostError)
     in_time("dead_peer", play.now - began, least=0)
 
 
@@ -131,7 +119,7 @@ async def death_while_the_peer_may_write(play):
     _, transfer = await in_flight(play, "direct")
     began = play.now
     play.wire.cut()
-    await raised(transfer, MemoryInDoubt)
+    await raised(transfer, kvxfer.MemoryInDoubt)
     in_time("dead_peer", play.now - began, least=BOUNDS["dead_peer"])
 
 
@@ -140,7 +128,7 @@ async def death_while_bytes_are_on_their_way_to_the_arena(play):
     _, transfer = await in_flight(play, "staged")
     began = play.now
     play.wire.cut()
-    await raised(transfer, PeerLostError)
+    await raised(transfer, kvxfer.PeerLostError)
     assert transfer.memory_safe
     in_time("dead_peer", play.now - began, least=0)
 
@@ -152,7 +140,7 @@ async def death_while_bytes_are_on_their_way_to_the_arena(play):
 async def an_offer_that_nobody_claims(play):
     await play.pair(**TIMES)
     ending, waited = await play.timed(play.prefill.offer("r", [1], tokens=4).released())
-    assert isinstance(ending, Expired)
+    assert isinstance(ending, kvxfer.Expired)
     in_time("unclaimed_offer", waited, least=BOUNDS["unclaimed_offer"])
 
 
@@ -160,8 +148,8 @@ async def an_offer_that_nobody_claims(play):
 async def a_fetch_that_no_offer_follows(play):
     await play.pair(**TIMES)
     outcome, waited = await play.timed(play.start("r"))
-    assert isinstance(outcome, RefusedError)
-    assert outcome.reason is Code.NEVER_OFFERED
+    assert isinstance(outcome, kvxfer.RefusedError)
+    assert outcome.reason is kvxfer.Code.NEVER_OFFERED
     in_time("unclaimed_offer", waited, least=BOUNDS["unclaimed_offer"])
 
 
@@ -172,8 +160,8 @@ async def a_claim_that_no_offer_follows_gives_its_place_back(play):
     await asyncio.sleep(0.1)
     claim.close()
     began = play.now
-    outcome = await raised(play.start("s"), RefusedError)
-    while isinstance(outcome, RefusedError) and outcome.reason is Code.TOO_MANY:
+    outcome = await raised(play.start("s"), kvxfer.RefusedError)
+    while isinstance(outcome, kvxfer.RefusedError) and outcome.reason is kvxfer.Code.TOO_MANY:
         await asyncio.sleep(0.25)
         waiting = play.start("s")
         await asyncio.wait([waiting.outcome], timeout=0.5)
@@ -190,7 +178,7 @@ async def a_claim_that_is_not_renewed(play):
     await asyncio.sleep(30.5)
     assert not offer.wait_end().done()
     play.wire.silence()
-    assert isinstance(await offer.released(), Expired)
+    assert isinstance(await offer.released(), kvxfer.Expired)
     renewed = play.now - CONFIG.offer_lease  # a third of a lease passes between two renewals
     assert renewed <= play.wire.last + SLACK
     in_time("released_by_lease", play.now - play.wire.last, least=CONFIG.offer_lease * 2 / 3)
@@ -201,7 +189,7 @@ async def a_fetch_of_a_peer_that_fell_silent(play):
     offer, _ = await in_flight(play, "pull")
     began = play.now
     play.wire.silence()
-    await raised(offer.released(), MemoryInDoubt)
+    await raised(offer.released(), kvxfer.MemoryInDoubt)
     in_time("released_by_lease", play.now - began, least=CONFIG.peer_timeout + CONFIG.revoke_timeout)
 
 
@@ -211,7 +199,7 @@ async def a_post_that_stands_still_when_the_peer_falls_silent(play):
     await play.until(lambda: frames(play.prefill, "Fetch"))
     began = play.now
     play.wire.silence()
-    await raised(offer.released(), MemoryInDoubt)
+    await raised(offer.released(), kvxfer.MemoryInDoubt)
     in_time("released_by_lease", play.now - began, least=CONFIG.no_progress_timeout)
 
 
@@ -226,7 +214,7 @@ async def a_late_post_that_stands_still_when_the_peer_falls_silent(play):
     offer.finish()
     await play.until(lambda: frames(play.prefill, "Reserve"))
     play.wire.silence()
-    await raised(offer.released(), MemoryInDoubt)
+    await raised(offer.released(), kvxfer.MemoryInDoubt)
     in_time("released_by_lease", play.now - play.wire.last, least=CONFIG.no_progress_timeout)
 
 
@@ -240,7 +228,7 @@ async def a_cancellation_while_the_peer_may_write(play, route):
     await asyncio.sleep(0)
     began, staged = play.now, route == "staged"
     task.cancel()
-    await raised(task, asyncio.CancelledError if staged else MemoryInDoubt)
+    await raised(task, asyncio.CancelledError if staged else kvxfer.MemoryInDoubt)
     assert transfer.memory_safe == staged, "on the route staged no peer writes the blocks"
     in_time("revoke", play.now - began, least=0 if staged else BOUNDS["revoke"])
 
@@ -249,7 +237,7 @@ async def a_cancellation_while_the_peer_may_write(play, route):
 async def a_withdrawal_while_the_peer_reads(play):
     offer, _ = await in_flight(play, "pull")
     outcome, waited = await play.timed(offer.withdraw())
-    assert isinstance(outcome, MemoryInDoubt)
+    assert isinstance(outcome, kvxfer.MemoryInDoubt)
     in_time("revoke", waited, least=BOUNDS["revoke"])
 
 
@@ -259,8 +247,8 @@ async def a_fetch_that_nothing_ends_but_its_time_out(play):
     play.network.hold("*")
     play.prefill.offer("r", [1, 2], tokens=8)
     outcome, waited = await play.timed(play.start("r", timeout=10))
-    assert isinstance(outcome, MemoryInDoubt)
-    assert isinstance(outcome.__cause__, TransferTimeoutError)
+    assert isinstance(outcome, kvxfer.MemoryInDoubt)
+    assert isinstance(outcome.__cause__, kvxfer.TransferTimeoutError)
     assert f"{CONFIG.revoke_timeout:g} s more" in str(outcome.__cause__)
     in_time("fetch", waited - 10, least=BOUNDS["fetch"])
 
@@ -269,7 +257,7 @@ async def a_fetch_that_nothing_ends_but_its_time_out(play):
 async def a_post_that_stands_still(play, route, target="decode"):
     _, transfer = await wedged(play, route, target)
     outcome, waited = await play.timed(transfer)
-    assert isinstance(outcome, TransferFailedError), "agents were made anew in time"
+    assert isinstance(outcome, kvxfer.TransferFailedError), "agents were made anew in time"
     assert transfer.memory_safe
     in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
 
@@ -279,7 +267,7 @@ async def a_withdrawal_while_a_write_stands_still(play):
     offer, _ = await wedged(play, "direct")
     await play.until(lambda: frames(play.prefill, "Fetch"))
     outcome, waited = await play.timed(offer.withdraw())
-    assert isinstance(outcome, MemoryInDoubt)
+    assert isinstance(outcome, kvxfer.MemoryInDoubt)
     in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
 
 
@@ -307,7 +295,7 @@ async def staging_memory_that_a_host_may_write_which_is_gone(play):
         _, transfer = await in_flight(play, "staged")
     play.wire.silence()
     await settles(play, play.decode, "receive", least=CONFIG.peer_timeout)
-    await raised(transfer, KvxferError)
+    await raised(transfer, kvxfer.KvxferError)
 
 
 @hears("rebuild")
@@ -345,7 +333,7 @@ async def an_offer_that_is_not_fetched_before_the_worker_closes(play):
     offer = play.prefill.offer("r", [1], tokens=4)
     closing = asyncio.create_task(play.prefill.aclose())
     ending, waited = await play.timed(offer.released())
-    assert isinstance(ending, Withdrawn)
+    assert isinstance(ending, kvxfer.Withdrawn)
     in_time("drain", waited, least=CONFIG.drain_timeout)
     await closing
 
@@ -355,7 +343,7 @@ async def a_fetch_that_does_not_end_before_the_worker_closes(play):
     _, transfer = await in_flight(play, "direct")
     closing = asyncio.create_task(play.decode.aclose())
     outcome, waited = await play.timed(transfer)
-    assert isinstance(outcome, MemoryInDoubt)
+    assert isinstance(outcome, kvxfer.MemoryInDoubt)
     in_time("drain", waited, least=BOUNDS["drain"])
     await closing
 
@@ -406,7 +394,7 @@ async def closing_with_an_event_that_never_fires(play):
     await play.until(lambda: play.prefill.describe()["sending"])
     await closes(play, "prefill")
     await closes(play, "decode", least=0)
-    await raised(transfer, KvxferError)
+    await raised(transfer, kvxfer.KvxferError)
 
 
 @pytest.mark.parametrize("moves", [1.1, 0.9])
@@ -421,7 +409,7 @@ async def test_a_link_is_slow_and_not_stuck_if_it_moves_in_time_what_is_under_wa
         assert outcome.stats.bytes == 4096
         assert waited > CONFIG.no_progress_timeout / 2  # it was slow
     else:
-        assert isinstance(outcome, TransferFailedError)
+        assert isinstance(outcome, kvxfer.TransferFailedError)
         assert "no progress for 13 s" in str(outcome)
 
 

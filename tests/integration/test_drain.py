@@ -17,20 +17,7 @@ import torch
 from inside import cut, entry, met, sessions
 from stage import DEFAULTS, Cache, eventually, quiet
 
-from kvxfer import (
-    BlockingWorker,
-    CacheTensor,
-    ClosedError,
-    Code,
-    Config,
-    Fetched,
-    KvxferError,
-    RefusedError,
-    Released,
-    UsageError,
-    Worker,
-    drain_on_signal,
-)
+import kvxfer
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import Goodbye
 
@@ -53,7 +40,7 @@ async def test_peers_are_told_at_its_begin(stage, tap):
     assert draining(prefill) == {"server": False}
     decode.begin_drain()
     await eventually(lambda: draining(prefill) == {"server": True})
-    assert [said.code for said in tap.of(Goodbye)] == [Code.DRAINING] * 2
+    assert [said.code for said in tap.of(Goodbye)] == [kvxfer.Code.DRAINING] * 2
     late = await stage.worker("late", Cache())
     await late.fetch(offer.ticket, [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
     await eventually(lambda: draining(late) == {"client": True})  # who connects later is told too
@@ -68,14 +55,14 @@ async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):
     prefill.begin_drain()
     for fetch in (waiting, decode.start_fetch(ticket("new"), [2], tokens=range(4))):
         async with asyncio.timeout(30):
-            with pytest.raises(RefusedError, match="draining") as caught:
+            with pytest.raises(kvxfer.RefusedError, match="draining") as caught:
                 await fetch
-        assert caught.value.reason is Code.DRAINING
+        assert caught.value.reason is kvxfer.Code.DRAINING
         assert caught.value.retry_after == 1.0
-    with pytest.raises(ClosedError, match="draining"):
+    with pytest.raises(kvxfer.ClosedError, match="draining"):
         prefill.offer("new", [1], tokens=4)
     decode.begin_drain()
-    with pytest.raises(ClosedError, match="draining"):
+    with pytest.raises(kvxfer.ClosedError, match="draining"):
         decode.start_fetch(ticket("new"), [2], tokens=range(4))
     await quiet(prefill, decode)
 
@@ -89,9 +76,9 @@ async def test_what_was_claimed_may_be_declined(stage):
     decode.begin_drain()
     async with asyncio.timeout(30):
         await decode.decline(prefill.engine.ticket("r"))
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
     await decode.aclose()
-    with pytest.raises(ClosedError):
+    with pytest.raises(kvxfer.ClosedError):
         await decode.decline(prefill.engine.ticket("r"))
 
 
@@ -103,7 +90,7 @@ async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     cut(decode)
     await eventually(lambda: sessions(decode))
     stage.network.release("*")
-    with pytest.raises(KvxferError):
+    with pytest.raises(kvxfer.KvxferError):
         async with asyncio.timeout(30):
             await transfer
     assert transfer.memory_safe
@@ -121,7 +108,7 @@ async def test_a_signal_begins_it_and_its_handlers_come_back(stage):
     try:
         prefill, decode = await stage.pair(Cache(), Cache(), drain_timeout=5)
         prefill.offer("r", [1, 2], tokens=8)
-        draining_ = asyncio.create_task(drain_on_signal(prefill))
+        draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         await eventually(lambda: prefill.describe()["draining"])
@@ -138,7 +125,7 @@ async def test_a_signal_begins_it_and_its_handlers_come_back(stage):
 async def test_a_second_signal_cuts_it_short(stage):
     prefill = await stage.worker("prefill", Cache(), drain_timeout=60)
     prefill.offer("r", [1, 2], tokens=8)
-    draining_ = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1, signal.SIGUSR2))
+    draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1, signal.SIGUSR2))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGUSR2)
     await eventually(lambda: prefill.describe()["draining"])
@@ -150,14 +137,14 @@ async def test_a_second_signal_cuts_it_short(stage):
 
 async def test_what_gets_no_signal_says_so(stage):
     prefill = await stage.worker("prefill", Cache())
-    with pytest.raises(UsageError, match=r"await worker\.drain\(\) instead"):
-        await drain_on_signal(prefill, signal.SIGKILL)
+    with pytest.raises(kvxfer.UsageError, match=r"await worker\.drain\(\) instead"):
+        await kvxfer.drain_on_signal(prefill, signal.SIGKILL)
     caught = []
 
     def elsewhere():
         try:
-            asyncio.run(drain_on_signal(prefill))
-        except UsageError as error:
+            asyncio.run(kvxfer.drain_on_signal(prefill))
+        except kvxfer.UsageError as error:
             caught.append(error)
 
     thread = threading.Thread(target=elsewhere)
@@ -171,24 +158,24 @@ async def test_what_gets_no_signal_says_so(stage):
 
 async def test_on_a_loop_of_its_own(stage):
     prefill = await stage.worker("prefill", Cache(), loop="own")
-    waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
+    waiting = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert await waiting is True
-    with pytest.raises(ClosedError, match="draining"):
+    with pytest.raises(kvxfer.ClosedError, match="draining"):
         prefill.offer("r", [1], tokens=4)
     prefill.begin_drain()
 
 
 def test_an_engine_that_steps(network):
     workers = [
-        BlockingWorker(
-            Config(**{**DEFAULTS, "engine": name}), transport=lambda name=name: LoopbackTransport(name, network)
+        kvxfer.BlockingWorker(
+            kvxfer.Config(**{**DEFAULTS, "engine": name}), transport=lambda name=name: LoopbackTransport(name, network)
         )
         for name in ("prefill", "decode")
     ]
     with workers[0] as prefill, workers[1] as decode:
-        with pytest.raises(ClosedError):
+        with pytest.raises(kvxfer.ClosedError):
             prefill.begin_drain()
         prefill.register(Cache().tensors)
         decode.register(Cache().tensors)
@@ -198,7 +185,7 @@ def test_an_engine_that_steps(network):
         assert not prefill.idle
         decode.start_fetch(ticket("r"), [3, 4], tokens=TOKENS)
         (event,) = decode.poll(5)
-        assert isinstance(event, Fetched)
+        assert isinstance(event, kvxfer.Fetched)
         refused = decode.start_fetch(ticket("s"), [3, 4], tokens=TOKENS)
         (event,) = decode.poll(5)
         assert refused.error.retry_after == 1.0
@@ -242,7 +229,7 @@ class Router:
             target = self.decode[(turn // 2 + attempt) % len(self.decode)]
             try:
                 await self.try_once(request, attempt, block, source, target)
-            except KvxferError as error:
+            except kvxfer.KvxferError as error:
                 self.errors.append(error)
                 await asyncio.sleep(0.005)
             else:
@@ -256,13 +243,13 @@ class Router:
         try:
             ticket = prefill.engine.ticket(request, attempt=attempt)
             await decode.fetch(ticket, [block], tokens=range(4), timeout=5)
-        except KvxferError:
+        except kvxfer.KvxferError:
             await offer.withdraw()
             raise
         for layer in range(2):
             ours, theirs = self.caches[target].view(layer), self.caches[source].view(layer)
             assert ours[:, block].equal(theirs[:, block]), f"{request} has other bytes"
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
@@ -287,7 +274,7 @@ async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(stage,
             await eventually(lambda before=before: router.done > before + 16)
         stop.set()
     assert router.done > 64
-    assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
+    assert {type(error) for error in router.errors} <= {kvxfer.ClosedError, kvxfer.RefusedError}, router.errors
     await quiet(*router.workers.values())
 
 
@@ -322,8 +309,8 @@ async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
         async with asyncio.timeout(60):
             ticket = json.loads(await child.stdout.readline())
             memory = torch.zeros(2, 8, 4, 2, 8, dtype=torch.int32)
-            cache = CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
-            async with Worker([cache], Config(engine="decode", arena_bytes="1MiB")) as decode:
+            cache = kvxfer.CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
+            async with kvxfer.Worker([cache], kvxfer.Config(engine="decode", arena_bytes="1MiB")) as decode:
                 claim = decode.claim(ticket)
                 await eventually(lambda: decode.describe()["peers"], timeout=20)
                 assert met(decode).process == child.pid

@@ -11,33 +11,10 @@ from inside import ask, being_stopped, session, sessions, take_all, unanswered
 from msgspec.structs import replace
 from stage import Copied, eventually, frames, handshakes, quiet
 
-from kvxfer import (
-    ArenaError,
-    BlocksError,
-    Code,
-    RefusedError,
-    TicketError,
-    TokensError,
-    TransferFailedError,
-    UnreachableError,
-    UsageError,
-)
+import kvxfer
 from kvxfer.plans.routes import Estimates
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import (
-    Accept,
-    Cancel,
-    Fetch,
-    Goodbye,
-    Hello,
-    Ping,
-    Reserve,
-    Route,
-    Selection,
-    Span,
-    Want,
-    pack_u32,
-)
 
 
 async def works(stage, prefill, decode):
@@ -48,21 +25,21 @@ async def works(stage, prefill, decode):
 @pytest.mark.parametrize(
     ("blocks", "tokens", "error", "words"),
     [
-        ([1, 16], range(8), BlocksError, "block id 16 at position 1 is outside 0..15"),
-        ([-1, 2], range(8), BlocksError, "block id -1 at position 0"),
-        ([1, 1], range(8), BlocksError, "named twice, at positions 0 and 1"),
-        ([1], range(8), BlocksError, "1 blocks of 4 tokens reach up to token 4, but 8 are needed"),
-        ([], range(8), BlocksError, "0 blocks of 4 tokens reach up to token 0, but 8 are needed"),
-        ([1.5, 2], range(8), BlocksError, "whole numbers"),
-        ([[1, 2]], range(8), BlocksError, "one dimension"),
-        ({"other": [1, 2]}, range(8), BlocksError, r"names the groups \['other'\]"),
-        ({}, range(8), BlocksError, "names the groups"),
-        ([1, 2], range(0), TokensError, "that ends after token 0"),
-        ([1, 2], range(5, 3), TokensError, "that ends after token 0"),
-        ([1, 2], range(8, 0, -1), TokensError, "step 1"),
-        ([1, 2], range(0, 8, 2), TokensError, "step 1"),
-        ([1, 2], range(-1, 4), TokensError, "step 1"),
-        ([1, 2], range(1 << 33), TokensError, "4294967295"),
+        ([1, 16], range(8), kvxfer.BlocksError, "block id 16 at position 1 is outside 0..15"),
+        ([-1, 2], range(8), kvxfer.BlocksError, "block id -1 at position 0"),
+        ([1, 1], range(8), kvxfer.BlocksError, "named twice, at positions 0 and 1"),
+        ([1], range(8), kvxfer.BlocksError, "1 blocks of 4 tokens reach up to token 4, but 8 are needed"),
+        ([], range(8), kvxfer.BlocksError, "0 blocks of 4 tokens reach up to token 0, but 8 are needed"),
+        ([1.5, 2], range(8), kvxfer.BlocksError, "whole numbers"),
+        ([[1, 2]], range(8), kvxfer.BlocksError, "one dimension"),
+        ({"other": [1, 2]}, range(8), kvxfer.BlocksError, r"names the groups \['other'\]"),
+        ({}, range(8), kvxfer.BlocksError, "names the groups"),
+        ([1, 2], range(0), kvxfer.TokensError, "that ends after token 0"),
+        ([1, 2], range(5, 3), kvxfer.TokensError, "that ends after token 0"),
+        ([1, 2], range(8, 0, -1), kvxfer.TokensError, "step 1"),
+        ([1, 2], range(0, 8, 2), kvxfer.TokensError, "step 1"),
+        ([1, 2], range(-1, 4), kvxfer.TokensError, "step 1"),
+        ([1, 2], range(1 << 33), kvxfer.TokensError, "4294967295"),
     ],
     ids=str,
 )
@@ -71,7 +48,7 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, target, blocks, toke
     untouched = Copied(target)
     with pytest.raises(error, match=words) as caught:
         await decode.fetch(prefill.engine.ticket("r"), blocks, tokens=tokens, timeout=5)
-    assert isinstance(caught.value, UsageError)
+    assert isinstance(caught.value, kvxfer.UsageError)
     assert not sessions(decode)  # nothing was sent
     untouched.check()
     await works(stage, prefill, decode)
@@ -80,13 +57,13 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, target, blocks, toke
 @pytest.mark.parametrize(
     ("blocks", "tokens", "error", "words"),
     [
-        ([1, 16], 8, BlocksError, "block id 16 at position 1"),
-        ([-1, 2], 8, BlocksError, "block id -1"),
-        ([1], 8, BlocksError, "reach up to token 4, but 8 are needed"),
-        ([1, 2], 0, TokensError, "at least one token"),
-        ([1, 2], -3, TokensError, "at least one token"),
-        ({"other": [1]}, 4, BlocksError, "names the groups"),
-        ([1, 2], "8", TokensError, "whole number"),
+        ([1, 16], 8, kvxfer.BlocksError, "block id 16 at position 1"),
+        ([-1, 2], 8, kvxfer.BlocksError, "block id -1"),
+        ([1], 8, kvxfer.BlocksError, "reach up to token 4, but 8 are needed"),
+        ([1, 2], 0, kvxfer.TokensError, "at least one token"),
+        ([1, 2], -3, kvxfer.TokensError, "at least one token"),
+        ({"other": [1]}, 4, kvxfer.BlocksError, "names the groups"),
+        ([1, 2], "8", kvxfer.TokensError, "whole number"),
     ],
     ids=str,
 )
@@ -104,9 +81,9 @@ async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
 
     prefill, decode = pair
     prefill.offer("r", Span([1], 4), tokens=8)
-    with pytest.raises(RefusedError, match=r"source .* does not cover tokens 0\.\.7") as caught:
+    with pytest.raises(kvxfer.RefusedError, match=r"source .* does not cover tokens 0\.\.7") as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
-    assert caught.value.reason is Code.BLOCKS
+    assert caught.value.reason is kvxfer.Code.BLOCKS
     copied = Copied(target).bring(source, [1], [2], range(4, 8), source_first=4, first=4)
     await decode.fetch(prefill.engine.ticket("r"), Span([2], 4), tokens=range(4, 8), timeout=5)
     copied.check()
@@ -115,9 +92,9 @@ async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
 async def test_blocks_that_another_fetch_writes(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     running = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
-    with pytest.raises(BlocksError, match=f"block 2 .*{running.id} is fetching into it"):
+    with pytest.raises(kvxfer.BlocksError, match=f"block 2 .*{running.id} is fetching into it"):
         decode.start_fetch(prefill.engine.ticket("s"), [2, 3], tokens=range(8))
-    with pytest.raises(BlocksError, match="is fetching into it"):
+    with pytest.raises(kvxfer.BlocksError, match="is fetching into it"):
         decode.offer("mine", [4, 1], tokens=8)
     decode.offer("mine", [3, 4], tokens=8)
     only_the_first = decode.start_fetch(prefill.engine.ticket("t"), [5, 1], tokens=range(4))  # writes block 5 alone
@@ -138,9 +115,9 @@ async def test_no_time_at_all(stage, pair, timeout):
 
 async def test_nobody_at_the_endpoint(stage, pair):
     prefill, decode = pair
-    nobody = dict.fromkeys(["unix:/nowhere/worker.sock", "tcp:127.0.0.1:1"], (UnreachableError, None))
+    nobody = dict.fromkeys(["unix:/nowhere/worker.sock", "tcp:127.0.0.1:1"], (kvxfer.UnreachableError, None))
     nowhere = ["tcp:127.0.0.1:99999", "tcp:nohost", "tcp::", "unix:/\0"]
-    impossible = dict.fromkeys(nowhere, (TicketError, "is no endpoint of a rank"))
+    impossible = dict.fromkeys(nowhere, (kvxfer.TicketError, "is no endpoint of a rank"))
     for endpoint, (error, words) in (nobody | impossible).items():
         ticket = {**prefill.engine.ticket("r"), "endpoints": {"prefix": endpoint}}
         with pytest.raises(error, match=words):
@@ -155,7 +132,7 @@ def frame(payload):
     return struct.pack("<I", len(payload)) + payload
 
 
-HELLO = Hello(1, 1, "x", "stranger", b"e" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 500)
+HELLO = wire.Hello(1, 1, "x", "stranger", b"e" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 500)
 STRANGE = {
     "nothing": b"",
     "half a length": b"\x01",
@@ -167,10 +144,10 @@ STRANGE = {
     "json": frame(json.dumps({"hello": 1}).encode()),
     "nested": frame(b"\x91" * 60000),
     "empty frame": frame(b""),
-    "a message before hello": encode(Ping()),
+    "a message before hello": encode(wire.Ping()),
     "hello twice": encode(HELLO) * 2,
-    "goodbye": encode(Goodbye()),
-    "a session frame after hello": encode(HELLO) + encode(Cancel(1)),
+    "goodbye": encode(wire.Goodbye()),
+    "a session frame after hello": encode(HELLO) + encode(wire.Cancel(1)),
     "impossible rank": encode(replace(HELLO, rank=5)),
     "other version": encode(replace(HELLO, wire=9, wire_min=9)),
 }
@@ -202,20 +179,20 @@ async def test_strangers_disturb_nobody(stage, source, target, data, network):
         {"bytes": 1},
         {"chunks": 7},
         {"tokens_per_chunk": 0},
-        {"route": Route(2)},
-        {"route": Route(77)},
+        {"route": wire.Route(2)},
+        {"route": wire.Route(77)},
         {"spans": []},
     ],
     ids=str,
 )
 async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, tap, change):
     prefill, decode = await stage.pair(source, target, trust="none")
-    tap.change[Accept] = lambda accept: replace(accept, **change)
+    tap.change[wire.Accept] = lambda accept: replace(accept, **change)
     untouched = Copied(target)
     offer = prefill.offer("r", [1, 2], tokens=8)
-    with pytest.raises((TransferFailedError, RefusedError)) as caught:
+    with pytest.raises((kvxfer.TransferFailedError, kvxfer.RefusedError)) as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
-    assert caught.value.reason is (Code.NO_COMMON_ROUTE if "route" in change else Code.PLAN_DIFFERS)
+    assert caught.value.reason is (kvxfer.Code.NO_COMMON_ROUTE if "route" in change else kvxfer.Code.PLAN_DIFFERS)
     untouched.check()
     tap.change.clear()
     await quiet(prefill, decode)
@@ -226,22 +203,26 @@ async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, tap
 FOREIGN_FETCHES = {
     "layers that nobody has": (
         "staged",
-        {"selections": [Selection("default", "", "k", pack_u32([9]), 0, 4)]},
-        Code.WANTS_NOT_HELD,
+        {"selections": [wire.Selection("default", "", "k", wire.pack_u32([9]), 0, 4)]},
+        kvxfer.Code.WANTS_NOT_HELD,
     ),
     "heads that nobody has": (
         "staged",
-        {"selections": [Selection("default", "", "k", pack_u32([0]), 2, 6)]},
-        Code.WANTS_NOT_HELD,
+        {"selections": [wire.Selection("default", "", "k", wire.pack_u32([0]), 2, 6)]},
+        kvxfer.Code.WANTS_NOT_HELD,
     ),
     "the same heads twice": (
         "staged",
-        {"selections": [Selection("default", "", "k", pack_u32([0]), 0, stop) for stop in (2, 4)]},
-        Code.WANTS_NOT_HELD,
+        {"selections": [wire.Selection("default", "", "k", wire.pack_u32([0]), 0, stop) for stop in (2, 4)]},
+        kvxfer.Code.WANTS_NOT_HELD,
     ),
-    "no room for any chunk": ("staged", {"max_extent_bytes": 0}, Code.CHUNK_TOO_LARGE),
-    "too little room for any chunk": ("staged", {"max_extent_bytes": 512}, Code.CHUNK_TOO_LARGE),
-    "no room for staged chunks": ("auto", {"max_extent_bytes": 0, "routes": [Route.STAGED, Route.DIRECT]}, None),
+    "no room for any chunk": ("staged", {"max_extent_bytes": 0}, kvxfer.Code.CHUNK_TOO_LARGE),
+    "too little room for any chunk": ("staged", {"max_extent_bytes": 512}, kvxfer.Code.CHUNK_TOO_LARGE),
+    "no room for staged chunks": (
+        "auto",
+        {"max_extent_bytes": 0, "routes": [wire.Route.STAGED, wire.Route.DIRECT]},
+        None,
+    ),
 }
 
 
@@ -252,16 +233,16 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, t
     prefill, decode = await stage.pair(source, target, route=route)
 
     def seconds(_, __, route, **___):
-        return float(route is not Route.STAGED)
+        return float(route is not wire.Route.STAGED)
 
     monkeypatch.setattr(Estimates, "seconds", seconds)  # `staged` is the first choice
-    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=0, ring=[], agreement=b"", **change)
+    tap.change[wire.Fetch] = lambda fetch: replace(fetch, lease_ms=0, ring=[], agreement=b"", **change)
     offer = prefill.offer("r", [1, 2], tokens=8)
     fetching = decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
     if code is None:
         assert (await fetching).stats.route == "direct"
     else:
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(kvxfer.RefusedError) as caught:
             await fetching
         assert caught.value.reason is code
     tap.change.clear()
@@ -269,15 +250,15 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, t
     await offer.withdraw()
 
 
-@pytest.mark.parametrize("kind", [Accept, Want])
+@pytest.mark.parametrize("kind", [wire.Accept, wire.Want])
 async def test_blocks_of_a_group_that_was_not_asked_for_fail_the_fetch(stage, source, target, tap, kind):
     prefill, decode = await stage.pair(source, target, trust="none")
-    nobodys = Span("nobody's", 0, b"\0" * 4096)
+    nobodys = wire.Span("nobody's", 0, b"\0" * 4096)
     tap.change[kind] = lambda message: replace(message, spans=[*message.spans, nobodys])
     offer = prefill.offer("r", [1, 2], tokens=8)
-    with pytest.raises(TransferFailedError, match='blocks of group "nobody\'s"') as caught:
+    with pytest.raises(kvxfer.TransferFailedError, match='blocks of group "nobody\'s"') as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
-    assert caught.value.reason is Code.PROTOCOL
+    assert caught.value.reason is kvxfer.Code.PROTOCOL
     await quiet(prefill, decode)
     await offer.withdraw()
 
@@ -288,11 +269,11 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
     withdrawing = asyncio.create_task(offer.withdraw())
     await eventually(lambda: being_stopped(prefill))
     (number,), link = unanswered(decode), session(decode)
-    link.send(Reserve(number, 1, 100))
+    link.send(wire.Reserve(number, 1, 100))
     await eventually(lambda: frames(prefill, "Reserve"))
     assert link.is_open
     network.release("prefill")
-    with pytest.raises(TransferFailedError):
+    with pytest.raises(kvxfer.TransferFailedError):
         await transfer
     await withdrawing
     await quiet(prefill, decode)
@@ -306,9 +287,11 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
     )
     full = take_all(decode, "receive")
     prefill.offer("r", [1, 2], tokens=8)
-    with pytest.raises(TransferFailedError, match=r"receive share of the arena and passed its deadline") as caught:
+    with pytest.raises(
+        kvxfer.TransferFailedError, match=r"receive share of the arena and passed its deadline"
+    ) as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
-    assert caught.value.reason is Code.ARENA
+    assert caught.value.reason is kvxfer.Code.ARENA
     full.release()
     await quiet(prefill, decode)
     await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
@@ -320,6 +303,6 @@ async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target
     answers = []
     assert ask(decode, "receive", "b", full.nbytes, 100, answers.append) is not None
     full.quarantine()
-    with pytest.raises(ArenaError, match="in quarantine"):
+    with pytest.raises(kvxfer.ArenaError, match="in quarantine"):
         raise answers[0]
     full.settle()

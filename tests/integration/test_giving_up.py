@@ -11,16 +11,7 @@ from inside import before_connecting, being_stopped, connect, keep_gathers, keep
 from stage import SOON, Cache, Copied, Tap, eventually, frames, quiet
 from wire import virtual
 
-from kvxfer import (
-    READY,
-    Expired,
-    KvxferError,
-    MemoryInDoubt,
-    RefusedError,
-    Released,
-    TransferTimeoutError,
-    UnreachableError,
-)
+import kvxfer
 from kvxfer.errors import Code
 from kvxfer.protocol.messages import Cancel, Release, TicketRef
 
@@ -33,7 +24,7 @@ ROUTES = ["staged", "direct", "pull"]
 async def freed(offer):
     """The offer ends by itself, long before its lease does."""
     async with asyncio.timeout(AT_ONCE):
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
 
 
 async def kept(offer, prefill):
@@ -83,7 +74,7 @@ async def test_giving_up_frees_the_blocks_at_once(stage, source, target, route, 
         await way(transfer)
     await freed(offer)
     await quiet(prefill, decode)
-    with pytest.raises(RefusedError, check=lambda error: error.reason is Code.TICKET_RELEASED):
+    with pytest.raises(kvxfer.RefusedError, check=lambda error: error.reason is Code.TICKET_RELEASED):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
 
 
@@ -102,7 +93,7 @@ async def test_a_fetch_that_is_given_up_as_it_fails_frees_the_blocks_too(stage, 
     await eventually(lambda: being_stopped(decode))
     transfer.cancel()
     stage.network.release("decode")
-    with pytest.raises(TransferTimeoutError):
+    with pytest.raises(kvxfer.TransferTimeoutError):
         await transfer
     await freed(offer)
 
@@ -229,7 +220,7 @@ async def test_nobody_is_connected_for_it(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     nowhere = {**prefill.engine.ticket("r"), "endpoints": {"prefix": "unix:/nobody/listens"}}
-    with pytest.raises(UnreachableError):
+    with pytest.raises(kvxfer.UnreachableError):
         await decode.fetch(nowhere, [3, 4], tokens=TOKENS)
     for ticket in (nowhere, prefill.engine.ticket("r")):
         transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
@@ -247,7 +238,7 @@ async def test_it_waits_until_nothing_is_read_any_more(stage, source, target, mo
     prefill, decode = await stage.pair(source, target, route="pull", **SOON)
     offer, transfer = await stage.in_flight(prefill, decode, "prefill")
     claim = decode.claim(offer.ticket)
-    with pytest.raises(MemoryInDoubt) as caught:
+    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
         await cancels_the_task(transfer)
     claim.close()
     assert not tap.of(Release)
@@ -255,7 +246,7 @@ async def test_it_waits_until_nothing_is_read_any_more(stage, source, target, mo
     async with asyncio.timeout(AT_ONCE):
         await caught.value.settled()
     assert tap.of(Release)
-    with contextlib.suppress(MemoryInDoubt):
+    with contextlib.suppress(kvxfer.MemoryInDoubt):
         await freed(offer)
     await quiet(prefill, decode)
 
@@ -298,7 +289,7 @@ async def test_cancel_and_release_may_come_in_any_order(stage, source, target, s
         offer = prefill.offer("r", [1, 2], tokens=8)
     await freed(offer)
     if transfer is not None and state != "ended":
-        with pytest.raises(KvxferError):
+        with pytest.raises(kvxfer.KvxferError):
             await transfer
     await quiet(prefill, decode)
 
@@ -319,11 +310,11 @@ async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(s
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
     offer, first = await stage.in_flight(prefill, decode, "decode")
     first.cancel()
-    with pytest.raises(MemoryInDoubt) as doubt:
+    with pytest.raises(kvxfer.MemoryInDoubt) as doubt:
         await first
     second = decode.start_fetch(offer.ticket, [5, 6], tokens=TOKENS, keep=True)
     second.cancel()
-    with contextlib.suppress(asyncio.CancelledError, MemoryInDoubt):
+    with contextlib.suppress(asyncio.CancelledError, kvxfer.MemoryInDoubt):
         await second
     stage.network.release("decode")
     await doubt.value.settled()
@@ -340,33 +331,33 @@ async def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_leas
     await one.pair(offer_lease=60.0)
     offer = one.prefill.offer("r", streaming=True)
     outcome, _ = await one.timed(one.start("r", timeout=1.0, keep=again == "keep"))
-    assert isinstance(outcome, TransferTimeoutError)
+    assert isinstance(outcome, kvxfer.TransferTimeoutError)
     ended = one.now
     await asyncio.sleep(1.5)
     assert offer.state.value == "live"
     if again == "fetch":
         offer.extend([1, 2], tokens=range(8))
-        offer.ready(after=READY)
+        offer.ready(after=kvxfer.READY)
         offer.finish()
         await one.start("r")
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
     elif again == "claim":
         with contextlib.closing(one.decode.claim(one.ticket("r"))):
             await asyncio.sleep(200.0)
             assert offer.state.value == "live"
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
     elif again == "keep":
-        assert isinstance(await offer.released(), Expired)
+        assert isinstance(await offer.released(), kvxfer.Expired)
         assert one.now - ended >= 50
     else:
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
         assert 2.0 <= one.now - ended <= 2.1
 
 
 async def fails(one, timeout, **options):
     """A fetch that waits in vain; when it has failed."""
     outcome, _ = await one.timed(one.start("r", timeout=timeout, **options))
-    assert isinstance(outcome, TransferTimeoutError)
+    assert isinstance(outcome, kvxfer.TransferTimeoutError)
     return one.now
 
 
@@ -394,7 +385,7 @@ async def test_who_tries_again_decides_anew_what_becomes_of_a_request(one, retry
                 await transfer
         ended = one.now
         await asyncio.sleep(3.0 if "claim" in retry else 0.0)
-    assert isinstance(await offer.released(), Expired if kept else Released)
+    assert isinstance(await offer.released(), kvxfer.Expired if kept else kvxfer.Released)
     assert one.now - ended >= (50.0 if kept else 1.95)
 
 
@@ -404,7 +395,7 @@ async def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(on
     offer = one.prefill.offer("r", streaming=True)
     failed = await fails(one, 1.0)
     await one.decode.aclose()
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     assert one.now - failed < 1.0
 
 

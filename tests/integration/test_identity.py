@@ -12,15 +12,7 @@ from impostor import made_up, posing_as
 from inside import cut, forget_unreachable, refusals, session, sessions
 from stage import SOON, Cache, Copied, eventually, handshakes, quiet
 
-from kvxfer import (
-    Code,
-    IdentityError,
-    KvxferError,
-    MemoryInDoubt,
-    RefusedError,
-    Released,
-    UnreachableError,
-)
+import kvxfer
 from kvxfer import worker as assembly
 from kvxfer.protocol.session import IdentityKey
 
@@ -59,7 +51,7 @@ class Moving:
         self.stage.network.release("*")
         await self.transfer
         self.copied.check()
-        assert isinstance(await self.offer.released(), Released)
+        assert isinstance(await self.offer.released(), kvxfer.Released)
         await quiet(*workers)
 
 
@@ -78,9 +70,9 @@ async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
     link = session(prefill)
     for _ in range(3):
         async with asyncio.timeout(10):
-            with pytest.raises(IdentityError, match="said goodbye: nothing proves") as refused:
+            with pytest.raises(kvxfer.IdentityError, match="said goodbye: nothing proves") as refused:
                 await connect(twin, prefill.card.endpoint)
-        assert refused.value.code is Code.IDENTITY
+        assert refused.value.code is kvxfer.Code.IDENTITY
         assert sessions(prefill) == {link}
     await moving.ends_well(prefill, decode)
     assert link.is_open
@@ -94,9 +86,9 @@ async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     link = session(decode)
     twin.offer("theirs", [1], tokens=4)
     async with asyncio.timeout(10):
-        with pytest.raises(RefusedError) as refused:
+        with pytest.raises(kvxfer.RefusedError) as refused:
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
-    assert refused.value.reason is Code.TICKET_FORGED
+    assert refused.value.reason is kvxfer.Code.TICKET_FORGED
     assert sessions(decode) == {link}
     assert not sessions(twin)
     await moving.ends_well(prefill, decode)
@@ -110,10 +102,10 @@ async def test_who_answers_in_place_of_a_silent_prefill_rank_ends_no_doubt(stage
     place.rename(aside)
     twin = await claims_to_be(prefill, stage, listen=f"unix:{place}")
     cut(decode)
-    with pytest.raises(MemoryInDoubt) as doubt:
+    with pytest.raises(kvxfer.MemoryInDoubt) as doubt:
         await moving.transfer
     settled = asyncio.create_task(doubt.value.settled())
-    await eventually(lambda: [type(error) for error in refusals(decode)] == [IdentityError])
+    await eventually(lambda: [type(error) for error in refusals(decode)] == [kvxfer.IdentityError])
     assert set(twin.describe()["metrics"]["frames_received"]) == {"Goodbye"}  # it is asked nothing
     assert decode.describe()["custody"].doubtful_blocks
     assert not settled.done()
@@ -172,15 +164,15 @@ async def test_who_does_not_answer_where_something_is_in_doubt_is_not_believed_e
     prefill, decode, moving = await under_way(stage, route="direct", prefill={"listen": f"unix:{here}"}, **SOON)
     here.rename(there)
     cut(decode)
-    with pytest.raises(MemoryInDoubt) as doubt:
+    with pytest.raises(kvxfer.MemoryInDoubt) as doubt:
         await moving.transfer
     prefill.offer("theirs", [1], tokens=4)
     ticket = prefill.engine.ticket("theirs") | {"endpoints": {"prefix": f"unix:{there}"}}
     async with asyncio.timeout(10):
-        with pytest.raises(IdentityError, match="with which something is open or in doubt at") as refused:
+        with pytest.raises(kvxfer.IdentityError, match="with which something is open or in doubt at") as refused:
             await decode.fetch(ticket, [7], tokens=range(4))
     assert refused.value.engaged_at == f"unix:{here}"
-    assert refused.value.report.code is Code.IDENTITY
+    assert refused.value.report.code is kvxfer.Code.IDENTITY
     assert not sessions(prefill)
     there.rename(here)
     stage.network.release("*")
@@ -220,7 +212,7 @@ async def kept_back(decode, prefill, between):
                     pass
 
     async with await asyncio.start_unix_server(serve, between):
-        with pytest.raises(UnreachableError):
+        with pytest.raises(kvxfer.UnreachableError):
             await connect(decode, f"unix:{between}")
         try:
             yield go_on
@@ -258,7 +250,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
         assert prefill.describe()["metrics"]["sessions_opened"] == {"send": 1}
         aside.rename(here)
     stage.network.release("*")
-    with pytest.raises(KvxferError):
+    with pytest.raises(kvxfer.KvxferError):
         await moving.transfer
     await quiet(prefill, decode)
 
@@ -298,14 +290,14 @@ async def passed_on(reader, writer):
 async def test_nobody_comes_first(stage):
     """No side believes who says to be the other one, or itself, and both go on with the real one afterwards."""
     prefill, decode = await stage.pair(Cache(), Cache())
-    with pytest.raises(IdentityError):
+    with pytest.raises(kvxfer.IdentityError):
         await connect(await claims_to_be(decode, stage), prefill.card.endpoint)
     twin = await claims_to_be(prefill, stage)
     twin.offer("theirs", [1], tokens=4)
     async with asyncio.timeout(10):
-        with pytest.raises(IdentityError, match="nothing proves"):
+        with pytest.raises(kvxfer.IdentityError, match="nothing proves"):
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
-    with pytest.raises(IdentityError):
+    with pytest.raises(kvxfer.IdentityError):
         await connect(twin, prefill.card.endpoint)
     assert not sessions(twin)
     assert not sessions(prefill)

@@ -8,19 +8,7 @@ import torch
 from stage import Cache, Copied, eventually, frames, is_quiet, quiet
 from wire import virtual
 
-from kvxfer import (
-    BlocksError,
-    Code,
-    Expired,
-    MismatchError,
-    RefusedError,
-    Released,
-    RequestError,
-    TicketError,
-    TokensError,
-    TransferFailedError,
-    Withdrawn,
-)
+import kvxfer
 
 PAUSED = {"peer_timeout": 10.0, "offer_lease": 10.0, "unclaimed_timeout": 10.0}
 FAST = {"peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
@@ -33,7 +21,7 @@ async def parked(prefill, kind="Fetch", count=1):
 
 def refused(code):
     """What a fetch raises that the peer refused with this code."""
-    return pytest.raises(RefusedError, check=lambda error: error.reason is code)
+    return pytest.raises(kvxfer.RefusedError, check=lambda error: error.reason is code)
 
 
 # --- in any order
@@ -50,7 +38,7 @@ async def test_a_claim_may_come_before_its_offer(one):
     claim.close()
     claim.close()
     ending = await offer.released()
-    assert isinstance(ending, Expired)
+    assert isinstance(ending, kvxfer.Expired)
     assert "stopped renewing" in ending.reason
 
 
@@ -59,7 +47,7 @@ async def test_a_release_may_come_before_its_offer(pair):
     await decode.decline(prefill.engine.ticket("r"))
     await parked(prefill, "Release")
     offer = prefill.offer("r", [1, 2], tokens=8)
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
 
 
 async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair):
@@ -70,22 +58,22 @@ async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair)
     await quiet(*pair)
     offer = prefill.offer("r", [1], tokens=4)
     async with asyncio.timeout(30):
-        assert isinstance(await offer.withdraw(), Withdrawn)
+        assert isinstance(await offer.withdraw(), kvxfer.Withdrawn)
 
 
 async def test_what_is_parked_is_bounded_and_releases_are_heard_all_the_same(stage, source, target):
     prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 2})
     waiting = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
     await parked(prefill, count=2)
-    with refused(Code.TOO_MANY):
+    with refused(kvxfer.Code.TOO_MANY):
         await decode.fetch(prefill.engine.ticket("r2"), [2], tokens=range(4), timeout=5)
     declined = prefill.offer("r2", [2], tokens=4)
     await decode.decline(declined.ticket)
     async with asyncio.timeout(30):
-        assert isinstance(await declined.released(), Released)
+        assert isinstance(await declined.released(), kvxfer.Released)
     offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(2)]
     await asyncio.gather(*waiting)
-    assert {type(await offer.released()) for offer in offers} == {Released}
+    assert {type(await offer.released()) for offer in offers} == {kvxfer.Released}
 
 
 # --- leases
@@ -107,7 +95,7 @@ async def test_leases_are_renewed_as_often_as_their_owner_asks_for(one, known):
     assert not offer.wait_end().done()
     assert inside.sessions(one.prefill) == {link}
     await one.start("r")
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
 
 
 @pytest.mark.parametrize("beyond", [0.06, 0.9, 1.1, 100.0])
@@ -127,7 +115,7 @@ async def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renew
     assert offer.wait_end().done() != claimed
     if claimed:
         await one.start("r")
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
 
 
 @virtual
@@ -216,7 +204,7 @@ async def test_a_claim_ends_with_what_ends_its_request(one, how):
         await one.decode.decline(one.ticket("r"))
     else:
         await offer.withdraw()
-        with refused(Code.OFFER_WITHDRAWN):
+        with refused(kvxfer.Code.OFFER_WITHDRAWN):
             await one.start("r")
     before = frames(one.prefill, "Claim")
     await asyncio.sleep(100)
@@ -272,7 +260,7 @@ async def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(
     await one.until(lambda: not inside.entry(offer).transfers)
     await asyncio.sleep(0.5)
     assert not offer.wait_end().done()
-    assert isinstance(await offer.released(), Expired)
+    assert isinstance(await offer.released(), kvxfer.Expired)
 
 
 @pytest.mark.parametrize("away", [0.5, 3.0, 20.0])
@@ -325,13 +313,13 @@ async def test_withdraw(stage, source, target, route, state):
         stage.network.release("*")
     async with asyncio.timeout(30):
         ending = await withdrawing
-    assert isinstance(ending, Released if state == "released" else Withdrawn)
+    assert isinstance(ending, kvxfer.Released if state == "released" else kvxfer.Withdrawn)
     if transfer is not None:
-        with pytest.raises(TransferFailedError, match="withdrawn"):
+        with pytest.raises(kvxfer.TransferFailedError, match="withdrawn"):
             await transfer
     if state not in {"released", "in flight"}:
         untouched.check()
-    code = Code.TICKET_RELEASED if state == "released" else Code.OFFER_WITHDRAWN
+    code = kvxfer.Code.TICKET_RELEASED if state == "released" else kvxfer.Code.OFFER_WITHDRAWN
     with refused(code):
         await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
     await quiet(prefill, decode)
@@ -345,9 +333,9 @@ async def test_the_same_ticket_may_be_tried_again(stage, source, target):
     offer = prefill.offer("r", [1, 2], tokens=8)
     for _ in range(3):
         stage.network.refuse_next("decode")
-        with pytest.raises(TransferFailedError) as caught:
+        with pytest.raises(kvxfer.TransferFailedError) as caught:
             await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=TOKENS, timeout=5)
-        assert caught.value.reason is Code.FABRIC
+        assert caught.value.reason is kvxfer.Code.FABRIC
     copied = Copied(target).bring(source, [1, 2], [1, 2], TOKENS)
     await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=TOKENS, timeout=5)
     copied.check()
@@ -368,9 +356,9 @@ async def test_another_decode_engine_takes_over(stage, source, target):
     taken = second.start_fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
     await eventually(lambda: stage.network.held("second"))
     stage.network.release("decode")
-    with pytest.raises(TransferFailedError) as caught:
+    with pytest.raises(kvxfer.TransferFailedError) as caught:
         await started
-    assert caught.value.reason is Code.SUPERSEDED
+    assert caught.value.reason is kvxfer.Code.SUPERSEDED
     # what the first engine still sends of its own accord does not take it back
     await first.decline(ticket)
     before = frames(prefill, "Claim")
@@ -382,7 +370,7 @@ async def test_another_decode_engine_takes_over(stage, source, target):
     stage.network.release("second")
     await taken
     copied.check()
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, first, second)
 
 
@@ -390,15 +378,15 @@ async def test_an_id_is_used_once_and_fits_a_ticket(stage, source, target, monke
     monkeypatch.setattr("kvxfer.config._MANY", 1)
     prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
     offer = prefill.offer("r", [1], tokens=4)
-    with pytest.raises(RequestError, match="is live"):
+    with pytest.raises(kvxfer.RequestError, match="is live"):
         prefill.offer("r", [2], tokens=4)
     again = prefill.offer("r", [2], tokens=4, attempt=1)
     for other in "pq":
         prefill.offer(other, [3], tokens=4)
-    with pytest.raises(RequestError, match="max_transfers, which is 1"):
+    with pytest.raises(kvxfer.RequestError, match="max_transfers, which is 1"):
         prefill.offer("s", [2], tokens=4)
     await offer.withdraw()
-    with pytest.raises(RequestError, match="just used"):
+    with pytest.raises(kvxfer.RequestError, match="just used"):
         prefill.offer("r", [2], tokens=4)
     copied = Copied(target).bring(source, [2], [2], range(4))
     await decode.fetch(prefill.engine.ticket("r", attempt=1), [2], tokens=range(4), timeout=5)
@@ -406,7 +394,7 @@ async def test_an_id_is_used_once_and_fits_a_ticket(stage, source, target, monke
     await again.released()
     before = prefill.describe()["offers"]
     for request_id, attempt in (("", 0), ("x" * 257, 0), ("r", -1)):
-        with pytest.raises(RequestError, match="no ticket can be made"):
+        with pytest.raises(kvxfer.RequestError, match="no ticket can be made"):
             prefill.offer(request_id, [1], tokens=4, attempt=attempt)
     assert prefill.describe()["offers"] == before
 
@@ -417,17 +405,17 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
     ticket = prefill.engine.ticket("r")
     edits = [{"mac": "00" * 16}, {"request": "s"}, {"attempt": 1}, {"mac": ticket["mac"][:-2]}]
     for edit in edits:
-        with refused(Code.TICKET_FORGED):
+        with refused(kvxfer.Code.TICKET_FORGED):
             await decode.fetch({**ticket, **edit}, [1], tokens=range(4), timeout=5)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(kvxfer.MismatchError) as caught:
         await decode.fetch({**ticket, "epoch": "ab" * 16}, [1], tokens=range(4), timeout=5)
     assert caught.value.fields == {"epoch": ("ab" * 16, ticket["epoch"])}
     broken = [{}, None, [], "ticket", {**ticket, "v": 2}, {**ticket, "mac": "zz"}, {**ticket, "more": 1}]
     broken += [{key: value for key, value in ticket.items() if key != gone} for gone in ("mac", "epoch", "request")]
     for one in broken:
-        with pytest.raises(TicketError):
+        with pytest.raises(kvxfer.TicketError):
             decode.start_fetch(one, [1], tokens=range(4))
-        with pytest.raises(TicketError):
+        with pytest.raises(kvxfer.TicketError):
             decode.claim(one)
     forged = decode.claim({**ticket, "request": "forged"})
     await parked(prefill, "Claim")
@@ -443,50 +431,50 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
 async def test_streaming_mistakes_change_nothing(pair, source, target):
     prefill, decode = pair
     for wrong in ({"payload": b"x"}, {"after": object()}, {"blocks": [1]}, {"tokens": 4}):
-        with pytest.raises(RequestError):
+        with pytest.raises(kvxfer.RequestError):
             prefill.offer("w", streaming=True, **wrong)
-    with pytest.raises(RequestError, match="needs blocks= and tokens="):
+    with pytest.raises(kvxfer.RequestError, match="needs blocks= and tokens="):
         prefill.offer("w", [1])
     offer = prefill.offer("r", streaming=True)
-    with pytest.raises(TokensError, match="without any token"):
+    with pytest.raises(kvxfer.TokensError, match="without any token"):
         offer.finish()
-    with pytest.raises(TokensError, match="outside the 0 tokens"):
+    with pytest.raises(kvxfer.TokensError, match="outside the 0 tokens"):
         offer.ready()
-    with pytest.raises(TokensError, match="do not continue"):
+    with pytest.raises(kvxfer.TokensError, match="do not continue"):
         offer.extend([1], tokens=range(4, 8))
     offer.extend([1], tokens=range(4))
     for tokens in (range(3, 8), range(5, 8), range(8)):
-        with pytest.raises(TokensError, match="do not continue"):
+        with pytest.raises(kvxfer.TokensError, match="do not continue"):
             offer.extend([2], tokens=tokens)
-    with pytest.raises(BlocksError, match="reach up to token 4, but 8 are needed"):
+    with pytest.raises(kvxfer.BlocksError, match="reach up to token 4, but 8 are needed"):
         offer.extend([], tokens=range(4, 8))
-    with pytest.raises(BlocksError, match="outside"):
+    with pytest.raises(kvxfer.BlocksError, match="outside"):
         offer.extend([99], tokens=range(4, 8))
-    with pytest.raises(TokensError, match="layer 9 is not held"):
+    with pytest.raises(kvxfer.TokensError, match="layer 9 is not held"):
         offer.ready(layers=[0, 9])
-    with pytest.raises(TokensError, match="outside the 4 tokens"):
+    with pytest.raises(kvxfer.TokensError, match="outside the 4 tokens"):
         offer.ready(tokens=5)
-    with pytest.raises(TokensError, match="layer 0 is ready up to token 0 of 4; call ready"):
+    with pytest.raises(kvxfer.TokensError, match="layer 0 is ready up to token 0 of 4; call ready"):
         offer.finish()
     offer.ready(layers=[1])
-    with pytest.raises(TokensError, match="layer 0"):
+    with pytest.raises(kvxfer.TokensError, match="layer 0"):
         offer.finish()
     offer.ready(tokens=2)
-    with pytest.raises(TokensError, match="layer 0 is ready up to token 2 of 4"):
+    with pytest.raises(kvxfer.TokensError, match="layer 0 is ready up to token 2 of 4"):
         offer.finish()
     offer.ready()
-    with pytest.raises(TokensError, match="65536"):
+    with pytest.raises(kvxfer.TokensError, match="65536"):
         offer.finish(b"x" * 65537)
     offer.finish(b"y")
     for late in (offer.finish, offer.ready, lambda: offer.extend([2], tokens=range(4, 8))):
-        with pytest.raises(RequestError, match="finished"):
+        with pytest.raises(kvxfer.RequestError, match="finished"):
             late()
     copied = Copied(target).bring(source, [1], [5], range(4))
     result = await decode.fetch(prefill.engine.ticket("r"), [5], tokens=range(4), timeout=5)
     assert result.payload == b"y"
     copied.check()
     await offer.released()
-    with pytest.raises(RequestError, match="ended"):
+    with pytest.raises(kvxfer.RequestError, match="ended"):
         offer.ready()
 
 
@@ -500,34 +488,34 @@ async def test_state_is_never_that_of_another_token(stage):
     transfer = decode.start_fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
     await transfer.layers(0, 1)
     offer.extend({"full": [], "state": []}, tokens=range(4, 8))
-    with pytest.raises(TransferFailedError) as caught:
+    with pytest.raises(kvxfer.TransferFailedError) as caught:
         await transfer
-    assert caught.value.reason is Code.TOKENS
+    assert caught.value.reason is kvxfer.Code.TOKENS
     sources[1].memory[7] += 1
     offer.ready()
     offer.finish()
     await decode.fetch(prefill.engine.ticket("r"), {"full": [1, 2], "state": [1]}, tokens=range(8), timeout=5)
     assert torch.equal(targets[1].memory[7][:, 1], sources[1].memory[7][:, 0])
-    with refused(Code.TICKET_RELEASED):
+    with refused(kvxfer.Code.TICKET_RELEASED):
         await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
 
 
-@pytest.mark.parametrize("ending", [Released, Expired, Withdrawn])
+@pytest.mark.parametrize("ending", [kvxfer.Released, kvxfer.Expired, kvxfer.Withdrawn])
 @virtual
 async def test_streaming_goes_on_after_an_offer_has_ended_by_itself(one, ending):
     """A model's hooks cannot know that the decode engine needs no more, or gave up."""
     await one.pair(prefill=FAST)
     offer = one.prefill.offer("r", streaming=True)
     offer.extend([1], tokens=range(4))
-    if ending is Released:
+    if ending is kvxfer.Released:
         await one.decode.decline(one.ticket("r"))
-    elif ending is Withdrawn:
+    elif ending is kvxfer.Withdrawn:
         await offer.withdraw()
     assert isinstance(await offer.released(), ending)
     calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
     for call in calls:
-        if ending is Withdrawn:
-            with pytest.raises(RequestError, match="is ended"):
+        if ending is kvxfer.Withdrawn:
+            with pytest.raises(kvxfer.RequestError, match="is ended"):
                 call()
         else:
             call()

@@ -8,21 +8,7 @@ import pytest
 import torch
 from stage import SOON, Cache, Copied, Gate, awake, eventually, frames, is_quiet, quarantined, quiet
 
-from kvxfer import (
-    BlocksError,
-    ClosedError,
-    Code,
-    Expired,
-    KvxferError,
-    MemoryInDoubt,
-    MismatchError,
-    PeerLostError,
-    RefusedError,
-    Released,
-    TransferFailedError,
-    UnreachableError,
-    Withdrawn,
-)
+import kvxfer
 from kvxfer.protocol.messages import Accept
 
 TOKENS = range(8)
@@ -38,7 +24,7 @@ async def works(stage, prefill, decode, offer):
     copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
     await decode.fetch(prefill.engine.ticket(offer.request), [3, 4], tokens=TOKENS, timeout=5)
     copied.check()
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, decode)
 
 
@@ -69,7 +55,7 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
             await asyncio.sleep(0)
         assert not transfer.done
         stage.network.release("*")
-    with pytest.raises(PeerLostError, match="hold no usable data"):
+    with pytest.raises(kvxfer.PeerLostError, match="hold no usable data"):
         async with asyncio.timeout(30):
             await transfer
     assert transfer.memory_safe
@@ -99,7 +85,7 @@ async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monk
     )
     assert not transfer.done
     answer()
-    with pytest.raises(PeerLostError, match="hold no usable data"):
+    with pytest.raises(kvxfer.PeerLostError, match="hold no usable data"):
         async with asyncio.timeout(5):
             await transfer
     assert transfer.memory_safe
@@ -113,13 +99,13 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     inside.cut(decode)
-    with pytest.raises(MemoryInDoubt) as caught:
+    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
         await transfer
-    assert isinstance(caught.value.__cause__, PeerLostError)
+    assert isinstance(caught.value.__cause__, kvxfer.PeerLostError)
     assert caught.value.blocks == {"default": (3, 4)}
     assert caught.value.peer.startswith("prefill")
     await eventually(lambda: len(inside.sessions(decode)) == 1)
-    with pytest.raises(BlocksError):
+    with pytest.raises(kvxfer.BlocksError):
         decode.offer("mine", [3], tokens=4)
     inside.cut(prefill)  # once more, while the answer is outstanding
     await eventually(lambda: frames(decode, "Accept") == 1)
@@ -138,7 +124,7 @@ async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source
     inside.cut(decode)
     withdrawing = asyncio.create_task(offer.withdraw())
     for waiting in (transfer, withdrawing):
-        with pytest.raises(MemoryInDoubt) as caught:
+        with pytest.raises(kvxfer.MemoryInDoubt) as caught:
             await waiting
     if listen_again is not None:
         assert not awake(prefill)  # nobody is there whom it would help
@@ -156,7 +142,7 @@ async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stag
     _, transfer = await begin(stage, prefill, decode, "in flight")
     helped = inside.holds(prefill)
     inside.cut(decode)
-    with pytest.raises(MemoryInDoubt):
+    with pytest.raises(kvxfer.MemoryInDoubt):
         await transfer
     await eventually(lambda: helped)
     await eventually(lambda: not awake(prefill))
@@ -178,8 +164,8 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
         await asyncio.sleep(0)
     assert not withdrawing.done()
     stage.network.release("*")
-    assert isinstance(await withdrawing, Withdrawn)
-    with pytest.raises(KvxferError):
+    assert isinstance(await withdrawing, kvxfer.Withdrawn)
+    with pytest.raises(kvxfer.KvxferError):
         await transfer
     await quiet(prefill, decode)
     assert not prefill.describe()["custody"].holders
@@ -192,7 +178,7 @@ async def test_a_stream_that_is_cut_as_the_question_is_sent_ends_the_fetch(stage
     monkeypatch.setattr("kvxfer.peers.link._SLICE_BYTES", 0)
     monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", 0)
     _, transfer = stage.begin(prefill, decode, timeout=None, after=Gate())
-    with pytest.raises(PeerLostError):
+    with pytest.raises(kvxfer.PeerLostError):
         await asyncio.wait_for(transfer.outcome, 5)
 
 
@@ -212,15 +198,15 @@ async def test_the_prefill_worker_closes(stage, source, target, route, step):
     if step == "in flight":
         await eventually(lambda: offer.state.value == "ending")
         stage.network.release("*")
-    with pytest.raises((TransferFailedError, RefusedError)) as caught:
+    with pytest.raises((kvxfer.TransferFailedError, kvxfer.RefusedError)) as caught:
         async with asyncio.timeout(30):
             await transfer
-    assert caught.value.reason is (Code.DRAINING if step == "parked" else Code.OFFER_WITHDRAWN)
+    assert caught.value.reason is (kvxfer.Code.DRAINING if step == "parked" else kvxfer.Code.OFFER_WITHDRAWN)
     await closing
     if offer is not None:
-        assert isinstance(await offer.released(), Withdrawn)
+        assert isinstance(await offer.released(), kvxfer.Withdrawn)
     await quiet(decode)
-    with pytest.raises(UnreachableError):
+    with pytest.raises(kvxfer.UnreachableError):
         await decode.fetch(prefill.engine.ticket(transfer.request), [3], tokens=range(4), timeout=5)
 
 
@@ -233,7 +219,7 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
     if step == "in flight":
         await eventually(lambda: transfer.done or inside.being_stopped(decode))
         stage.network.release("*")
-    with pytest.raises(ClosedError, match="the worker was closed"):  # an error, not a cancellation of our task
+    with pytest.raises(kvxfer.ClosedError, match="the worker was closed"):  # an error, not a cancellation of our task
         await waiting
     await closing
     await quiet(prefill)
@@ -257,7 +243,7 @@ async def test_the_decode_worker_vanishes_for_good(stage, source, target):
     inside.cut(decode)
     stage.network.disconnect("decode")
     async with asyncio.timeout(30):
-        assert isinstance(await offer.released(), Expired)
+        assert isinstance(await offer.released(), kvxfer.Expired)
     await quiet(prefill)
     transfer.cancel()
 
@@ -270,15 +256,15 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
     inside.stop_listening(prefill)
     inside.cut(prefill)
     again = await stage.worker("again", source, route="direct", **where)
-    with pytest.raises(MemoryInDoubt) as caught:
+    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
         await transfer
-    with pytest.raises(MismatchError, match="it has restarted") as restarted:
+    with pytest.raises(kvxfer.MismatchError, match="it has restarted") as restarted:
         await decode.fetch(ticket, [7, 8], tokens=TOKENS, timeout=5)
     assert restarted.value.fields["epoch"] == (ticket["epoch"], again.engine.card.epoch)
     assert decode.describe()["in_doubt"] == 1
     settling = asyncio.create_task(caught.value.settled())
     await decode.aclose(drain=False)
-    with pytest.raises(ClosedError, match="never reuse"):
+    with pytest.raises(kvxfer.ClosedError, match="never reuse"):
         await settling
     assert offer.request == "r"
 
@@ -290,7 +276,7 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
 async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, route, after):
     # a later write tells that all before it has ended, unless it waits for them itself, or cannot be made
     doubt = after == "disconnected" and route == "direct"
-    fails = MemoryInDoubt if doubt else KvxferError
+    fails = kvxfer.MemoryInDoubt if doubt else kvxfer.KvxferError
     times = {**(SOON if doubt else {}), "no_progress_timeout": 0.2}
     prefill, decode = await stage.pair(source, target, route=route, **times)
     far = "prefill" if route == "pull" else "decode"
@@ -305,7 +291,7 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
     with pytest.raises(fails) as caught:
         async with asyncio.timeout(30):
             await broken
-    assert isinstance(caught.value, MemoryInDoubt) == doubt
+    assert isinstance(caught.value, kvxfer.MemoryInDoubt) == doubt
     # else it would not be known when it is over: on staged nobody waits for that
     agents = {"pull": (decode,), "direct": (prefill, decode)}.get(route, ()) if after == "bytes linger" else ()
     for worker in (prefill, decode):
@@ -320,7 +306,7 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
     for layer, memory in target.memory.items():
         others.expected[layer][:, 8] = memory[:, 8]  # the broken one's
     others.check()
-    assert {type(await offer.released()) for offer in offers[1:]} == {Released}
+    assert {type(await offer.released()) for offer in offers[1:]} == {kvxfer.Released}
     if after not in {"bytes linger", "disconnected"}:
         await offers[0].withdraw()
         await quiet(prefill, decode)
@@ -338,23 +324,23 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     for _ in range(3):  # the other chunk, and the write that would tell that all before it has ended
         stage.network.refuse_next("decode")
-    with pytest.raises(KvxferError):
+    with pytest.raises(kvxfer.KvxferError):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     stage.network.mend("decode")
     stage.network.release("decode")  # or nothing more would end
     assert not offer.wait_end().done()  # it is live: somebody may fetch it again
     await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
     if route == "staged":  # the post read the staging extent, not the blocks
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
         return
-    with pytest.raises(MemoryInDoubt) as caught:
+    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
         await offer.released()
-    with pytest.raises(BlocksError, match="may still read it"):
+    with pytest.raises(kvxfer.BlocksError, match="may still read it"):
         prefill.offer("s", [1], tokens=4)
     settling = asyncio.create_task(caught.value.settled())
     if then == "closes":
         await prefill.aclose(drain=False)
-        with pytest.raises(ClosedError, match="never reuse its blocks"):
+        with pytest.raises(kvxfer.ClosedError, match="never reuse its blocks"):
             await settling
     else:
         inside.consider_rebuilding(prefill)
@@ -422,10 +408,10 @@ async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, targ
     else:
         inside.keep_agent(prefill)
         paused = False
-    with pytest.raises(KvxferError, match="no progress") as caught:
+    with pytest.raises(kvxfer.KvxferError, match="no progress") as caught:
         async with asyncio.timeout(10):
             await transfer
-    assert not isinstance(caught.value, MemoryInDoubt)
+    assert not isinstance(caught.value, kvxfer.MemoryInDoubt)
     await eventually(lambda: is_quiet(decode))
     for worker in (prefill, decode):
         await eventually(lambda worker=worker: worker.describe()["agent"]["rebuilt"] == anew)

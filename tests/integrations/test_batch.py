@@ -1,33 +1,14 @@
 """A step over several sequences gives what a step over each of them alone gives, in tokens and in K and V."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from kvxfer.errors import BlocksError, TokensError, UsageError
 from kvxfer.integrations.batch import decode_step
-from kvxfer.integrations.transformers import PagedCache, Sequence, decode, prefill, tiny_llama
+from kvxfer.integrations.transformers import Sequence, decode, prefill, tiny_llama
+from tests.integrations.test_transformers import LENGTHS, SEED, pool, prompt
 
-SEED, STEPS = 3, 12
-LENGTHS = [1, 15, 16, 17, 40]
-
-
-def prompt(length):
-    return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
-def pool(model, layout: Any = "NHD", block_tokens=16, num_blocks=40, cross_layer=False, ranks=1):
-    return PagedCache(
-        model.config,
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        layout=layout,
-        dtype=model.dtype,
-        device=model.device,
-        cross_layer=cross_layer,
-        ranks=[model.device] * ranks,
-    )
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +31,7 @@ def alone(model):
 
 @pytest.mark.parametrize(
     ("attention", "layout", "block_tokens", "divided"),
-    [("eager", "NHD", 32, {}), ("sdpa", "HND", 16, {"cross_layer": True, "ranks": 2})],
+    [("eager", "NHD", 32, {}), ("sdpa", "HND", 16, {"cross_layer": True, "ranks": ["cpu", "cpu"]})],
 )
 def test_sequences_that_come_and_go_are_as_if_alone(alone, attention, layout, block_tokens, divided):
     model = tiny_llama(SEED)

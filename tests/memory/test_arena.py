@@ -9,54 +9,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer import memory
 from kvxfer.errors import ArenaError, ConfigError
-from kvxfer.memory import (
-    ALIGNMENT,
-    TRANSITIONS,
-    Arena,
-    Decisions,
-    Extent,
-    ExtentState,
-    InvariantError,
-    Request,
-    Share,
-)
 from kvxfer.memory.books import Gaps
 
 UNIT = 512
 BASE = 1 << 40
-FREE, RESERVED, WRITING, QUARANTINED = ExtentState
+FREE, RESERVED, WRITING, QUARANTINED = memory.ExtentState
 
 
-def make(units: int = 64, **options) -> Share:
-    return Share("receive", base=BASE, capacity=units * UNIT, **options)
+def make(units: int = 64, **options) -> memory.Share:
+    return memory.Share("receive", base=BASE, capacity=units * UNIT, **options)
 
 
-def ask(share: Share, peer: str, units: int, *, now: float = 0.0, deadline: float = math.inf) -> Request:
+def ask(share: memory.Share, peer: str, units: int, *, now: float = 0.0, deadline: float = math.inf) -> memory.Request:
     return share.request(peer, units * UNIT, now=now, deadline=deadline)
 
 
-def take(share: Share, peer: str, units: int) -> Extent:
+def take(share: memory.Share, peer: str, units: int) -> memory.Extent:
     request = ask(share, peer, units)
     ((granted, extent),) = share.advance(0.0).granted
     assert granted is request
     return extent
 
 
-def names(decisions: Decisions) -> list[str]:
+def names(decisions: memory.Decisions) -> list[str]:
     return [request.peer for request, _ in decisions.granted]
 
 
 class TestStates:
     def test_the_table_is_the_documented_one(self):
         ends = {RESERVED: {WRITING, FREE, QUARANTINED}, WRITING: {FREE, QUARANTINED}, QUARANTINED: {FREE}}
-        assert {source: set(targets) for source, targets in TRANSITIONS.items()} == {FREE: {RESERVED}, **ends}
+        assert {source: set(targets) for source, targets in memory.TRANSITIONS.items()} == {FREE: {RESERVED}, **ends}
 
     def test_an_extent_of_another_share_is_refused(self):
         extent = take(make(), "a", 4)
         other = make()
         take(other, "a", 4)
-        with pytest.raises(InvariantError, match="another share"):
+        with pytest.raises(memory.InvariantError, match="another share"):
             other.release(extent)
         assert extent.state is RESERVED
 
@@ -69,7 +59,7 @@ class TestGaps:
         gaps.give(0, 100)
         gaps.give(300, 90)
         before = gaps.runs()
-        with pytest.raises(InvariantError):
+        with pytest.raises(memory.InvariantError):
             gaps.give(offset, length)
         assert gaps.runs() == before
 
@@ -145,7 +135,7 @@ class TestRefusals:
         assert isinstance(error, ArenaError)
         assert share.withdraw(large) is None
         assert share.withdraw(small) is not None
-        assert share.advance(0.0) == Decisions([], [], [])
+        assert share.advance(0.0) == memory.Decisions([], [], [])
 
     def test_numbers_of_numpy_and_odd_sizes_become_aligned_ints(self):
         np = pytest.importorskip("numpy")
@@ -297,7 +287,7 @@ class TestFairness:
         for _ in range(own):
             ask(share, "victim", rng.randint(1, 4))
         victim = ask(share, "victim", size)
-        live: list[Extent] = []
+        live: list[memory.Extent] = []
         grants = 0
         for _ in range(2000):
             for peer in range(peers):
@@ -380,26 +370,26 @@ class TestQuarantine:
 class TestArena:
     @given(base=st.integers(0, 1 << 47), capacity=st.integers(1 << 10, 1 << 40))
     def test_any_split_stays_inside_and_is_aligned(self, base, capacity):
-        arena = Arena.split(base, capacity)
+        arena = memory.Arena.split(base, capacity)
         for share in (arena.sending, arena.receiving):
-            assert share.base % ALIGNMENT == share.capacity % ALIGNMENT == 0
+            assert share.base % memory.ALIGNMENT == share.capacity % memory.ALIGNMENT == 0
         assert base <= arena.sending.base
         assert arena.sending.base + arena.sending.capacity == arena.receiving.base
         assert arena.receiving.base + arena.receiving.capacity <= base + capacity
-        assert arena.sending.capacity + arena.receiving.capacity > capacity - 2 * ALIGNMENT
-        assert 0 <= arena.receiving.capacity - arena.sending.capacity <= ALIGNMENT
+        assert arena.sending.capacity + arena.receiving.capacity > capacity - 2 * memory.ALIGNMENT
+        assert 0 <= arena.receiving.capacity - arena.sending.capacity <= memory.ALIGNMENT
 
     def test_without_bytes_it_is_off_and_says_so(self):
-        arena = Arena.split(0, 0)
+        arena = memory.Arena.split(0, 0)
         for share in (arena.sending, arena.receiving):
             with pytest.raises(ArenaError, match="arena_bytes=0"):
                 share.request("a", 1, now=0.0, deadline=1.0)
-            assert share.advance(0.0) == Decisions([], [], [])
+            assert share.advance(0.0) == memory.Decisions([], [], [])
 
     @pytest.mark.parametrize(("base", "capacity"), [(0, 100), (0, -1), (511, 512)])
     def test_what_cannot_be_split_is_refused(self, base, capacity):
         with pytest.raises(ConfigError):
-            Arena.split(base, capacity)
+            memory.Arena.split(base, capacity)
 
     @pytest.mark.parametrize(
         ("base", "capacity", "most"),
@@ -407,4 +397,4 @@ class TestArena:
     )
     def test_what_is_no_share_is_refused(self, base, capacity, most):
         with pytest.raises(ConfigError):
-            Share("send", base=base, capacity=capacity, max_overtakes=most)
+            memory.Share("send", base=base, capacity=capacity, max_overtakes=most)

@@ -5,25 +5,8 @@ import json
 import pytest
 
 from kvxfer.errors import IdentityError, MismatchError
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Abandon,
-    Accept,
-    Agent,
-    Arrived,
-    Cancel,
-    Fetch,
-    Goodbye,
-    Hello,
-    KvAgentResult,
-    Landed,
-    Refuse,
-    Reserve,
-    Status,
-    Want,
-    Welcome,
-)
 from kvxfer.protocol.session import Identity, IdentityKey, Opened, Role, Session, State, Terms
 from kvxfer.protocol.transfer import Failure, Receiving, Sending, SendState
 from kvxfer.tools.inspect import registry_name
@@ -59,7 +42,7 @@ def session(role, greeting, secret):
         greeting.capabilities, greeting.package,
     )  # fmt: skip
     own = messages(CONVERSATIONS[0], "decode" if role is Role.CLIENT else "prefill")
-    agent = next(message for message in own if isinstance(message, Agent))
+    agent = next(message for message in own if isinstance(message, wire.Agent))
     key = IdentityKey(bytes.fromhex(SAME[f"{role.value}_private"]))
     terms = Terms([tuple(pair) for pair in SETTING["facts"]], bytes(agent.body), key, secret=secret)
     return Session(role, identity, terms, nonce=greeting.nonce, now=0.0)
@@ -84,29 +67,29 @@ def test_frames_decode_in_order(conversation):
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=name)
 def test_the_outcome_is_what_the_frames_say(conversation):
-    results = [m for m in messages(conversation) if isinstance(m, KvAgentResult)]
-    whole = [m for m in results if m.chunk == WHOLE]
+    results = [m for m in messages(conversation) if isinstance(m, wire.KvAgentResult)]
+    whole = [m for m in results if m.chunk == wire.WHOLE]
     outcome = conversation["outcome"]
-    assert (outcome == "refused") == any(isinstance(m, Refuse) for m in messages(conversation))
-    assert (outcome == "done") == any(m.last and m.status is Status.OK for m in results)
-    assert (outcome == "stopped") == any(m.status not in (Status.OK, Status.IN_DOUBT) for m in whole)
-    final = [m for m in results if m.status is not Status.IN_DOUBT]  # which a later one may settle
+    assert (outcome == "refused") == any(isinstance(m, wire.Refuse) for m in messages(conversation))
+    assert (outcome == "done") == any(m.last and m.status is wire.Status.OK for m in results)
+    assert (outcome == "stopped") == any(m.status not in (wire.Status.OK, wire.Status.IN_DOUBT) for m in whole)
+    final = [m for m in results if m.status is not wire.Status.IN_DOUBT]  # which a later one may settle
     assert sum(m.last for m in final) == (outcome in {"done", "stopped"})
-    assert len({m.transfer for m in messages(conversation) if isinstance(m, Fetch)}) <= 1
+    assert len({m.transfer for m in messages(conversation) if isinstance(m, wire.Fetch)}) <= 1
 
 
 @pytest.mark.parametrize("conversation", OPENED, ids=name)
 def test_two_sessions_write_the_same_handshake(conversation):
     secret = bytes.fromhex(SETTING["secret"])
     hello, welcome = messages(conversation)[:2]
-    assert isinstance(hello, Hello)
-    assert isinstance(welcome, Welcome)
+    assert isinstance(hello, wire.Hello)
+    assert isinstance(welcome, wire.Welcome)
     client = session(Role.CLIENT, hello, secret)
     server = session(Role.SERVER, welcome, secret)
-    wire = {"decode": client, "prefill": server}
+    ends = {"decode": client, "prefill": server}
     events = []
     for line in conversation["frames"][:4]:
-        sender, receiver = wire[line["from"]], wire["prefill" if line["from"] == "decode" else "decode"]
+        sender, receiver = ends[line["from"]], ends["prefill" if line["from"] == "decode" else "decode"]
         out = sender.take_output()
         assert out.hex() == line["frame"]
         events += receiver.receive(out, 1.0)
@@ -118,7 +101,7 @@ def test_two_sessions_write_the_same_handshake(conversation):
         assert received == [m for m in messages({"frames": after}) if m is not None]
 
 
-FETCHED = [c for c in CONVERSATIONS if any(isinstance(m, Fetch) for m in messages(c))]
+FETCHED = [c for c in CONVERSATIONS if any(isinstance(m, wire.Fetch) for m in messages(c))]
 
 
 class Played:
@@ -140,54 +123,54 @@ class Played:
     def play(self, message):
         sending, receiving = self.sending, self.receiving
         match message:
-            case Accept():
+            case wire.Accept():
                 self.said(sending.accept(message))
                 receiving.accept(message)
                 self.total = message.bytes
-            case Refuse():
+            case wire.Refuse():
                 self.said(sending.refuse(message.code, message.reason))
                 receiving.refused(message)
-            case Want():
+            case wire.Want():
                 if sending.state is SendState.PARKED:
                     self.said([message])  # the shell's own: the grant is void
                 else:
                     self.said(sending.announce(message.chunks, message.lease_ms, message.spans, message.generation))
                 receiving.wanted(message)
-            case Reserve():
+            case wire.Reserve():
                 sending.reserve(message)
                 if receiving.arrived > receiving.chunks_done:
                     receiving.done(receiving.arrived)
                 given = message.generation, message.ring, message.copied, message.token
                 granted = receiving.grant(message.chunks, message.lease_ms, *given)
                 assert granted == [message]
-            case Landed():
+            case wire.Landed():
                 sending.landed(message)
                 receiving.read(message.chunks)
                 assert receiving.landed(message.chunks) == [message]
-            case Arrived():
+            case wire.Arrived():
                 self.moved(message.chunks, message.timings)
                 self.said(sending.news())
                 assert receiving.came(message)
-            case KvAgentResult(status=Status.OK):
+            case wire.KvAgentResult(status=wire.Status.OK):
                 self.moved(sending.granted, message.timings)
                 self.said(sending.finish_offer(message.payload))
                 assert receiving.result(message) is not None
-            case KvAgentResult():
-                failure = Failure(Status.CANCELLED, message.code, message.reason)
-                if message.status is Status.IN_DOUBT:
+            case wire.KvAgentResult():
+                failure = Failure(wire.Status.CANCELLED, message.code, message.reason)
+                if message.status is wire.Status.IN_DOUBT:
                     self.said(sending.unread(in_doubt=True))
                 elif sending.state is SendState.ENDED:
                     self.said([message])  # the shell's own: it answers Cancel for what has ended
                 else:
                     self.said(sending.stop(failure))
-                    if message.chunk != WHOLE:
+                    if message.chunk != wire.WHOLE:
                         self.said(sending.overdue())
                     elif sending.moving:
                         self.said(sending.dropped(sending.moving))
                 assert receiving.result(message) is not None
-            case Abandon() | Cancel():
-                failure = Failure(Status.CANCELLED, message.code, "")
-                reads = isinstance(message, Abandon)
+            case wire.Abandon() | wire.Cancel():
+                failure = Failure(wire.Status.CANCELLED, message.code, "")
+                reads = isinstance(message, wire.Abandon)
                 said = receiving.unread() or receiving.cancel(failure, reading=reads)
                 assert said == [message]
                 if not reads:
@@ -202,10 +185,14 @@ def test_the_machines_of_a_transfer_say_the_same(conversation):
     told = []
     for line in conversation["frames"]:
         message = decode(bytes.fromhex(line["frame"])[4:])
-        if isinstance(message, Fetch):
+        if isinstance(message, wire.Fetch):
             played = Played(message)
         elif played:
-            told += [message] if isinstance(message, Accept | Refuse | Want | Arrived | KvAgentResult) else []
+            told += (
+                [message]
+                if isinstance(message, wire.Accept | wire.Refuse | wire.Want | wire.Arrived | wire.KvAgentResult)
+                else []
+            )
             played.play(message)
     assert played
     assert played.sent == told
@@ -230,12 +217,12 @@ def test_a_session_notices_a_version_mismatch(script, role):
 def test_a_session_refuses_somebody_else():
     conversation = next(c for c in CONVERSATIONS if c["name"] == "not_the_same_process")
     hello, welcome, _, goodbye = messages(conversation)
-    assert isinstance(goodbye, Goodbye)
+    assert isinstance(goodbye, wire.Goodbye)
     server = session(Role.SERVER, welcome, bytes.fromhex(SETTING["secret"]))
     with pytest.raises(IdentityError, match=goodbye.reason):
         list(server.receive(sent(conversation, "decode"), 1.0))
     answered = list(FrameReader(SESSION_FRAME_LIMIT).feed(server.take_output()))
-    assert [type(message) for message in answered] == [Welcome, Goodbye]
+    assert [type(message) for message in answered] == [wire.Welcome, wire.Goodbye]
     assert answered[1] == goodbye
     client = session(Role.CLIENT, hello, bytes.fromhex(SETTING["secret"]))
     with pytest.raises(IdentityError, match=goodbye.reason):

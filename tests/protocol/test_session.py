@@ -21,39 +21,9 @@ from kvxfer.errors import (
     UnreachableError,
 )
 from kvxfer.names import CONVERTIBLE, MAX_WORLD
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import decode, encode, encode_body
-from kvxfer.protocol.messages import (
-    WHOLE,
-    Abandon,
-    Accept,
-    Agent,
-    AgentBody,
-    Arrived,
-    Cancel,
-    Capability,
-    Check,
-    Claim,
-    Fetch,
-    Goodbye,
-    Hello,
-    KvAgentResult,
-    Landed,
-    Message,
-    Ping,
-    Refuse,
-    Release,
-    Renewed,
-    Reserve,
-    Route,
-    Span,
-    Status,
-    Sums,
-    TicketRef,
-    Want,
-    Welcome,
-    pack_u32,
-)
 from kvxfer.protocol.session import (
     RECEIVED_WHEN_OPEN,
     TRANSITIONS,
@@ -66,40 +36,40 @@ from kvxfer.protocol.session import (
     Terms,
 )
 
-BODY = AgentBody("loopback", b"meta", [])
+BODY = wire.AgentBody("loopback", b"meta", [])
 FACTS = [("default.dtype", "float16"), ("model", "llama")]
 KEYS = {Role.CLIENT: IdentityKey(b"d" * 32), Role.SERVER: IdentityKey(b"p" * 32)}
 WHO = {
     Role.CLIENT: Identity("decode", b"D" * 16, KEYS[Role.CLIENT].incarnation, 1, 4, 3, "kvxfer 1.0"),
     Role.SERVER: Identity("prefill", b"P" * 16, KEYS[Role.SERVER].incarnation, 0, 2, 7, "kvxfer 1.1"),
 }
-TICKET = TicketRef("r", 0, b"m" * 16)
+TICKET = wire.TicketRef("r", 0, b"m" * 16)
 SAMPLES = {
     type(message): message
     for message in (
-        Hello(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
-        Welcome(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
-        Agent([], memoryview(encode_body(BODY)), b"s" * 32),
-        Ping(),
-        Claim([TICKET]),
-        Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
-        Accept(1, Route.STAGED, 1, [], 1, 1, 1, b""),
-        Refuse(1, Code.TOO_MANY, "no"),
-        Want(1, 1),
-        Reserve(1, 1, 1),
-        Landed(1, 1),
-        Arrived(1, 1),
-        KvAgentResult(1, WHOLE, Status.OK, 1, True),
-        Cancel(1),
-        Release(TICKET),
-        Goodbye(),
-        Check(16),
-        Sums(1, 0, bytes(16)),
-        Abandon(1),
-        Renewed(1, b"metadata"),
+        wire.Hello(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        wire.Welcome(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        wire.Agent([], memoryview(encode_body(BODY)), b"s" * 32),
+        wire.Ping(),
+        wire.Claim([TICKET]),
+        wire.Fetch(1, TICKET, [], [], 0, 1, [wire.Route.STAGED], 1, 1),
+        wire.Accept(1, wire.Route.STAGED, 1, [], 1, 1, 1, b""),
+        wire.Refuse(1, Code.TOO_MANY, "no"),
+        wire.Want(1, 1),
+        wire.Reserve(1, 1, 1),
+        wire.Landed(1, 1),
+        wire.Arrived(1, 1),
+        wire.KvAgentResult(1, wire.WHOLE, wire.Status.OK, 1, True),
+        wire.Cancel(1),
+        wire.Release(TICKET),
+        wire.Goodbye(),
+        wire.Check(16),
+        wire.Sums(1, 0, bytes(16)),
+        wire.Abandon(1),
+        wire.Renewed(1, b"metadata"),
     )
 }
-LONG = Want(4, 50, 0, [Span("g", 0, pack_u32(range(50)))])
+LONG = wire.Want(4, 50, 0, [wire.Span("g", 0, wire.pack_u32(range(50)))])
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
 
 
@@ -184,11 +154,11 @@ def test_a_handshake_completes_on_both_sides():
 
 
 def test_the_tables_name_every_message():
-    every = set(Message.__args__)
+    every = set(wire.Message.__args__)
     assert set(SAMPLES) == every
     handshake = {kind for _, _, kind in TRANSITIONS}
     assert handshake | RECEIVED_WHEN_OPEN[Role.CLIENT] | RECEIVED_WHEN_OPEN[Role.SERVER] == every
-    assert RECEIVED_WHEN_OPEN[Role.CLIENT] & RECEIVED_WHEN_OPEN[Role.SERVER] == {Ping, Goodbye, Renewed}
+    assert RECEIVED_WHEN_OPEN[Role.CLIENT] & RECEIVED_WHEN_OPEN[Role.SERVER] == {wire.Ping, wire.Goodbye, wire.Renewed}
     assert set(TRANSITIONS.values()) == {State.GREETED, State.OPEN}
 
 
@@ -197,14 +167,14 @@ def test_the_tables_name_every_message():
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_every_message_in_every_state(role, state, kind):
     side = in_state(role, state)
-    frame = agent_for(role) if kind is Agent else encode(SAMPLES[kind])
+    frame = agent_for(role) if kind is wire.Agent else encode(SAMPLES[kind])
     if state is State.CLOSED:
         assert list(side.receive(frame, 1.0)) == []
     elif state is State.OPEN and kind in RECEIVED_WHEN_OPEN[role]:
-        assert list(side.receive(frame, 1.0)) == ([] if kind is Ping else [SAMPLES[kind]])
+        assert list(side.receive(frame, 1.0)) == ([] if kind is wire.Ping else [SAMPLES[kind]])
         assert side.state is State.OPEN
-        assert side.draining == (kind is Goodbye)
-    elif kind is Goodbye:
+        assert side.draining == (kind is wire.Goodbye)
+    elif kind is wire.Goodbye:
         with pytest.raises(UnreachableError, match="goodbye: DRAINING"):
             list(side.receive(frame, 1.0))
         assert side.state is State.CLOSED
@@ -220,8 +190,8 @@ def test_every_message_in_every_state(role, state, kind):
 
 def test_an_illegal_message_does_not_undo_what_came_before_it():
     _, server = opened()
-    events = iter(server.receive(encode(Cancel(1)) + encode(SAMPLES[Accept]) + encode(Cancel(2)), 1.0))
-    assert next(events) == Cancel(1)
+    events = iter(server.receive(encode(wire.Cancel(1)) + encode(SAMPLES[wire.Accept]) + encode(wire.Cancel(2)), 1.0))
+    assert next(events) == wire.Cancel(1)
     with pytest.raises(ProtocolError):
         next(events)
     assert next(events, None) is None
@@ -243,7 +213,7 @@ def test_impossible_greetings_are_refused(role, wrong):
 def test_goodbye_before_it_is_open_gives_the_reason():
     client, _ = pair()
     with pytest.raises(UnreachableError, match="goodbye: full up"):
-        list(client.receive(encode(Goodbye(Code.TOO_MANY, "full up")), 0.0))
+        list(client.receive(encode(wire.Goodbye(Code.TOO_MANY, "full up")), 0.0))
 
 
 # --- versions
@@ -270,7 +240,7 @@ def test_no_common_version_is_named_by_both_sides(monkeypatch, newer):
         assert receiver.state is State.CLOSED
         data = receiver.take_output()  # the server says Welcome before it raises
         if receiver is server:
-            assert isinstance(decode(data[4:]), Welcome)
+            assert isinstance(decode(data[4:]), wire.Welcome)
     assert data == b""
     here = {newer: "3..4", OTHER[newer]: "2..2"}
     for role, error in errors.items():
@@ -350,7 +320,7 @@ def test_a_proof_cannot_be_sent_back():
     list(server.receive(client.take_output(), 0.0))
     stolen = decode(server.take_output()[4:]).proof
     with pytest.raises(UnreachableError):
-        list(server.receive(encode(Agent(FACTS, memoryview(encode_body(BODY)), stolen)), 0.0))
+        list(server.receive(encode(wire.Agent(FACTS, memoryview(encode_body(BODY)), stolen)), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +382,7 @@ def test_facts_are_compared_field_by_field_on_both_sides(ours, theirs):
 def test_dtypes_may_differ_if_the_opener_asked_for_conversion(theirs, ours, dim, asked, other_way):
     """Both sides decide alike, and what the server would ask for as a client does not count."""
     client, server = (
-        dataclasses.replace(WHO[role], capabilities=int(Capability.CONVERT if asks else Capability.STAGED))
+        dataclasses.replace(WHO[role], capabilities=int(wire.Capability.CONVERT if asks else wire.Capability.STAGED))
         for role, asks in ((Role.CLIENT, asked), (Role.SERVER, other_way))
     )
     facts = [[("k.dtype", dtype), ("k.dim", number)] for dtype, number in ((ours, "8"), (theirs, dim))]
@@ -446,7 +416,7 @@ def test_facts_come_before_the_body():
 
 def test_no_ping_when_something_was_sent():
     client, _ = opened(heartbeat=2.0)
-    client.send(Cancel(1), 1.5)
+    client.send(wire.Cancel(1), 1.5)
     client.take_output()
     client.tick(2.0)
     assert client.take_output() == b""
@@ -455,9 +425,9 @@ def test_no_ping_when_something_was_sent():
 
 def test_what_is_received_is_no_substitute_for_sending():
     client, _ = opened(heartbeat=2.0)
-    list(client.receive(encode(Ping()), 1.9))
+    list(client.receive(encode(wire.Ping()), 1.9))
     client.tick(2.0)
-    assert client.take_output() == encode(Ping())
+    assert client.take_output() == encode(wire.Ping())
 
 
 def test_two_idle_sessions_stay_open():
@@ -485,12 +455,12 @@ def test_a_side_speaks_as_often_as_its_peer(ours, theirs, agreed):
     assert client.take_output() == b""
     assert client.next_deadline() == agreed
     client.tick(agreed)
-    assert client.take_output() == encode(Ping())
+    assert client.take_output() == encode(wire.Ping())
 
 
 def test_silence_is_a_lost_peer():
     client, _ = opened(heartbeat=2.0, peer_timeout=5.0)
-    list(client.receive(encode(Ping())[:3], 3.0))  # a part of a frame is a sign of life as well
+    list(client.receive(encode(wire.Ping())[:3], 3.0))  # a part of a frame is a sign of life as well
     for now in (5.0, 7.0, 7.999):
         client.tick(now)
     assert client.next_deadline() == 8.0
@@ -499,7 +469,7 @@ def test_silence_is_a_lost_peer():
     assert caught.value.peer == client.peer.name
     assert client.state is State.CLOSED
     with pytest.raises(PeerLostError):
-        client.send(Cancel(1), 8.0)
+        client.send(wire.Cancel(1), 8.0)
     client.tick(100.0)
 
 
@@ -507,7 +477,7 @@ def test_a_side_that_speaks_all_the_time_notices_silence():
     """Its timer goes off but once: it never has to say that it lives."""
     client, _ = opened(heartbeat=2.0, peer_timeout=20.0)
     for now in np.arange(0.5, 20.0, 0.5):
-        client.send(Cancel(1), float(now))
+        client.send(wire.Cancel(1), float(now))
     assert client.next_deadline() == 20.0
     with pytest.raises(PeerLostError, match="silent for 20 s"):
         client.tick(20.0)
@@ -530,7 +500,7 @@ def test_what_a_side_slept_through_is_little_silence_of_its_peer(sends, heartbea
     client, _ = opened(heartbeat=heartbeat, peer_timeout=20.0)
     client.tick(heartbeat)
     if sends:
-        client.send(Cancel(1), 1000.0)
+        client.send(wire.Cancel(1), 1000.0)
     client.tick(1000.0)
     assert client.state is State.OPEN
     silent_until = 1000.0 + 20.0 - heartbeat - counted
@@ -566,9 +536,9 @@ def test_the_next_deadline_is_never_in_the_past(steps, role, state):
         now += delay
         try:
             if what == "send" and side.state is State.OPEN:
-                side.send(Ping(), now)
+                side.send(wire.Ping(), now)
             elif what == "hear" and side.state is State.OPEN:
-                list(side.receive(encode(Ping()), now))
+                list(side.receive(encode(wire.Ping()), now))
             side.tick(now)
         except (PeerLostError, UnreachableError):
             assert side.next_deadline() == math.inf
@@ -587,14 +557,14 @@ def test_a_closed_session_does_nothing(role):
     assert side.take_output() == b""
     assert side.next_deadline() == math.inf
     with pytest.raises(PeerLostError, match="closed"):
-        side.send(Ping(), 1.0)
+        side.send(wire.Ping(), 1.0)
 
 
 @pytest.mark.parametrize("state", [State.NEW, State.GREETED], ids=lambda state: state.value)
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_nothing_can_be_sent_before_it_is_open(role, state):
     with pytest.raises(PeerLostError, match=state.value):
-        in_state(role, state).send(Ping(), 0.0)
+        in_state(role, state).send(wire.Ping(), 0.0)
 
 
 # --- bytes
@@ -602,8 +572,8 @@ def test_nothing_can_be_sent_before_it_is_open(role, state):
 
 def test_closing_in_the_middle_of_a_read_drops_the_rest():
     _, server = opened()
-    events = server.receive(encode(Cancel(1)) + encode(Cancel(2)), 1.0)
-    assert next(iter(events)) == Cancel(1)
+    events = server.receive(encode(wire.Cancel(1)) + encode(wire.Cancel(2)), 1.0)
+    assert next(iter(events)) == wire.Cancel(1)
     server.close()
     assert list(events) == []
 
@@ -613,27 +583,27 @@ def test_closing_in_the_middle_of_a_read_drops_the_rest():
 def test_bytes_may_be_cut_anywhere(sizes, secret):
     terms = {"secret": b"s" if secret else None}
     client, server = pair(**terms)
-    wire = {Role.CLIENT: b"", Role.SERVER: b""}
+    under_way = {Role.CLIENT: b"", Role.SERVER: b""}
     seen = {Role.CLIENT: [], Role.SERVER: []}
     sizes, sent = list(sizes), False
     while True:
         for sender, receiver in ((client, server), (server, client)):
-            wire[sender.role] += sender.take_output()
+            under_way[sender.role] += sender.take_output()
             size = sizes.pop() if sizes else 7
-            data, wire[sender.role] = wire[sender.role][:size], wire[sender.role][size:]
+            data, under_way[sender.role] = under_way[sender.role][:size], under_way[sender.role][size:]
             seen[receiver.role] += receiver.receive(data, 0.0)
         if not sent and client.state is server.state is State.OPEN:
-            client.send(Cancel(3), 0.0)
+            client.send(wire.Cancel(3), 0.0)
             server.send(LONG, 0.0)
             sent = True
-        elif sent and not any(wire.values()):
+        elif sent and not any(under_way.values()):
             break
     assert seen[Role.CLIENT] == [Opened(client.peer), LONG]
-    assert seen[Role.SERVER] == [Opened(server.peer), Cancel(3)]
+    assert seen[Role.SERVER] == [Opened(server.peer), wire.Cancel(3)]
 
 
 def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
-    large = encode(Agent([], memoryview(bytes(100_000)), b"s" * 32))
+    large = encode(wire.Agent([], memoryview(bytes(100_000)), b"s" * 32))
     for role in Role:
         with pytest.raises(ProtocolError, match="over the limit"):
             list(in_state(role, State.NEW).receive(large[:4], 0.0))
@@ -644,7 +614,7 @@ def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 100)))
 def test_output_may_be_taken_in_slices_of_any_size(sizes):
-    frames = [LONG, Ping(), Cancel(3)]
+    frames = [LONG, wire.Ping(), wire.Cancel(3)]
     _, server = opened()
     for message in frames:
         assert server.send(message, 1.0, 100 * server.unsent_bytes) == b"", "it comes behind those that wait"
@@ -655,7 +625,7 @@ def test_output_may_be_taken_in_slices_of_any_size(sizes):
         assert len(taken[-1]) == min(most, len(whole) - sum(map(len, taken[:-1])))
         assert server.unsent_bytes == len(whole) - sum(map(len, taken))
     assert b"".join((*taken, server.take_output())) == whole
-    assert server.send(Ping(), 1.0, 100) == encode(Ping()), "it need not wait"
+    assert server.send(wire.Ping(), 1.0, 100) == encode(wire.Ping()), "it need not wait"
     assert server.unsent_bytes == 0
 
 

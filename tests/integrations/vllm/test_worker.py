@@ -6,16 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.blocking import (
-    Fetched,
-    FetchFailed,
-    OfferExpired,
-    OfferInDoubt,
-    OfferReleased,
-    OfferSettled,
-    OfferWithdrawn,
-    Settled,
-)
+from kvxfer import blocking
 from kvxfer.config import Config
 from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
 from kvxfer.geometry import CacheTensor
@@ -121,7 +112,9 @@ class Service:
     def poll(self, timeout=0.0):
         found, self.events = self.events, []
         for event in found:
-            if isinstance(event, OfferReleased | OfferExpired | OfferInDoubt | OfferWithdrawn):
+            if isinstance(
+                event, blocking.OfferReleased | blocking.OfferExpired | blocking.OfferInDoubt | blocking.OfferWithdrawn
+            ):
                 vars(event.offer)["done"] = True
         return found
 
@@ -196,7 +189,7 @@ def test_an_offer_that_cannot_be_made_holds_nothing(side):
 def test_a_preempted_offer_is_waited_for_and_not_told(side):
     service = begun(side, growing())
     (offer,) = service.offers
-    service.events = [OfferExpired("name", offer, "nobody came")]
+    service.events = [blocking.OfferExpired("name", offer, "nobody came")]
     begun(side, Orders(preempted=["r"]))
     assert ("withdraw",) in offer.calls
     assert side.poll({"r"}) == (set(), set())
@@ -204,13 +197,13 @@ def test_a_preempted_offer_is_waited_for_and_not_told(side):
 
 def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
     service = begun(side, growing())
-    service.events = [OfferInDoubt("name", service.offers[0], doubt())]
+    service.events = [blocking.OfferInDoubt("name", service.offers[0], doubt())]
     with pytest.raises(MemoryInDoubtError):
         side.preempt(Orders(preempted=["r"]))
     begun(side, growing())
-    service.events = [OfferSettled("name", service.offers[0])]
+    service.events = [blocking.OfferSettled("name", service.offers[0])]
     assert side.poll({"r"}) == (set(), set())
-    service.events = [OfferReleased("name", service.offers[1], ())]
+    service.events = [blocking.OfferReleased("name", service.offers[1], ())]
     assert side.poll(()) == ({"r"}, set())
 
 
@@ -227,7 +220,7 @@ def test_a_load_ends_its_claim_and_is_told_once(side):
     side.load(orders)
     assert claim.calls == [("close",)]
     service = side._worker
-    service.events = [Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
+    service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
     assert side.poll(()) == (set(), {"r"})
     assert side.poll(()) == (set(), set())
     assert service.declined == []
@@ -236,7 +229,7 @@ def test_a_load_ends_its_claim_and_is_told_once(side):
 
 def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
     service = begun(side, loading())
-    service.events = [FetchFailed("p", service.transfers[0], TransferFailedError("no"))]
+    service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("no"))]
     assert side.poll(()) == (set(), {"r"})
     assert side.take_failed_blocks() == {1, 2}
     assert side.take_failed_blocks() == set()
@@ -253,7 +246,7 @@ def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
     assert transfer.calls == [("wait_layer", 4), ("give_up",)]
     assert side.poll(()) == (set(), set())
     assert side.take_failed_blocks() == {1, 2}
-    service.events = [FetchFailed("p", transfer, TransferFailedError("at last"))]
+    service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("at last"))]
     assert side.poll(()) == (set(), set())
     assert side.take_failed_blocks() == set(), "somebody else has these blocks by now"
     assert side.ledger.take() == Counts(load_failures=1)
@@ -288,7 +281,7 @@ def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):
     assert side.take_failed_blocks() == {1, 2}
     begun(side, loading(OTHER, in_step=True))
     assert len(service.transfers) == 2
-    service.events = [FetchFailed("p", service.transfers[0], TransferFailedError("it answers"))]
+    service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("it answers"))]
     side.poll(())
     begun(side, loading(in_step=True))
     assert len(service.transfers) == 3
@@ -304,10 +297,10 @@ def test_a_load_that_is_given_up_in_doubt_stops_the_engine(side):
 def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):
     service = begun(side, loading())
     (transfer,) = service.transfers
-    service.events = [FetchFailed("p", transfer, doubt())]
+    service.events = [blocking.FetchFailed("p", transfer, doubt())]
     assert side.poll(()) == (set(), set())
     assert side.take_failed_blocks() == {1, 2}
-    service.events = [Settled("p", transfer)]
+    service.events = [blocking.Settled("p", transfer)]
     assert side.poll(()) == (set(), {"r"})
 
 
@@ -315,15 +308,15 @@ def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):
 def test_where_blocks_do_not_tell_the_request_is_named_with_the_end_of_its_load(side):
     service = begun(side, loading())
     (transfer,) = service.transfers
-    service.events = [FetchFailed("p", transfer, doubt())]
+    service.events = [blocking.FetchFailed("p", transfer, doubt())]
     assert side.take_failed(side.poll(())[1]) == set()
-    service.events = [Settled("p", transfer)]
+    service.events = [blocking.Settled("p", transfer)]
     received = side.poll(())[1]
     assert (received, side.take_failed(received)) == ({"r"}, {"r"})
     assert side.take_failed(received) == set()
     assert side.take_failed_blocks() == set()
     begun(side, loading())
-    service.events = [Fetched("p", service.transfers[1], FetchResult("p", b"", STATS))]
+    service.events = [blocking.Fetched("p", service.transfers[1], FetchResult("p", b"", STATS))]
     assert side.take_failed(side.poll(())[1]) == set()
 
 
@@ -342,7 +335,7 @@ def test_a_load_that_is_cancelled_fails_nothing(side):
     begun(side, Orders(cancels=["r"]))
     (transfer,) = service.transfers
     assert ("cancel",) in transfer.calls
-    service.events = [FetchFailed("p", transfer, TransferFailedError("cancelled"))]
+    service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("cancelled"))]
     assert side.poll(()) == (set(), {"r"})
     assert side.take_failed_blocks() == set()
     assert service.declined == [TICKET]

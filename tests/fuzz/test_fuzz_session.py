@@ -14,16 +14,7 @@ from mutation import INVALID, SPOKEN, VALID, Mutator, conversations, frame, piec
 from kvxfer.errors import IdentityError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode_body
 from kvxfer.protocol.messages import AgentBody, Goodbye, Ping
-from kvxfer.protocol.session import (
-    RECEIVED_WHEN_OPEN,
-    Identity,
-    IdentityKey,
-    Opened,
-    Role,
-    Session,
-    State,
-    Terms,
-)
+from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Identity, IdentityKey, Opened, Role, Session, State, Terms
 from proto.conversations import FACTS, SECRET
 
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
-from kvxfer.geometry import (
-    CacheGeometry,
-    ChunkGrid,
-    PairPlan,
-    Span,
-    TensorSpec,
-    check_state,
-    resolve,
-)
+from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Span, TensorSpec, check_state, resolve
 
 WORLDS = int(os.environ.get("WORLDS", "75"))
 """`make simulate` plans four times as many."""

@@ -6,18 +6,7 @@ import pytest
 from inside import break_steps, cut, plan_steps_in_threads, timers
 from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
-from kvxfer import (
-    BlocksError,
-    Code,
-    Group,
-    Interleave,
-    PeerLostError,
-    RefusedError,
-    Released,
-    Span,
-    TransferFailedError,
-    TransferState,
-)
+import kvxfer
 from kvxfer.plans.planning import decode_spans
 from kvxfer.protocol.messages import Reserve
 
@@ -72,7 +61,7 @@ async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer
     result = await transfer
     assert result.payload == b"done"
     assert result.stats.bytes == 2 * 12 * 2 * 4 * 8 * 4
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, decode)
 
 
@@ -135,7 +124,7 @@ async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost
     offer.ready()
     await eventually(lambda: landed(copied))
     cut(decode)
-    with pytest.raises(PeerLostError):
+    with pytest.raises(kvxfer.PeerLostError):
         await transfer
     await offer.withdraw()
     await quiet(prefill, decode)
@@ -164,7 +153,7 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
 @pytest.mark.parametrize("route", ROUTES)
 async def test_padding_may_come_with_any_step(stage, route):
     """The null block at the source has no tokens; those at the destination keep what they hold."""
-    null = {"prefill": {"groups": [Group("default", 9)]}}
+    null = {"prefill": {"groups": [kvxfer.Group("default", 9)]}}
     source, target, prefill, decode, offer, transfer = await streams(stage, route, tokens=range(1, 16), **null)
     copied = Copied(target)
     for at, block in enumerate([9, 3, 9, 2]):
@@ -186,12 +175,12 @@ async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
     copied = Copied(target).bring(source, IDS, INTO, range(8))
     await eventually(lambda: landed(copied))
     offer.finish()
-    with pytest.raises(TransferFailedError, match=r"tokens 0\.\.15 were asked, but 8 are on offer") as caught:
+    with pytest.raises(kvxfer.TransferFailedError, match=r"tokens 0\.\.15 were asked, but 8 are on offer") as caught:
         await transfer
-    assert caught.value.reason is Code.TOKENS_OUTSIDE_OFFER
+    assert caught.value.reason is kvxfer.Code.TOKENS_OUTSIDE_OFFER
     copied.check()
     await decode.fetch(prefill.engine.ticket("r"), INTO[:2], tokens=range(8), timeout=5)
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, decode)
 
 
@@ -244,7 +233,7 @@ async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypat
     offer.extend({"full": [6], "state": [2]}, tokens=range(4, 8))
     offer.ready()
     offer.finish(b"end")
-    with pytest.raises(TransferFailedError, match="1 slots at the source, 2 at the destination"):
+    with pytest.raises(kvxfer.TransferFailedError, match="1 slots at the source, 2 at the destination"):
         await wrong
     assert (await right).payload == b"end"
     copied[0].bring(sources[0], [6], [2], range(4, 8), 4, 4)
@@ -252,7 +241,7 @@ async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypat
     for one in copied:
         one.check()
     await ranks[0].decline(ticket)
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, *ranks)
 
 
@@ -260,10 +249,10 @@ async def test_whatever_fails_in_a_transfer_is_not_told_to_the_owner_of_its_offe
     """Who adds to an offer is heard of by every transfer that reads it, there and then."""
     _, _, prefill, decode, offer, transfer = await streams(stage)
     offer.extend([3], tokens=range(4))
-    await eventually(lambda: transfer.state is TransferState.WAITING and prefill.describe()["sending"])
+    await eventually(lambda: transfer.state is kvxfer.TransferState.WAITING and prefill.describe()["sending"])
     break_steps(monkeypatch)
     offer.ready()
-    with pytest.raises(TransferFailedError, match="a step of the transfer failed: ZeroDivisionError"):
+    with pytest.raises(kvxfer.TransferFailedError, match="a step of the transfer failed: ZeroDivisionError"):
         await transfer
     await offer.withdraw()
     await quiet(prefill, decode)
@@ -274,7 +263,10 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
 
     def misheard(spans, *, follow):
         found = decode_spans(spans, follow=follow)
-        return {group: Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)]) for group in found}
+        return {
+            group: kvxfer.Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)])
+            for group in found
+        }
 
     monkeypatch.setattr("kvxfer.decode.receiver.decode_spans", misheard)
     source, target, prefill, decode, offer, transfer = await streams(stage)
@@ -285,7 +277,7 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
     await eventually(lambda: landed(copied))
     offer.extend([2], tokens=range(4, 8))
     offer.ready()
-    with pytest.raises(TransferFailedError, match=r"block id 16 at position 1 is outside 0\.\.15"):
+    with pytest.raises(kvxfer.TransferFailedError, match=r"block id 16 at position 1 is outside 0\.\.15"):
         await transfer
     prefill.offer("other", [1], tokens=4)
     await other
@@ -315,18 +307,20 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
 async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage):
     prefill = await stage.worker("prefill", [Cache(group="full"), Cache(group="state", layers=[7], layout="state")])
     for streaming in (False, True):
-        with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
+        with pytest.raises(
+            kvxfer.BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"
+        ):
             prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
     without = {"full": [5, 6], "state": []}
-    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+    with pytest.raises(kvxfer.BlocksError, match="one slot for a request: 0 were given"):
         prefill.offer("r", without, tokens=8)
     offer = prefill.offer("r", without, tokens=8, streaming=True)
     offer.ready()
-    with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+    with pytest.raises(kvxfer.BlocksError, match="one slot for a request: 0 were given"):
         offer.finish()
     offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
     offer.ready()
-    with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
+    with pytest.raises(kvxfer.BlocksError, match="one slot for a request: 2 were given"):
         offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
     offer.finish()
     await offer.withdraw()
@@ -336,17 +330,17 @@ async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
     """Of eight tokens each rank holds four; two blocks of four are for sixteen."""
 
     def caches():
-        return [Cache(turns=Interleave(rank, 2, 1)) for rank in range(2)]
+        return [Cache(turns=kvxfer.Interleave(rank, 2, 1)) for rank in range(2)]
 
     prefill, _ = await stage.engine("prefill", caches())
     decode, _ = await stage.engine("decode", caches())
     offer = prefill[0].offer("r", [1], tokens=8, streaming=True)
     for ids, tokens in (([], range(8, 10)), ([2], range(8, 18))):
-        with pytest.raises(BlocksError, match="of this rank's turns, but"):
+        with pytest.raises(kvxfer.BlocksError, match="of this rank's turns, but"):
             offer.extend(ids, tokens=tokens)
     offer.extend([2], tokens=range(8, 16))
     with pytest.raises(
-        BlocksError, match="1 blocks of 4 tokens reach up to token 4 of this rank's turns, but 8 are needed"
+        kvxfer.BlocksError, match="1 blocks of 4 tokens reach up to token 4 of this rank's turns, but 8 are needed"
     ):
         decode[0].start_fetch(prefill[0].engine.ticket("r"), [1], tokens=range(16))
     await offer.withdraw()
@@ -371,7 +365,7 @@ async def test_state_moves_where_every_token_is_held(stage, route, held):
         assert result.stats.bytes == 4 * 8 * 4
         for one in copied:
             one.check()
-        assert isinstance(await offer.released(), Released)
+        assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, decode)
 
 
@@ -386,14 +380,14 @@ async def test_only_the_payload_moves_where_there_is_no_state(stage, route):
     result = await transfer
     assert (result.payload, result.stats.bytes) == (b"token", 0)
     copied.check()
-    assert isinstance(await offer.released(), Released)
+    assert isinstance(await offer.released(), kvxfer.Released)
     await quiet(prefill, decode)
 
 
 async def test_the_offer_must_hold_the_last_token_all_the_same(stage):
     prefill, decode = await stage.pair(Cache(), Cache())
     _, transfer = stage.begin(prefill, decode, tokens=range(8, 8), offered={"tokens": 4})
-    with pytest.raises(RefusedError, match="but 4 are on offer"):
+    with pytest.raises(kvxfer.RefusedError, match="but 4 are on offer"):
         await transfer
     await quiet(decode)
 
@@ -407,10 +401,10 @@ async def test_a_window_that_begins_after_the_range_needs_no_blocks(stage, windo
 
     sources, targets = caches(), caches()
     prefill, decode = await stage.pair(sources, targets)
-    prefill.offer("r", {"full": [0, 1, 2, 3], "window": Span([8, 9], 8)}, tokens=16)
+    prefill.offer("r", {"full": [0, 1, 2, 3], "window": kvxfer.Span([8, 9], 8)}, tokens=16)
     copied = [Copied(target) for target in targets]
     copied[0].bring(sources[0], [0, 1], [4, 5], range(6))
-    into = {"full": [4, 5], "window": Span(window, first)}
+    into = {"full": [4, 5], "window": kvxfer.Span(window, first)}
     await decode.fetch(prefill.engine.ticket("r"), into, tokens=range(6), timeout=5)
     for one in copied:
         one.check()

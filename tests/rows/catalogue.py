@@ -10,19 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import torch
-from layouts import (
-    HND,
-    NHD,
-    PLAIN,
-    Layout,
-    Tensors,
-    behind_each_other,
-    by_group,
-    by_part,
-    hybrid,
-    row_by_row,
-    strided,
-)
+from layouts import HND, NHD, PLAIN, Layout, Tensors, behind_each_other, by_group, by_part, hybrid, row_by_row, strided
 
 
 @dataclass(frozen=True)

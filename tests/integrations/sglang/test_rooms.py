@@ -14,15 +14,8 @@ import pytest
 import torch
 from sglang_stand_in import query_prefill_dp_ranks
 
+from kvxfer import errors
 from kvxfer.blocking import FetchFailed, OfferInDoubt, OfferSettled
-from kvxfer.errors import (
-    ConfigError,
-    GeometryError,
-    MissingExtraError,
-    TicketError,
-    TransferFailedError,
-    UnreachableError,
-)
 from kvxfer.integrations import sglang
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
@@ -57,7 +50,7 @@ def test_a_row_travels_from_all_buffers_into_all_buffers():
 
 def test_a_row_that_is_too_long_is_refused():
     memory = (ctypes.c_uint8 * (MAX_ROW_BYTES + 1))()
-    with pytest.raises(ConfigError, match="hidden states"):
+    with pytest.raises(errors.ConfigError, match="hidden states"):
         Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES + 1])
     Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES])
 
@@ -101,14 +94,14 @@ def test_pools_of_latents_and_layers_that_are_named():
     ids=str,
 )
 def test_what_cannot_be_described_is_refused_by_name(odd, said):
-    with pytest.raises(GeometryError, match=said):
+    with pytest.raises(errors.GeometryError, match=said):
         describe(pools(4, **odd), CPU, Place(0, 1), 2, latent=False)
 
 
 def test_buffers_that_are_no_pairs():
-    with pytest.raises(GeometryError, match="3 buffers"):
+    with pytest.raises(errors.GeometryError, match="3 buffers"):
         describe(pools(3), CPU, Place(0, 1), 2, latent=False)
-    with pytest.raises(GeometryError, match="no whole number"):
+    with pytest.raises(errors.GeometryError, match="no whole number"):
         describe(pools(2), CPU, Place(0, 1), 3, latent=False)
 
 
@@ -168,7 +161,7 @@ def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_decode_engine(r
     first.fetch([1], None, 0)
     assert first.poll() is Poll.TRANSFERRING
     assert receiving(rooms).poll() is Poll.FAILED
-    worker.events = [FetchFailed("r", worker.begun[0], TransferFailedError("gone"))]
+    worker.events = [FetchFailed("r", worker.begun[0], errors.TransferFailedError("gone"))]
     assert first.poll() is Poll.FAILED
     assert receiving(rooms).poll() is Poll.BOOTSTRAPPING, "the first one is over"
 
@@ -184,7 +177,7 @@ def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_prefill_engine(
     first.begin(2, None)
     first.send([1])
     assert first.poll() is Poll.TRANSFERRING
-    rooms.worker.events = [OfferInDoubt("r", rooms.worker.begun[0], cast("Any", TransferFailedError("silent")))]
+    rooms.worker.events = [OfferInDoubt("r", rooms.worker.begun[0], cast("Any", errors.TransferFailedError("silent")))]
     assert first.poll() is Poll.FAILED
     assert Sending(rooms, 7).poll() is Poll.FAILED, "a peer may still read the pages of the first one"
     rooms.worker.events = [OfferSettled("r", rooms.worker.begun[0])]
@@ -205,17 +198,17 @@ def address(meeting):
 
 
 def test_engines_are_told_of_when_all_of_them_are_there(address):
-    with pytest.raises(UnreachableError, match="503"):
+    with pytest.raises(errors.UnreachableError, match="503"):
         ask(address)
     register(address, replace(ENGINE, dp_size=2))
-    with pytest.raises(UnreachableError, match="503"):
+    with pytest.raises(errors.UnreachableError, match="503"):
         ask(address)
     register(address, replace(ENGINE, dp_rank=1, dp_size=2))
     found = ask(address)
     assert (found.dp_size, found.follow_bootstrap_room, set(found.engines)) == (2, True, {0, 1})
     ticket = found.ticket(1, "sglang-7")
     assert Ticket.parse(ticket).ref() == Ticket.parse(Issuer(CARD, bytes.fromhex("11" * 32)).ticket("sglang-7")).ref()
-    with pytest.raises(TicketError, match="rank 2"):
+    with pytest.raises(errors.TicketError, match="rank 2"):
         found.ticket(2, "sglang-7")
 
 
@@ -226,7 +219,7 @@ def test_rooms_of_data_parallel_ranks(address):
 
 def test_nobody_answers(meeting, address):
     meeting.close()
-    with pytest.raises(UnreachableError, match="does not answer"):
+    with pytest.raises(errors.UnreachableError, match="does not answer"):
         ask(address)
 
 
@@ -252,14 +245,14 @@ def test_nobody_answers(meeting, address):
     ids=lambda answer: answer[-20:],
 )
 def test_something_else_at_the_address_is_an_error_of_the_library(speaking, answer):
-    with speaking(answer) as address, pytest.raises(UnreachableError, match="bootstrap server at 127"):
+    with speaking(answer) as address, pytest.raises(errors.UnreachableError, match="bootstrap server at 127"):
         ask(address)
 
 
 @pytest.mark.parametrize("begins", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_who_answers_in_drops_does_not_hold_up_the_scheduler(dripping, monkeypatch, begins):
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.2)
-    with dripping(begins, b" ") as address, pytest.raises(UnreachableError, match="was not complete"):
+    with dripping(begins, b" ") as address, pytest.raises(errors.UnreachableError, match="was not complete"):
         ask(address)
 
 
@@ -267,13 +260,13 @@ def test_who_answers_leads_nowhere_else(speaking):
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         location = f"ftp://127.0.0.1:{elsewhere.getsockname()[1]}/kvxfer/engines"
         answer = f"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: {location}\r\n\r\n".encode()
-        with speaking(answer) as address, pytest.raises(UnreachableError, match="it answers 302"):
+        with speaking(answer) as address, pytest.raises(errors.UnreachableError, match="it answers 302"):
             ask(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:x", "a b:1", "[::1:3", ""])
 def test_what_is_no_address_is_one_too(address):
-    with pytest.raises(UnreachableError):
+    with pytest.raises(errors.UnreachableError):
         ask(address)
 
 
@@ -291,9 +284,9 @@ def test_rubbish_changes_nothing(address):
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed here")
 def test_without_sglang_the_error_says_what_to_install():
-    with pytest.raises(MissingExtraError, match="pip install sglang"):
+    with pytest.raises(errors.MissingExtraError, match="pip install sglang"):
         _ = sglang.KvxferKVManager
-    with pytest.raises(MissingExtraError, match="pip install sglang"):
+    with pytest.raises(errors.MissingExtraError, match="pip install sglang"):
         sglang.plugin()
     with pytest.raises(AttributeError, match="nonsense"):
         _ = sglang.nonsense

@@ -222,7 +222,8 @@ class Progress:
         self.spared: Final[asyncio.Future[None]] = loop.create_future()
         self.result: Final = self._outcome.result  # see `Transfer.result`
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
-        self._waiters: list[asyncio.Future[None]] = []  # in the order in which they came
+        # what those wait for who wait for its end, in the order in which they came: whoever goes on takes his out
+        self.waiters: Final[dict[asyncio.Future[None], None]] = {}
 
     # --- for whoever looks on
 
@@ -239,7 +240,7 @@ class Progress:
     @property
     def awaited(self) -> bool:
         """Whether somebody waits for its end."""
-        return not all(waiter.done() for waiter in self._waiters)
+        return bool(self.waiters)
 
     def cancel(self) -> None:
         """Give up. Idempotent."""
@@ -259,12 +260,11 @@ class Progress:
         await waiter
 
     def ended(self) -> "asyncio.Future[None]":
-        """Resolves when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
+        """One of `waiters`, which resolves as it ends: a turn of the loop earlier than `asyncio.shield` would."""
         waiter: asyncio.Future[None] = self.loop.create_future()
+        self.waiters[waiter] = None
         if self.done:
             waiter.set_result(None)
-        else:
-            self._waiters.append(waiter)
         return waiter
 
     # --- for the worker
@@ -316,7 +316,7 @@ class Progress:
             else:
                 waiter.set_exception(error)
                 waiter.exception()  # whoever waits sees it; if nobody does any more, that is no defect
-        for waiter in self._waiters:
+        for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._cancel = self._watch = _over
@@ -366,13 +366,17 @@ class Transfer:
             await self._give_up(error)
 
     def __await__(self) -> Generator[Any, None, FetchResult]:
-        self._home.own(self)
+        progress = self._home.own(self._progress)
+        waiter = progress.ended()
         try:
-            yield from self._progress.ended()
+            yield from waiter
         except asyncio.CancelledError as cancelled:
+            del progress.waiters[waiter]
             yield from self._give_up(cancelled).__await__()
             raise
-        return self._progress.result()
+        finally:
+            progress.waiters.pop(waiter, None)
+        return progress.result()
 
     def __del__(self) -> None:
         if not self._progress.done and self._home.here:
@@ -467,10 +471,13 @@ class Transfer:
         self.cancel()
         cancelled: asyncio.CancelledError | None = None
         while not self.done:
+            waiter = self._progress.ended()
             try:
-                await self._progress.ended()
+                await waiter
             except asyncio.CancelledError as again:  # memory is still not safe
                 cancelled = again
+            finally:
+                del self._progress.waiters[waiter]
         doubt = self._progress.error
         if isinstance(doubt, MemoryInDoubtError) and doubt is not cause and not self.memory_safe:
             raise doubt from cause

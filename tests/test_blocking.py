@@ -389,6 +389,9 @@ def test_memory_in_doubt_settles_later():
 def test_who_gives_up_has_his_blocks_though_a_peer_is_silent(granted):
     with Pair(route="staged") as pair:
         transfer = pair.held() if granted else pair.fetch("r", [2], 16)
+        while transfer.state is TransferState.CONNECTING:  # one of which nobody was asked yet ends at once
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
         asleep, awake = threading.Event(), threading.Event()
 
         def stand_still():

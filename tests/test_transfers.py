@@ -138,3 +138,19 @@ async def test_one_that_somebody_waits_for_is_not_warned_of():
     its.succeed(RESULT)
     progress.succeed(RESULT)
     await asyncio.gather(waiting, outcome)
+
+
+async def test_nobody_is_waited_for_any_more_who_has_gone():
+    (transfer, progress), heard = begun(), []
+    waiting = asyncio.create_task(waited(transfer, "it", heard))
+    for _ in range(20):
+        await turns(2)
+        waiting.cancel()
+    assert len(progress.waiters) == 1
+    closed = transfer.__await__()
+    next(closed)
+    closed.close()
+    assert len(progress.waiters) == 1
+    progress.fail(asyncio.CancelledError())
+    await asyncio.wait([waiting])
+    assert progress.waiters == {}

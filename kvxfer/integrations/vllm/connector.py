@@ -39,12 +39,13 @@ __all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata", "KvxferPromMe
 _UNCLAIMED_SECONDS: Final = 30.0
 """How long a prompt waits for whoever has its ticket: a router passes that on at once."""
 _PATIENCE_SECONDS: Final = 2.0
+_MOST_PATIENCE_SECONDS: Final = 86_400.0
 
 _METRICS: Final = {
     "load_seconds": "How long loads of a KV cache took",
     "load_bytes": "Bytes of a load",
     "load_failures": "Loads of a KV cache that failed",
-    "offers": "Prompts that whoever had the ticket has released",
+    "offers": "Prompts, counted by each rank, that whoever had the ticket has released",
     "offers_lost": "Prompts that nobody came for, or that could not be offered",
 }
 """What each field of `Counts` is."""
@@ -154,12 +155,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             raise ConfigError("this connector cannot describe caches whose tokens are spread over ranks (DCP, PCP)")
         extra: dict[str, Any] = transfer.kv_connector_extra_config
         layerwise, patience = bool(extra.get("layerwise")), extra.get("layerwise_timeout", _PATIENCE_SECONDS)
-        if not isinstance(patience, int | float) or patience <= 0:
-            raise ConfigError(f"layerwise_timeout must be a number of seconds above 0, not {patience!r}")
+        if type(patience) not in {int, float} or not 0 < patience <= _MOST_PATIENCE_SECONDS:
+            raise ConfigError(f"layerwise_timeout must be seconds above 0, a day's at most, not {patience!r}")
         self._caches_config: Final = kv_cache_config
         groups = block_groups(kv_cache_config)
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
-        simple = [group.window for group in groups] == [None]
+        simple = [group.window for group in groups] == [None] and len(kv_cache_config.kv_cache_groups) == 1
         if role is KVConnectorRole.SCHEDULER:
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
             # vLLM counts the blocks of a load inside of a step as cached before they are: another request may hit them,

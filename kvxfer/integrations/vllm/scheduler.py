@@ -54,7 +54,6 @@ class _Produced:
 
     name: str
     prompt_tokens: int
-    whole: bool  # all of each block that it holds is computed here
     attempt: int = 0
     offered: int = 0
     blocks: Counter[str] = field(default_factory=Counter[str])  # that it has got so far, by group
@@ -114,7 +113,7 @@ class SchedulerSide:
         ticket, tokens, produces = params.get(TICKET), params.get(_TOKENS), params.get("do_remote_decode")
         loads = params.get("do_remote_prefill") or (produces and ticket)  # the latter: what a decode engine held
         if produces:
-            self._produce(request, params.get(_NAME), whole=not loads)
+            self._produce(request, params.get(_NAME))
         if not loads:
             return
         try:
@@ -124,23 +123,29 @@ class SchedulerSide:
         except TicketError as error:  # computed here, as if nobody had prefilled it
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
+        data: dict[str, Any] = dict(ticket or {})
+        if produces and self._windowed:  # what can be loaded of a window begins before what is on offer of it
+            self._orders.declines[request.request_id] = data
+            return
         in_step = self._layerwise and not produces  # nothing is on offer that a load may still spoil
         # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
         # prompt vLLM computes the last token again, for which windows have let go of the first that it sees
         most: int = request.num_prompt_tokens - int(in_step or self._windowed)
-        data: dict[str, Any] = dict(ticket or {})
         self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step)
         self._orders.claims[request.request_id] = data
 
-    def _produce(self, request: Any, name: Any, *, whole: bool) -> None:
+    def _produce(self, request: Any, name: Any) -> None:
         """Offer what will be computed; not under the name of another request, as its ticket would be that one's."""
+        if self._windowed and request.prompt_token_ids is None:
+            _log.warning("offer_refused", request=request.request_id, error="of a prompt of embeddings no token can go")
+            return
         named = name if isinstance(name, str) and name else request.request_id
         if self._names.setdefault(named, request.request_id) != request.request_id:
             _log.warning("transfer_id_refused", request=request.request_id, error=f"{_NAME} {named!r} is in use")
             return
         if self._windowed:
             _shorten(request)
-        self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens, whole)
+        self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that a fetch would add to those held here, and whether the request waits for it. Changes nothing."""
@@ -224,7 +229,7 @@ class SchedulerSide:
         for group in self._groups:
             fresh: list[int] = list(ids[group.index]) if ids else []
             # what is before it goes while the prompt is computed
-            kept = group.live(produced.prompt_tokens, whole=produced.whole)
+            kept = group.live(produced.prompt_tokens, whole=True)
             gone = max(0, kept // group.block_tokens - produced.blocks[group.name])
             produced.blocks[group.name] += len(fresh)
             blocks[group.name] = (fresh[gone:], 0 if produced.offered else kept)
@@ -274,7 +279,7 @@ class SchedulerSide:
     def _answer(self, request: Any, ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
         name, tokens = request.request_id, min(request.num_computed_tokens, request.num_tokens - 1)
-        params = self._params(request, _Produced(name, tokens, whole=True, offered=tokens), back=True)
+        params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
         if params is None or name in self._names:
             return False, None
         self._names[name] = name
@@ -306,7 +311,7 @@ def _shorten(request: Any) -> None:
 
     vLLM lets go of what the next token does not see: with all tokens computed, of what the last one sees.
     """
-    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+    if request.num_prompt_tokens > 1:
         del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001 - as vLLM's own connectors do
         request.num_prompt_tokens -= 1
         request.max_tokens = 1  # what follows that shorter prompt is nobody's answer

@@ -37,7 +37,9 @@ __all__ = ["WorkerSide"]
 _NULL_BLOCK: Final = 0
 """vLLM's block that is none."""
 _ASKED_SECONDS: Final = 0.1
-"""Within which it is known of a layer whether it has landed: one that has is never given up."""
+"""That a step has beyond its patience to ask whether layers have landed: those that have are not given up."""
+_LEAST_SECONDS: Final = 0.01
+"""Within which that is nearly always known of one."""
 
 _log: Final = logger("kvxfer.vllm")
 
@@ -298,9 +300,10 @@ class WorkerSide:
         for transfer in list(self._in_step):
             before = monotonic()
             try:
-                transfer.wait_layer(layer, timeout=max(_ASKED_SECONDS, self._left))
-            except KvxferError:
-                pass  # told by `poll`
+                transfer.wait_layer(layer, timeout=max(_LEAST_SECONDS, self._left + _ASKED_SECONDS))
+            except KvxferError:  # told by `poll`
+                if not transfer.done:
+                    raise
             except TimeoutError:
                 if transfer.give_up():
                     self._give_up(transfer)

@@ -377,9 +377,8 @@ def test_a_request_that_is_neither_is_left_alone():
 # --- windows
 
 
-@pytest.mark.parametrize(("also", "first"), [({}, 12), ({"do_remote_prefill": True}, 14)])
-def test_of_a_window_only_what_outlives_the_prompt_is_offered(also, first):
-    going = request({"do_remote_decode": True} | also, tokens=22, max_tokens=9)
+def test_of_a_window_only_what_outlives_the_prompt_is_offered():
+    going = request({"do_remote_decode": True}, tokens=22, max_tokens=9)
     going.prompt_token_ids, going._all_token_ids = list(range(22)), list(range(22))
     scheduler, _ = announced(going, groups=MIXED)
     # the decode engine computes the last token, which sees 14 to 21
@@ -394,15 +393,25 @@ def test_of_a_window_only_what_outlives_the_prompt_is_offered(also, first):
     ]
     steps = [one for output in outputs for one in scheduler.build_connector_meta(output).steps]
     assert [(one.attempt, one.blocks, one.start, one.stop) for one in steps] == [
-        (0, {"window": ([], first), "full": ([3], 0)}, 0, 8),
+        (0, {"window": ([], 12), "full": ([3], 0)}, 0, 8),
         (0, {"window": ([7], 0), "full": ([], 0)}, 8, 16),
-        (1, {"window": ([], first), "full": ([3], 0)}, 0, 12),
+        (1, {"window": ([], 12), "full": ([3], 0)}, 0, 12),
         (1, {"window": ([6, 7, 9], 0), "full": ([8], 0)}, 12, 21),
     ]
     going.status = STATUS.FINISHED_LENGTH_CAPPED
     _, params = scheduler.request_finished(going)
     assert params is not None
     assert params["remote_num_tokens"] == 21
+
+
+def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_tokens_are_offered():
+    going = request(wanted().kv_transfer_params | {"do_remote_decode": True}, tokens=22, prompt_token_ids=[])
+    going._all_token_ids = []
+    scheduler, _ = announced(going, groups=MIXED)
+    assert scheduler.get_num_new_matched_tokens(going, 0) == (0, False)
+    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    scheduler, _ = announced(request({"do_remote_decode": True}, prompt_token_ids=None), groups=MIXED)
+    assert scheduler.build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
 
 
 @pytest.mark.parametrize(

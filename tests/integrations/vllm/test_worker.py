@@ -8,7 +8,15 @@ import torch
 
 from kvxfer import blocking
 from kvxfer.config import Config
-from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
+from kvxfer.errors import (
+    BusyError,
+    ClosedError,
+    FabricError,
+    KvxferError,
+    MemoryInDoubtError,
+    RequestError,
+    TransferFailedError,
+)
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
@@ -264,11 +272,21 @@ def test_a_forward_pass_waits_once_for_all_of_its_loads(side, monkeypatch):
     side.wait_layer(NAMES[0])
     clock = iter(range(1000, 1100))  # the model computes for long
     side.wait_layer(NAMES[1])
-    assert waited == [(4, 2.0), (4, 1.0), (5, 0.1), (5, 0.1)], "time to ask is always left"
+    assert waited == [(4, 2.1), (4, 1.1), (5, 0.1), (5, 0.01)], "time to ask is always left, and not much of it"
     waited.clear()
     begun(side, orders)
     side.wait_layer(NAMES[0])
-    assert waited[0] == (4, 2.0), "another step"
+    assert waited[0] == (4, 2.1), "another step"
+
+
+def test_a_layer_that_cannot_be_waited_for_is_not_read(side, monkeypatch):
+    def refuse(transfer, layer, timeout):
+        raise RequestError("no such time")
+
+    monkeypatch.setattr(Handle, "wait_layer", refuse)
+    begun(side, loading(in_step=True))
+    with pytest.raises(RequestError):
+        side.wait_layer(NAMES[0])
 
 
 def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):

@@ -178,8 +178,9 @@ def configured_ranks(wires):
     """What ranks make of their settings; and what a connector refuses, or says before there is one."""
     pair = Pair(wires)
     refused = {}
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "layerwise_timeout"):
-        extra = {"layerwise_timeout": "2 s"} if name == "layerwise_timeout" else {}
+    odd = {f"layerwise_timeout={given}": given for given in ("2 s", 0, True, float("nan"), float("inf"))}
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", *odd):
+        extra = {"layerwise_timeout": odd[name]} if name in odd else {}
         config, role, caches = configured(ENGINE | {"extra": extra}, None)
         if not extra:
             setattr(config.parallel_config, name, 2)

@@ -121,7 +121,7 @@ $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): this takes some minutes"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,admin,otel,ray,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,admin,otel,docs]"
 	touch $@
 
 # all pins and no dependencies, of which vLLM's and sglang's would bring builds for GPUs; vLLM's command asks for a

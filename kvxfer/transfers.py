@@ -369,13 +369,13 @@ class Transfer:
         progress = self._home.own(self._progress)
         waiter = progress.ended()
         try:
-            yield from waiter
+            try:
+                yield from waiter
+            finally:
+                del progress.waiters[waiter]
         except asyncio.CancelledError as cancelled:
-            del progress.waiters[waiter]
             yield from self._give_up(cancelled).__await__()
             raise
-        finally:
-            progress.waiters.pop(waiter, None)
         return progress.result()
 
     def __del__(self) -> None:

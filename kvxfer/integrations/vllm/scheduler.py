@@ -111,7 +111,7 @@ class SchedulerSide:
         """Keep in mind what is to be fetched, and what is to be offered."""
         params: Mapping[str, Any] = request.kv_transfer_params or {}
         ticket, tokens, produces = params.get(TICKET), params.get(_TOKENS), params.get("do_remote_decode")
-        loads = params.get("do_remote_prefill") or (produces and ticket)  # the latter: what a decode engine held
+        loads = params.get("do_remote_prefill") or (produces and ticket)  # the latter: what a decode engine holds
         if produces:
             self._produce(request, params.get(_NAME))
         if not loads:

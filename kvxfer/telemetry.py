@@ -11,9 +11,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast, get_args
 
 import structlog
 from msgspec import Struct, field
@@ -282,8 +281,7 @@ class Intervals(list[tuple[float, float]]):
         return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats:
+class TransferStats(Struct, frozen=True, kw_only=True):
     """What one transfer did and where its time went, as one side saw it.
 
     Times are seconds; a stage's time is the union of its chunks' intervals, so stages may add up to more than the
@@ -338,9 +336,7 @@ class TransferStats:
     def log_fields(self) -> dict[str, object]:
         """What the one line of a transfer says: keys of `KEYS`, durations instead of instants."""
         instants = {"started", "first_byte", "finished"}
-        said: dict[str, object] = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in instants
-        }
+        said: dict[str, object] = {name: getattr(self, name) for name in self.__struct_fields__ if name not in instants}
         said |= {"peers": ",".join(self.peers), "duration": self.duration, "gbps": self.gbps}
         if self.first_byte is not None:
             said["first_byte_after"] = self.first_byte - self.started
@@ -362,6 +358,7 @@ Side: TypeAlias = Literal["receive", "send"]
 """Which end of a transfer counts it."""
 Stage: TypeAlias = Literal["queued", "gathering", "posting", "wire", "scattering"]
 """What takes time in a transfer."""
+_STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 RequestKey: TypeAlias = tuple[str, int]
 """Request id and attempt."""
 
@@ -525,17 +522,11 @@ class Metrics:
         if code is None:  # how long a failure took says what was set, not how fast anything is
             side.pieces += stats.pieces
             side.chunks += stats.chunks
-            for histograms, name, seconds in (
-                (side.durations, stats.route, stats.finished - stats.started),
-                (side.stages, "queued", stats.queued),
-                (side.stages, "gathering", stats.gathering),
-                (side.stages, "posting", stats.posting),
-                (side.stages, "wire", stats.wire),
-                (side.stages, "scattering", stats.scattering),
-            ):
-                if seconds or histograms is side.durations:  # not every route or side has each stage
-                    histogram = histograms[name]
-                    histogram.counts[bisect_left(SECONDS, seconds)] += 1  # as `add`: a transfer has up to six of them
+            side.durations[stats.route].add(stats.finished - stats.started)
+            for stage in _STAGES:
+                if seconds := getattr(stats, stage):  # not every route or side has each
+                    histogram = side.stages[stage]
+                    histogram.counts[bisect_left(SECONDS, seconds)] += 1  # as `add`: a transfer has up to five of them
                     histogram.sum += seconds
         if self._observer is not None:
             self._observer.transfer_ended(ended)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
@@ -196,6 +196,12 @@ class Progress:
     waits for layers.
     """
 
+    state = TransferState.CONNECTING
+    done = False
+    memory_safe = False
+    failed_blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
+    report: FailureReport | None = None
+
     def __init__(
         self,
         ident: str,
@@ -209,11 +215,6 @@ class Progress:
         self.request: Final = request
         self.loop: Final = loop
         self.blocks: Final = blocks
-        self.state = TransferState.CONNECTING
-        self.done = False
-        self.memory_safe = False
-        self.failed_blocks: Mapping[str, Sequence[int]] = {}
-        self.report: FailureReport | None = None
         self.watched: Final[dict[asyncio.Future[None], range]] = {}  # layers that somebody waits for, by who does
         self._cancel = cancel
         self._watch = watch
@@ -282,8 +283,9 @@ class Progress:
         if self.done:
             return
         self.state = TransferState.MOVING
+        left = self._layers
         for layer in layers:
-            self._layers[layer] -= 1
+            left[layer] -= 1
         for waiter, wanted in self.watched.items():
             if not waiter.done() and self._have_landed(wanted):
                 waiter.set_result(None)

@@ -8,7 +8,6 @@ import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -59,8 +58,7 @@ Cause: TypeAlias = KvxferError | asyncio.CancelledError
 """Why a fetch fails; the second: its caller gave up."""
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Struct, frozen=True, dict=True):
     """What was fetched, as errors name it."""
 
     request: str
@@ -225,6 +223,16 @@ class Fetch:
         demand: What to fetch.
     """
 
+    # what most never become, and all in the end
+    _asked = False
+    _error: Cause | None = None
+    _standing = Standing(Step.CONNECTING)  # when it failed, once it has
+    _in_doubt = False
+    _unwanted = False
+    _superseded = False
+    _revoke: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[None] | None = None
+
     def __init__(self, site: Site, role: "Decode", ident: str, number: int, demand: Demand) -> None:
         ticket, now = demand.ticket, site.now()
         subject = Subject(ticket.request, ident, demand.written)
@@ -245,14 +253,7 @@ class Fetch:
         self._site: Final = site
         self._role: Final = role
         self._subject: Final = subject
-        self._asked = False
-        self._error: Cause | None = None
-        self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
-        self._in_doubt = False
-        self._unwanted = self._superseded = False
-        self._revoke: asyncio.TimerHandle | None = None
         self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
-        self._task: asyncio.Task[None] | None = None
 
     # --- from the ticket to the end
 

@@ -298,14 +298,39 @@ class Receiver:
         fetch: What it is a part of.
     """
 
+    # what most never become
+    route = Route.UNKNOWN  # as the prefill rank chose it
+    why = ""
+    _pair: PairPlan | None = None
+    _bound: Bound | None = None
+    _grid: ChunkGrid | None = None
+    _stale = False  # the peer's blocks have grown since the plan was made
+    _flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
+    _run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
+    _turns: Turns | None = None  # which it takes with the peer's
+    _begun = 0  # of the first so many chunks there are steps
+    _copied = 0  # the first so many have been copied (`pull`: read)
+    _agreement = b""  # what is meant by what is granted with the question
+    _asked = 0.0  # since when memory is waited for
+    _request: Request | None = None
+    _room: Extent | None = None  # what was waited for
+    _nbytes: int | None = None  # that the peer has moved, as it says
+    _plans = True  # whether this side makes a plan of it
+    # with which `run` has not begun yet, and about how many rows the tables of its plan have
+    _answer: tuple[wire.Accept, int] | None = None
+    _news: asyncio.Future[None] | None = None
+    _stirred = False  # whether there is news that `run` has not looked at
+    _copies = 0  # of our own, in the caller's blocks
+    _given_up = False
+    _awake: Callable[[], None] = staticmethod(no_hold)
+    _leave: Callable[[], None] = staticmethod(no_hold)
+
     def __init__(self, site: Site, link: Link, number: int, selections: tuple[Selection, ...], fetch: "Fetch") -> None:
         self.site: Final = site
         self.link = link  # the control stream; another one when the same incarnation is reached again
         self.peer: Final = link.peer
         self.transfer: Final = number
         self.tally: Final = Tally()
-        self.route = Route.UNKNOWN  # as the prefill rank chose it
-        self.why = ""
         layers: set[int] = set()
         self.layers: Final = sorted(layers.union(*map(_layers_of, selections)))  # of which it sends something
         # what it says its chunks add up to, if that is compared
@@ -316,35 +341,12 @@ class Receiver:
         # of a peer that was lost since it was looked up nothing is known any more
         means = site.means(self.peer, trusted=link.trusted, sending=False) if link.is_open else None
         self._routes: Final = [] if means is None else acceptable(site.config.route, means)
-        self._pair: PairPlan | None = None
-        self._bound: Bound | None = None
-        self._grid: ChunkGrid | None = None
-        self._source: BlockLists = {}  # the peer's blocks, as far as it named them
-        self._stale = False  # they have grown since the plan was made
         self._staged = Route.STAGED in self._routes[:1]  # the peer writes staging memory, if it accepts that route
-        self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
-        self._run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
-        self._turns: Turns | None = None  # which it takes with the peer's
-        self._begun = 0  # of the first so many chunks there are steps
-        self._copied = 0  # the first so many have been copied (`pull`: read)
+        self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._granted: Final[deque[tuple[int, float]]] = deque()  # up to which chunk, and when
         # up to which chunk, until when, through what
         self._readable: Final[deque[tuple[int, float, int]]] = deque()
-        self._agreement = b""  # what is meant by what is granted with the question
-        self._asked = 0.0  # since when memory is waited for
-        self._request: Request | None = None
-        self._room: Extent | None = None  # what was waited for
-        self._nbytes: int | None = None  # that the peer has moved, as it says
-        self._plans = True  # whether this side makes a plan of it
-        # with which `run` has not begun yet, and about how many rows the tables of its plan have
-        self._answer: tuple[wire.Accept, int] | None = None
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
-        self._news: asyncio.Future[None] | None = None
-        self._stirred = False  # whether there is news that `run` has not looked at
-        self._copies = 0  # of our own, in the caller's blocks
-        self._given_up = False
-        self._awake: Callable[[], None] = no_hold
-        self._leave: Callable[[], None] = no_hold
         self._grant_said: Final = _Said()
         self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
         ahead = self._grant_ahead()

@@ -118,6 +118,7 @@ class Link(asyncio.Protocol):
         self._heard = bytearray()  # meanwhile
         self._known = False  # whether the handler was told that it is open
         self._handling = False
+        self._later: tuple[wire.Message, ...] = ()  # goes at the end of this turn, or before what is sent until then
         self._writable = True  # the stream takes more
         self._slicing = False  # the loop has a turn before more is written
         self._end: KvxferError | None = None
@@ -179,7 +180,7 @@ class Link(asyncio.Protocol):
 
         Args:
             *messages: Which.
-            soon: They may wait for the end of this turn of the loop, or for what is sent before that.
+            soon: They may wait for the end of this turn of the loop, and go before what is sent until then.
 
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
@@ -187,16 +188,20 @@ class Link(asyncio.Protocol):
         session, stream = self._session, self._transport
         if session is None or stream is None or session.state is not State.OPEN:
             return False
-        left = 0 if soon or self._handling or stream.is_closing() else _SLICE_BYTES
+        if soon:
+            self._later += messages
+            self._loop.call_soon(self.send)
+            return True
+        if self._later:
+            messages, self._later = self._later + messages, ()
+        left = 0 if self._handling or stream.is_closing() else _SLICE_BYTES
         for message in messages:
             frame = session.send(message, self._runtime.now(), left if self._writable else 0)
             self._handler.frames_sent[type(message).__name__] += 1
             if frame:
                 left -= len(frame)
                 stream.write(frame)
-        if soon:
-            self._loop.call_soon(self._flush)
-        elif session.unsent_bytes and not self._handling:
+        if session.unsent_bytes and not self._handling:
             self._flush()
         return True
 

@@ -14,7 +14,7 @@ from kvxfer.prefill.offers import Entry, OfferBook, Withdrawn
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.transfer import Failure, SendState, build_result
+from kvxfer.protocol.transfer import Failure, Sending, SendState, build_result
 from kvxfer.site import Callback, Quota, Site, no_hold
 from kvxfer.telemetry import logger
 
@@ -236,7 +236,7 @@ class Prefill:
             return
         site.heard(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
-        sender = self._transfers[key] = Sender(site, link, message, self._ended, sums_every=sums_every)
+        sender = self._transfers[key] = Sender(site, link, link.peer, Sending(message), self._ended, sums_every)
         if isinstance(found, Entry):
             self.book.attach(found, sender)
         elif not self.book.park(offer_key, sender):

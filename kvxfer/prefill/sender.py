@@ -304,62 +304,55 @@ class _Unsure:
     let_go: Callback = no_hold  # gives that memory back
 
 
-class Sender:
-    """One transfer, from `Fetch` to its last result.
+class Sender(Struct, eq=False):
+    """One transfer, from `Fetch` to its last result."""
 
-    Args:
-        site: The worker.
-        link: The control stream on which it was asked for.
-        fetch: What was asked for.
-        ended: Called when it is over, and again if more is known of what ended in doubt.
-        sums_every: Of one chunk in how many sums are wanted; 0 for none.
-    """
+    site: Site
+    link: Link  # the control stream on which it was asked for, and results go; another one when the peer reconnects
+    peer: PeerInfo  # at its other end
+    machine: Sending
+    _ended: "Callable[[Sender], None]"  # called when it is over, and again if more is known of what ended in doubt
+    _sums_every: int = 0  # of one chunk in how many sums are wanted; 0 for none
+    name: str = ""  # its id, as the decode rank says it too
+    began: float = 0.0  # when it was asked for
+    # how often the decode rank had made its agent anew by its last grant; no later one was posted to
+    renewals: int = 0
+    offer: Entry | None = None  # the offer that it reads, once there is one
+    tally: Tally = field(default_factory=Tally)
+    stats: TransferStats | None = None  # set when it ends
+    report: FailureReport | None = None  # set when it ends, if it failed
+    _news: asyncio.Future[None] | None = None  # which `run` waits for
+    _ahead: bool = False  # what `Fetch` grants is neither used nor void
+    _bound: Bound | None = None
+    _answer: Answer | None = None
+    _prompt: bool = False  # nothing of it is waited for, as of `Draft`
+    _said: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
+    _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
+    _shipped: int = 0  # the first so many are, or were, the mover's
+    _run: _Run | None = None  # what the mover does now
+    _forgo: Callback = no_hold  # ends what the next ones wait for
+    _unsure: list[_Unsure] = field(default_factory=list[_Unsure])
+    _come: int = 0  # the first so many have arrived, and of those
+    # these are being added up, or wait for ones before them
+    _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
+    _untold: wire.Timings = UNTIMED  # what those took that the machine was not told of
+    _telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
+    _chunk_bytes: int = 1  # about so many, once there is a plan
+    _firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
+    _exposure: Exposure | None = None  # `pull`
+    _stopped_at: Step | None = None
+    _unwant: Callback = no_hold
+    _way: Callback = no_hold  # open to the peer, and the transport awake, until this is called
+    _revoke: asyncio.TimerHandle | None = None
+    _patience: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, site: Site, link: Link, fetch: wire.Fetch, ended: "Callable[[Sender], None]", *, sums_every: int = 0
-    ) -> None:
-        self.site: Final = site
-        self.machine: Final = Sending(fetch)
-        self.link = link  # where results go; replaced when the same incarnation reconnects
-        self.peer: Final = link.peer
-        # its id, as the decode rank says it too
-        self.name: Final = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
-        self.offer: Entry | None = None  # the offer that it reads, once there is one
-        self.tally: Final = Tally()
-        self.began: Final = site.now()  # when it was asked for
-        self.stats: TransferStats | None = None  # set when it ends
-        self.report: FailureReport | None = None  # set when it ends, if it failed
-        # how often the decode rank had made its agent anew by its last grant; no later one was posted to
-        self.renewals = link.renewals
-        self._ended: Final = ended
-        self._sums_every: Final = sums_every
-        self._news: asyncio.Future[None] | None = None  # which `run` waits for
-        self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
-        self._bound: Bound | None = None
-        self._answer: Answer | None = None
-        self._prompt = False  # nothing of it is waited for, as of `Draft`
-        self._said: BlockLists = {}  # source blocks that the decode rank was told of
-        self._granted: deque[_Terms] = deque()  # of chunks that the mover does not have yet
-        self._shipped = 0  # the first so many are, or were, the mover's
-        self._run: _Run | None = None  # what the mover does now
-        self._forgo: Callback = no_hold  # ends what the next ones wait for
-        self._unsure: list[_Unsure] = []
-        self._come = 0  # the first so many have arrived, and of those
-        self._summing: dict[int, bytes | None] = {}  # these are being added up, or wait for ones before them
-        self._untold = UNTIMED  # what those took that the machine was not told of
-        self._telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
-        self._chunk_bytes = 1  # about so many, once there is a plan
-        self._firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
-        self._exposure: Exposure | None = None  # `pull`
-        self._stopped_at: Step | None = None
-        self._unwant: Callback = no_hold
-        self._way: Callback = no_hold  # open to the peer, and the transport awake, until this is called
-        self._revoke: asyncio.TimerHandle | None = None
-        self._patience: asyncio.TimerHandle | None = None
+    def __post_init__(self) -> None:
+        site, fetch = self.site, self.machine.fetch
+        self.name = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
+        self.began, self.renewals, self._ahead = site.now(), self.link.renewals, fetch.lease_ms > 0
         if fetch.timeout_ms < FOREVER_MS:
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
-            given_up = self.began + fetch.timeout_ms / 1000 + site.config.heartbeat
-            self._patience = site.at(given_up, self._overdue)
+            self._patience = site.at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
 
     # --- a transfer, in order
 

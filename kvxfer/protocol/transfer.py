@@ -93,36 +93,38 @@ def names_turns(token: bytes) -> bool:
     return len(token) == wire.TOKEN_BYTES and any(token[:8])
 
 
-class Sending:
+class Sending(Struct, eq=False):
     """One transfer at the prefill rank.
 
     Chunks go in their order: some have arrived, those up to `granted` are in the shell's hands, those up to `ready`
     were announced, and the rest was not. The shell says how many have arrived, and of how many it has given up.
     """
 
-    def __init__(self, fetch: wire.Fetch) -> None:
-        self.fetch: Final = fetch  # the message that began it
-        self.transfer: Final = fetch.transfer  # its id, unique within the decode rank's incarnation
-        self.state = SendState.PARKED  # see `SendState`
-        self.route = wire.Route.UNKNOWN  # chosen route once accepted
-        self.failure: Failure | None = None  # why it stops, once it does
-        self.chunks = 0  # that it is cut into; 0 before it was accepted
-        self.ready = 0  # the first so many were announced
-        self.granted = 0  # the first so many were put into the shell's hands (`pull`: have been read)
-        self.arrived = 0  # the first so many have arrived
-        self.nbytes = 0  # of those
-        self._dropped = 0  # chunks that the shell has given up
-        # how often it has not said that nothing of those is under way any more, nor (`pull`) the decode rank
-        self.doubts = 0
-        self._said = 0  # the first so many have arrived, as the decode rank was told
-        self._timings = UNTIMED  # of those that have arrived since
-        self.ring: Sequence[wire.Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
-        # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
-        self.token = b""
-        self.copied = 0  # the first so many have left their places, by its last grant
-        self._ring_at = 0  # the chunk that its first place was for
-        self._unread = False  # route pull: what was announced is not read any more
-        self._payload: bytes | None = None
+    fetch: wire.Fetch  # the message that began it
+    transfer: int = 0  # its id, unique within the decode rank's incarnation
+    state: SendState = SendState.PARKED  # see `SendState`
+    route: wire.Route = wire.Route.UNKNOWN  # chosen route once accepted
+    failure: Failure | None = None  # why it stops, once it does
+    chunks: int = 0  # that it is cut into; 0 before it was accepted
+    ready: int = 0  # the first so many were announced
+    granted: int = 0  # the first so many were put into the shell's hands (`pull`: have been read)
+    arrived: int = 0  # the first so many have arrived
+    nbytes: int = 0  # of those
+    _dropped: int = 0  # chunks that the shell has given up
+    # how often it has not said that nothing of those is under way any more, nor (`pull`) the decode rank
+    doubts: int = 0
+    _said: int = 0  # the first so many have arrived, as the decode rank was told
+    _timings: wire.Timings = UNTIMED  # of those that have arrived since
+    ring: Sequence[wire.Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
+    # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
+    token: bytes = b""
+    copied: int = 0  # the first so many have left their places, by its last grant
+    _ring_at: int = 0  # the chunk that its first place was for
+    _unread: bool = False  # route pull: what was announced is not read any more
+    _payload: bytes | None = None
+
+    def __post_init__(self) -> None:
+        self.transfer = self.fetch.transfer
 
     @property
     def moving(self) -> int:

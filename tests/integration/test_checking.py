@@ -5,12 +5,10 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from inside import early_sums, hear, lack, session, sessions, unanswered
 from stage import Cache, Copied, Gate, eventually, quiet
-from stored import Converted, Stored
 
-from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, TransferFailedError
+from kvxfer import Code, IntegrityError, MismatchError, TransferFailedError
 from kvxfer.copy import walk
 from kvxfer.geometry import selected
 from kvxfer.protocol.messages import Accept, Cancel, Capability, Check, Status, Sums
@@ -185,87 +183,6 @@ async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):
     decode = await stage.worker("decode", target, integrity="sampled")
     with pytest.raises(MismatchError, match="integrity=sampled is set here"):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
-
-
-async def test_what_fetch_grants_ahead_is_used_and_compared(stage, route, tap):
-    prefill, decode = await checked_pair(stage, route, *caches(route))
-    for request in ("r0", "r1"):
-        await bring(stage, prefill, decode, request, after=READY)
-    assert [accept.ahead for accept in tap.of(Accept)] == [route != "pull"] * 2
-    assert all(accept.spans for accept in tap.of(Accept))
-    assert counted(decode)["ok"] == len(tap.of(Sums)) >= 2
-
-
-async def test_padding_at_the_source_is_not_compared(stage, route):
-    tokens, ids, into = range(1, 11), [3, 0, 7], [2, 5, 9]
-    source, target = caches(route)
-    prefill, decode = await checked_pair(stage, route, source, target, groups=[Group("default", null_block=0)])
-    copied = Copied(target).bring(source, ids, into, range(1, 4)).bring(source, ids, into, range(8, 11))
-    _, transfer = stage.begin(prefill, decode, "r", ids, into, tokens)
-    await transfer
-    copied.check()
-    assert counted(decode) == {"ok": 1}
-    await quiet(prefill, decode)
-
-
-async def test_an_empty_range_and_chunks_without_a_row_need_no_sums(stage, route, tap):
-    prefill, decode = await checked_pair(stage, route, *caches(route))
-    prefill.offer("r", IDS, tokens=12, payload=b"all of it")
-    result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=range(12, 12), timeout=10)
-    assert result.payload == b"all of it"
-    assert not tap.of(Sums)
-    await quiet(prefill, decode)
-
-
-async def test_state_and_several_groups(stage, route, damage):
-    def side(layout):
-        shared = route == "mapped"
-        tokens = Cache(layout=layout, shared=shared, group="attention")
-        return tokens, Cache(layout="state", layers=[7], heads=range(6), shared=shared, group="state")
-
-    (source, kept), (target, state) = side("NHD"), side("HND")
-    prefill, decode = await checked_pair(stage, route, [source, kept], [target, state])
-    blocks, into = {"attention": IDS, "state": [4]}, {"attention": INTO, "state": [11]}
-    want = Copied(target).bring(source, IDS, INTO, range(2, 12))
-    prefill.offer("r", blocks, tokens=12)
-    await decode.fetch(prefill.engine.ticket("r"), into, tokens=range(2, 12), timeout=10)
-    want.check()
-    assert torch.equal(state.memory[7][0, 11], kept.memory[7][0, 4])
-    prefill.offer("s", blocks, tokens=12)
-    damage(state, 7, (0, 11, 0, 2, 1))
-    with pytest.raises(IntegrityError) as caught:
-        await decode.fetch(prefill.engine.ticket("s"), into, tokens=range(2, 12), timeout=10)
-    assert (caught.value.layers, caught.value.damaged) == ((7,), {"state": (11,)})
-
-
-async def test_interleaved_tokens(stage, route):
-    turns = [Interleave(rank, 2, 2) for rank in range(2)]
-    sources = [Cache(turns=turn, blocks=8) for turn in turns]
-    target = Cache(layout="HND", shared=route == "mapped")
-    ranks, card = await stage.engine("prefill", sources)
-    decode = await stage.worker("decode", target, integrity="full", route=route)
-    offers = [rank.offer("r", [5, 2, 6], tokens=20) for rank in ranks]
-    ticket = offers and ranks[0].engine.ticket("r")
-    await decode.fetch(ticket, [1, 8, 3, 0, 9], tokens=range(3, 19), timeout=10)
-    assert counted(decode)["ok"] >= 2
-    assert card.world == 2
-    await quiet(*ranks, decode)
-
-
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")], ids="-".join)
-@pytest.mark.parametrize("route", ["staged", "mapped"])
-async def test_converted_elements_are_compared_as_they_arrive(stage, route, dtypes):
-    theirs, ours = (getattr(torch, dtype) for dtype in dtypes)
-    source = Stored(theirs, "head", layers=range(2), heads=range(4))
-    target = Stored(ours, "head", layers=range(2), heads=range(4), layout="HND", shared=route == "mapped")
-    prefill, decode = await checked_pair(stage, route, source, target, convert=True)
-    want = Converted(target).bring(source, IDS, INTO, TOKENS)
-    _, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
-    result = await transfer
-    want.check()
-    assert result.stats.route == route
-    assert counted(decode) == {"ok": 1}
-    await quiet(prefill, decode)
 
 
 async def test_an_offer_that_grows_is_compared_as_it_does(stage, route):

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
-from inside import factor, learn, met, overdue, run_on, staging
+from inside import factor, met, run_on, staging
 from stage import Cache, Copied, Gate, eventually, quiet
 
-from kvxfer import READY, Span
+from kvxfer import READY
 from kvxfer.protocol.messages import Route
 from kvxfer.runtime import ThreadRuntime
 
@@ -29,30 +29,6 @@ async def move(stage, prefill, decode, ids=(1, 2), into=(3, 4), tokens=range(8),
     await quiet(prefill, decode)
     (sent,) = ending.stats
     return result, sent
-
-
-async def test_several_groups_and_state_without_tokens(stage, route):
-    def caches(layout):
-        return [
-            Cache(group="full", layout=layout),
-            Cache(group="window", layers=[2, 3], heads=range(2), block_tokens=2, layout=layout),
-            Cache(group="state", layers=[4], layout="state", blocks=5, dim=5),
-        ]
-
-    sources, targets = caches("NHD"), caches("HND")
-    prefill, decode = await stage.pair(sources, targets, route=route)
-    given = {"full": [4, 2, 0], "window": Span([9, 7], 8), "state": [1]}
-    wanted = {"full": [1, 3, 5], "window": Span([0, 1], 8), "state": [4]}
-    copied = [Copied(target) for target in targets]
-    copied[0].bring(sources[0], [4, 2, 0], [1, 3, 5], range(2, 11))
-    copied[1].bring(sources[1], [9, 7], [0, 1], range(8, 11), source_first=8, first=8)
-    copied[2].expected[4][:, 4] = sources[2].memory[4][:, 1]
-    offer = prefill.offer("r", given, tokens=11)
-    await decode.fetch(prefill.engine.ticket("r"), wanted, tokens=range(2, 11), timeout=10)
-    for one in copied:
-        one.check()
-    await offer.released()
-    await quiet(prefill, decode)
 
 
 class Elsewhen(ThreadRuntime):
@@ -220,46 +196,6 @@ async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
     done = await small
     assert not large.done
     assert (await large).stats.chunks > 100 > done.stats.chunks
-
-
-async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):
-    prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64, layout="HND"))
-    for number in range(6):
-        before = {route: factor(prefill, route) for route in Route}
-        result, ending = await stage.bring(prefill, decode, f"r{number}", range(64), range(64), range(256))
-        (sent,) = ending.stats
-        assert sent.predicted == result.stats.predicted > 0
-        assert "ms predicted for direct" in result.stats.why
-        route = Route[result.stats.route.upper()]
-        assert (factor(prefill, route) > before[route]) == (sent.duration > sent.predicted)
-
-
-async def test_a_route_that_was_slow_long_ago_is_tried_again_once(stage):
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
-    found = []
-
-    async def fetch(request, **offered):
-        offer = prefill.offer(request, [1, 2], tokens=8, **offered)
-        fetching = decode.start_fetch(prefill.engine.ticket(request), [1, 2], tokens=range(8), timeout=10)
-        if offered:
-            await eventually(lambda: prefill.describe()["metrics"]["frames_sent"]["Accept"] > len(found))
-            offer.ready(after=READY)
-            offer.finish()
-        found.append((await fetching).stats)
-        await offer.released()
-
-    await fetch("first")
-    slow, fast = Route.DIRECT, Route.STAGED
-    for _ in range(20):
-        learn(prefill, slow, 16.0)
-        learn(prefill, fast, 1.0)
-    assert overdue(prefill, slow, fast)
-    await fetch("streams", streaming=True)  # what it takes says nothing of the route
-    assert found[1].route == fast.name.lower()
-    await fetch("second")
-    assert found[2].route == slow.name.lower()
-    assert found[2].why.endswith("; direct was not tried for long")
-    assert not overdue(prefill, slow, fast)
 
 
 async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):

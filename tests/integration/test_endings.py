@@ -10,8 +10,6 @@ from kvxfer import KvxferError, TransferFailedError, Withdrawn
 from kvxfer.copy.mover import Mover
 from kvxfer.protocol.messages import Reserve
 
-ROUTES = ["staged", "direct", "pull"]
-
 
 async def granted(prefill, tap, chunks):
     """The only transfer may move so many chunks, and its prefill rank knows."""
@@ -22,32 +20,6 @@ async def granted(prefill, tap, chunks):
         return said and said[-1].chunks >= chunks and count == len(said)
 
     await eventually(heard)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_after_that_fires_late_begins_nothing(stage, source, target, route):
-    """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
-    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20)
-    gate = Gate()
-    offer = prefill.offer("r", streaming=True)
-    offer.extend([1, 2], tokens=range(8))
-    offer.ready(layers=[0])
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
-    await eventually(lambda: frames(decode, "Want"))
-    if route == "staged":
-        await eventually(lambda: frames(decode, "Arrived"))
-    assert isinstance(await offer.withdraw(), Withdrawn)
-    with pytest.raises(TransferFailedError):
-        await transfer
-    assert transfer.memory_safe
-    await quiet(prefill, decode)  # though the event has not fired
-    before = [tensor.tensor.clone() for tensor in target.tensors]
-    gate.fired = True
-    await asyncio.sleep(0)
-    ended = time.monotonic()
-    await decode.aclose()
-    assert time.monotonic() - ended < 10
-    assert all((tensor.tensor == old).all() for tensor, old in zip(target.tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("how", ["withdraw", "cancel"])

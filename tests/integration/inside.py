@@ -132,11 +132,6 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
 # --- who connects, and where to
 
 
-def stop_listening(worker: Any) -> None:
-    """Nobody connects to it any more, and somebody else may listen there."""
-    worker._service.listener.close()
-
-
 def turn_deaf(worker: Any) -> Callable[[], Awaitable[None]]:
     """Nobody connects to it, where it is still said to listen; until what is returned has been awaited."""
     listener = worker._service.listener
@@ -207,11 +202,6 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
     receiver.handle = handle_later
     for link in worker._service.peers.links:
         link.take = handle_later
-
-
-def hear_of_no_loss(worker: Any) -> None:
-    """Its decode role is not told of sessions that are lost."""
-    worker._service.decode.lost = lambda *_: None
 
 
 def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
@@ -292,11 +282,6 @@ async def look_at(worker: Any, peer: Any) -> None:
     await worker._service.site.examine(peer, sending=True)
 
 
-def compare_no_facts(worker: Any) -> None:
-    """It names no facts on which peers must agree: they find out by what they hold."""
-    worker._service.site.facts = []
-
-
 def lack(worker: Any, capability: Capability) -> None:
     """It is built without something that others can."""
     worker._service.site.capabilities &= ~capability
@@ -374,18 +359,6 @@ def timers(worker: Any, monkeypatch: Any) -> list[float]:
 
     monkeypatch.setattr(type(site), "at", at)
     return seconds
-
-
-def begin_rebuilding(worker: Any) -> bool:
-    """The timer for a new agent fires; whether one is being made then."""
-    worker._service.rebuilding._begin()
-    running: bool = worker._service.rebuilding._running
-    return running
-
-
-def note_rebuilt(worker: Any) -> None:
-    """It was made anew just now."""
-    worker._service.rebuilding._last = worker._service.site.now()
 
 
 # --- memory
@@ -651,17 +624,6 @@ def factor(worker: Any, route: Route) -> float:
     return known
 
 
-def learn(worker: Any, route: Route, seconds: float) -> None:
-    """A transfer with its only peer took so long, and was reckoned to take a second."""
-    worker._service.site.estimates.took(met(worker).identity.incarnation, route, plain=1.0, seconds=seconds)
-
-
-def overdue(worker: Any, slow: Route, fast: Route) -> bool:
-    """Whether it is time to try the slow one again, where both are reckoned to take as long."""
-    late: bool = worker._service.site.estimates.overdue(met(worker).identity.incarnation, slow, 10.0, fast, 10.0)
-    return late
-
-
 def plans(worker: Any) -> Any:
     """Plans of copies with its peers."""
     return worker._service.site.plans
@@ -784,11 +746,6 @@ def waits_for_layers(transfer: Any) -> bool:
 def knows_layers(transfer: Any) -> bool:
     """Whether it is known of a fetch in which layers what it brings is."""
     return bool(transfer._progress._layers)
-
-
-def wants_by_engine(worker: Any) -> list[int]:
-    """How many requests are claimed of each engine that is told of claims."""
-    return [len(engine.kept) for engine in worker._service.decode._claims._engines.values()]
 
 
 def renew_claims(worker: Any) -> None:
@@ -1027,11 +984,6 @@ def never_move(seconds: float, monkeypatch: Any) -> None:
     monkeypatch.setattr(doubt.Rebuilding, "_idle", nobody_moves)
 
 
-def crowded_bytes(capacity: int) -> int:
-    """How much of a share may be in quarantine before it is too much."""
-    return capacity // doubt._CROWDED
-
-
 def look_in_threads(monkeypatch: Any) -> None:
     """However little a peer holds, it is looked at in a thread."""
     monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
@@ -1047,20 +999,9 @@ def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("kvxfer.site.SMALL_PLAN", rows)
 
 
-def know_no_gates(monkeypatch: Any) -> None:
-    """Nobody hears of a peer that it passes the gates that grants name."""
-    monkeypatch.setattr("kvxfer.site.Site.heard", lambda site, peer, *, fenced: None)
-
-
 def open_no_gates(monkeypatch: Any) -> None:
     """Nobody can open the gates of a peer."""
     monkeypatch.setattr("kvxfer.safety.fence.Key", lambda handle: Key(b""))
-
-
-def live_in(process: int, monkeypatch: Any) -> None:
-    """Every peer is taken for this process, and for another one than those who meet it."""
-    monkeypatch.setattr("kvxfer.safety.processes.process_of", lambda handle: process)
-    monkeypatch.setattr("kvxfer.worker.own_number", lambda: 0)
 
 
 def build_without(capability: Capability, monkeypatch: Any) -> None:

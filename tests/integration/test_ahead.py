@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Gate, eventually, extents, is_quiet, quiet, written
 from wire import virtual
 
-from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
+from kvxfer import PeerLostError, RefusedError
 from kvxfer.errors import Code, TransferFailedError
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Arrived, Cancel, Fetch, Reserve, Want
 
@@ -139,16 +139,6 @@ async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap
     await quiet(prefill, decode)
 
 
-async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
-    prefill, decode = await stage.pair(*caches(), route="direct")
-    prefill.offer("r", HELD, tokens=30)
-    tap.change[Accept] = lambda accept: replace(accept, tokens_per_chunk=accept.tokens_per_chunk + 4)
-    with pytest.raises(TransferFailedError, match="the two sides plan") as caught:
-        await begin(prefill, decode)
-    assert caught.value.reason is Code.PLAN_DIFFERS
-    await quiet(prefill, decode)
-
-
 async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypatch, bring):
     """The session may be lost between a fetch's look for it and its first frame."""
     prefill, decode = await stage.pair(*caches(), route="direct")
@@ -159,17 +149,6 @@ async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypa
         await begin(prefill, decode)
     assert not written(decode)
     assert decode.describe()["receiving"] == decode.describe()["in_doubt"] == 0
-
-
-@pytest.mark.parametrize("routes", [{"route": "staged"}, {"prefill": {"route": "staged"}}])
-async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap, routes):
-    """Or one that does not cover the route: it holds for routes in place."""
-    prefill, decode = await stage.pair(*caches(), **routes)
-    prefill.offer("r", HELD, tokens=30)
-    tap.change[Accept] = lambda accept: replace(accept, ahead=True)
-    with pytest.raises(PeerLostError, match="under a grant that there is not"):
-        await begin(prefill, decode)
-    await quiet(decode)
 
 
 @pytest.mark.parametrize("route", ["direct", "pull", "staged"])
@@ -210,35 +189,3 @@ async def test_the_lease_counts_from_the_fetch(one, tap):
     with pytest.raises(TransferFailedError, match="lease ran out"):
         await transfer
     await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
-
-
-@pytest.mark.parametrize("route", ["direct", "staged"])
-async def test_a_fetch_that_is_cancelled_at_any_time_leaves_nothing(stage, route):
-    prefill, decode = await stage.pair(*caches(), route=route, **ONE_CHUNK)
-    for number in range(40):
-        prefill.offer(f"r{number}", HELD, tokens=30)
-        transfer = begin(prefill, decode, f"r{number}")
-        for _ in range(number):
-            await asyncio.sleep(0)
-        transfer.cancel()
-        await asyncio.gather(transfer, return_exceptions=True)  # it may have been quicker
-        await eventually(lambda: not decode.describe()["receiving"])
-        assert not decode.describe()["in_doubt"]
-    await quiet(decode)
-
-
-@pytest.mark.usefixtures("no_locks")
-@virtual
-async def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(play):
-    await play.pair(route="direct", peer_timeout=3)
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.wire.silence()
-    transfer = play.start("r")
-    with pytest.raises(MemoryInDoubtError) as caught:
-        await transfer
-    assert not transfer.memory_safe
-    play.wire.speak()
-    await caught.value.settled()  # the same incarnation never heard of it
-    assert transfer.memory_safe
-    await play.bring("r2")

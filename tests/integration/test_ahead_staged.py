@@ -3,14 +3,12 @@
 import pytest
 from inside import keep_plans, kept_of_peers, plan_late, sessions, take_all, tell
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, frames, quarantined, quiet
-from wire import virtual
+from stage import Cache, Copied, Gate, eventually, frames, quiet
 
-from kvxfer import PeerLostError
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import CacheGeometry, PairPlan
 from kvxfer.plans.planning import geometry_to_wire
-from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Route, Want
+from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Want
 
 HELD = list(range(8))
 LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
@@ -165,32 +163,3 @@ async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(s
         await begin(prefill, decode)
     before.check()
     await quiet(prefill, decode)
-
-
-@pytest.mark.parametrize(
-    ("route", "chunks", "why"),
-    [(Route.STAGED, 2, "plan transfer 1 differently"), (Route.DIRECT, 1, "under a grant that there is not")],
-)
-async def test_a_grant_of_staging_memory_covers_staged_chunks(stage, tap, route, chunks, why, begin):
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), prefill=LARGE, decode={**LARGE, "route": "auto"})
-    tap.change[Accept] = lambda accept: replace(accept, route=route, chunks=chunks, ahead=True)
-    with pytest.raises((PeerLostError, TransferFailedError), match=why):
-        await begin(prefill, decode)
-    await quiet(prefill, decode)
-
-
-@pytest.mark.usefixtures("no_locks")
-@virtual
-async def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_the_blocks(play):
-    await play.pair(route="staged", peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.wire.silence()
-    transfer = play.start("r")
-    with pytest.raises(PeerLostError):
-        await transfer
-    assert transfer.memory_safe
-    assert quarantined(play.decode, "receive") > 0
-    play.wire.speak()
-    await play.until(lambda: not quarantined(play.decode, "receive"))  # the same incarnation never heard of it
-    await play.bring("r2")

@@ -9,10 +9,9 @@ import inside
 import pytest
 import torch
 from passing import enter
-from stage import Broken, Cache, Gate, eventually, frames, quarantined, quiet
+from stage import Broken, Cache, Gate, frames, quiet
 from wire import play, virtual
 
-from kvxfer import READY
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
 from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Key, Keys, LockFile, Permit, Revoked
@@ -46,32 +45,6 @@ async def granted(play, route):
     return transfer, computed
 
 
-async def written(play, route):
-    """A fetch whose peer writes when it falls silent."""
-    await play.pair(route=route, **TIMES, **caches(route))
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8)
-    play.network.hold("*")
-    transfer = play.start("r")
-    await play.until(lambda: frames(play.decode, "Accept") == 2)
-    play.wire.silence()
-    return transfer
-
-
-async def read(play, after=READY):
-    """An offer whose peer reads when it falls silent, or may as soon as its event fires; and the fetch."""
-    await play.pair(route="pull", **TIMES)
-    await play.bring("r0")
-    offer = play.prefill.offer("r", [1, 2], tokens=8)
-    before = frames(play.decode, "Want")
-    if after is READY:
-        play.network.hold("*")
-    transfer = play.start("r", after=after)
-    await play.until(lambda: frames(play.decode, "Want") > before)
-    play.wire.silence()
-    return offer, transfer
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @virtual
 async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
@@ -90,28 +63,16 @@ async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
     await play.bring("r2")
 
 
-@pytest.mark.parametrize("route", ["direct", "staged"])
-@virtual
-async def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(play, route):
-    transfer = await written(play, route)
-    expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
-    with pytest.raises(expected) as caught:
-        await transfer
-    assert transfer.memory_safe is (route == "staged")
-    assert bool(quarantined(play.decode, "receive")) is (route == "staged")
-    play.network.release("*")
-    if isinstance(caught.value, MemoryInDoubtError):
-        await caught.value.settled()
-    await play.until(lambda: not play.decode.describe()["in_doubt"])
-    assert not quarantined(play.decode, "receive")
-    await quiet(play.decode)
-
-
 @virtual
 async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
     """Its blocks may not be written yet, so it reads nothing; by its word alone they would be in doubt."""
-    free = Gate()
-    offer, transfer = await read(play, free)
+    await play.pair(route="pull", **TIMES)
+    await play.bring("r0")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    before, free = frames(play.decode, "Want"), Gate()
+    transfer = play.start("r", after=free)
+    await play.until(lambda: frames(play.decode, "Want") > before)
+    play.wire.silence()
     await play.until(lambda: not play.prefill.describe()["sending"])
     ending, seconds = await play.timed(offer.withdraw())
     assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
@@ -121,21 +82,6 @@ async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
         await transfer
     assert unchanged(play.target, unwritten)
     await quiet(play.prefill)
-
-
-@virtual
-async def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(play):
-    offer, transfer = await read(play)
-    await play.until(lambda: not play.prefill.describe()["sending"])
-    with pytest.raises(MemoryInDoubtError) as caught:
-        await offer.withdraw()
-    play.network.release("*")
-    await caught.value.settled()
-    with pytest.raises(MemoryInDoubtError) as own:  # its own read, which went on until now
-        await transfer
-    await own.value.settled()
-    await quiet(play.prefill)
-    assert not play.prefill.describe()["sent_in_doubt"]
 
 
 @virtual
@@ -161,16 +107,6 @@ async def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given
     assert not play.prefill.describe()["sent_in_doubt"]
 
 
-@virtual
-async def test_a_worker_closes_though_a_silent_reader_reads(play):
-    _, transfer = await read(play)
-    _, seconds = await play.timed(play.prefill.aclose(drain=False))
-    assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
-    play.network.release("*")
-    with pytest.raises(PeerLostError):
-        await transfer
-
-
 @pytest.mark.parametrize("route", ["direct", "staged"])
 def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path, monkeypatch, route):
     """The doubt begins while the worker is closing: one look at the gate ends it."""
@@ -191,53 +127,6 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
     assert not leaked
 
 
-@pytest.mark.parametrize("stuck", [False, True])
-def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monkeypatch, stuck):
-    """What was in doubt for long is looked at once a second; closing does not wait for the next look."""
-    leaked = inside.leaks(monkeypatch)
-
-    async def scenario(play):
-        transfer = await written(play, "direct")
-        with pytest.raises(MemoryInDoubtError) as caught:
-            await transfer
-        await asyncio.sleep(10)
-        if not stuck:
-            play.network.release("*")
-            await play.until(lambda: not play.prefill.describe()["sending"])
-        _, seconds = await play.timed(play.decode.aclose(drain=False))
-        assert seconds < 0.5
-        if stuck:
-            with pytest.raises(ClosedError, match="never reuse"):
-                await caught.value.settled()
-        else:
-            await caught.value.settled()
-
-    play(scenario, tmp_path)
-    assert bool(leaked) is stuck
-
-
-@virtual
-async def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(play):
-    await play.pair(route="direct", **TIMES)
-    await play.bring("r0")
-    play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
-    transfer = play.start("r")
-    await play.until(lambda: frames(play.decode, "Accept") == 2)
-    play.wire.cut()
-    outcome, seconds = await play.timed(transfer)
-    assert isinstance(outcome, PeerLostError)
-    assert seconds < 0.1  # nobody has to be reached for that
-
-
-async def test_the_first_grant_of_all_names_a_gate(stage, tap):
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    for request in "ab":
-        await stage.bring(prefill, decode, request)
-    assert all(fetch.generation >> 32 > SHARED_GATE for fetch in tap.of(Fetch))
-    assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(True, True)] * 2
-    await quiet(prefill, decode)
-
-
 async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
     await stage.bring(prefill, decode)
@@ -245,15 +134,6 @@ async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, ta
     await quiet(prefill, decode)
     assert inside.free_gates(prefill) == [SHARED_GATE + 1]
     assert (inside.free_gates(decode), inside.gates_of(decode).allot()) == ([], SHARED_GATE + 1)  # the first of all
-
-
-async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
-    inside.know_no_gates(monkeypatch)
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    await stage.bring(prefill, decode)
-    assert [fetch.generation for fetch in tap.of(Fetch)] == [0]
-    assert [accept.ahead for accept in tap.of(Accept)] == [True]
-    await quiet(prefill, decode)
 
 
 async def test_the_grants_of_a_transfer_name_one_gate_and_those_of_two_name_two(stage, tap):
@@ -295,18 +175,6 @@ async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without
     await stage.bring(prefill, decode, "b")
 
 
-async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
-    gates = inside.gates_of(decode)
-    for number in range(6):
-        await stage.bring(prefill, decode, f"r{number}")
-    await quiet(prefill, decode)
-    assert inside.allotted(decode) <= 3  # one transfer after the other
-    taken = [gates.allot() for _ in range(5)]
-    assert len(set(taken)) == 5
-    assert SHARED_GATE not in taken
-
-
 async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_more(stage):
     """The transport has ended the read and says that the peer is gone, which it is not: gates are used again."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
@@ -319,28 +187,6 @@ async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_mor
     await quiet(prefill, decode)
     assert inside.free_gates(prefill)
     assert {await inside.gates_of(prefill).revoke(number) for number in inside.free_gates(prefill)} == {Revoked.IDLE}
-
-
-async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatch):
-    """Route `pull`: the peer kept its blocks until it heard that nothing is read any more."""
-    process = await asyncio.create_subprocess_exec("sleep", "60")
-    inside.live_in(process.pid, monkeypatch)
-    try:
-        prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
-        _, fetch = stage.begin(prefill, decode, after=Gate())
-        await eventually(lambda: frames(decode, "Want"))
-        inside.stop_listening(prefill)
-        inside.cut(decode)
-        with pytest.raises(PeerLostError):
-            await fetch
-        assert fetch.memory_safe
-        assert inside.unanswered(decode)  # it may come back, and ask
-    finally:
-        process.kill()
-        await process.wait()
-    await eventually(lambda: not inside.unanswered(decode))
-    assert inside.gates_of(decode).allot() == SHARED_GATE + 1
-    await eventually(lambda: not inside.tasks(decode))
 
 
 @pytest.mark.parametrize("end", ["the process", "closing"])

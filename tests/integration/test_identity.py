@@ -9,7 +9,7 @@ from itertools import pairwise
 import inside
 import pytest
 from impostor import made_up, posing_as
-from inside import cut, forget_unreachable, refusals, session, sessions
+from inside import cut, forget_unreachable, session, sessions
 from stage import SOON, Cache, Copied, eventually, handshakes, quiet
 
 import kvxfer
@@ -94,28 +94,6 @@ async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     await moving.ends_well(prefill, decode)
 
 
-@pytest.mark.usefixtures("no_locks")
-async def test_who_answers_in_place_of_a_silent_prefill_rank_ends_no_doubt(stage, tmp_path):
-    """It has taken the endpoint as well; the doubt goes on until the real one answers there again."""
-    place, aside = tmp_path / "here", tmp_path / "aside"
-    prefill, decode, moving = await under_way(stage, route="direct", prefill={"listen": f"unix:{place}"}, **SOON)
-    place.rename(aside)
-    twin = await claims_to_be(prefill, stage, listen=f"unix:{place}")
-    cut(decode)
-    with pytest.raises(kvxfer.MemoryInDoubt) as doubt:
-        await moving.transfer
-    settled = asyncio.create_task(doubt.value.settled())
-    await eventually(lambda: [type(error) for error in refusals(decode)] == [kvxfer.IdentityError])
-    assert set(twin.describe()["metrics"]["frames_received"]) == {"Goodbye"}  # it is asked nothing
-    assert decode.describe()["custody"].doubtful_blocks
-    assert not settled.done()
-    place.unlink()
-    aside.rename(place)
-    stage.network.release("*")
-    await settled
-    await quiet(decode)
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["in turn", "at once"])
 @pytest.mark.parametrize("scheme", ["unix", "tcp"])
 async def test_a_worker_that_has_two_names(stage, scheme, together, tmp_path):
@@ -157,30 +135,6 @@ async def test_a_worker_that_has_moved(stage, tmp_path):
         assert link.endpoint == f"unix:{new}"
 
 
-@pytest.mark.usefixtures("no_locks")
-async def test_who_does_not_answer_where_something_is_in_doubt_is_not_believed_elsewhere(stage, tmp_path):
-    """Something of it is in doubt, and whoever is there could pass on what both prove."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    prefill, decode, moving = await under_way(stage, route="direct", prefill={"listen": f"unix:{here}"}, **SOON)
-    here.rename(there)
-    cut(decode)
-    with pytest.raises(kvxfer.MemoryInDoubt) as doubt:
-        await moving.transfer
-    prefill.offer("theirs", [1], tokens=4)
-    ticket = prefill.engine.ticket("theirs") | {"endpoints": {"prefix": f"unix:{there}"}}
-    async with asyncio.timeout(10):
-        with pytest.raises(kvxfer.IdentityError, match="with which something is open or in doubt at") as refused:
-            await decode.fetch(ticket, [7], tokens=range(4))
-    assert refused.value.engaged_at == f"unix:{here}"
-    assert refused.value.report.code is kvxfer.Code.IDENTITY
-    assert not sessions(prefill)
-    there.rename(here)
-    stage.network.release("*")
-    await doubt.value.settled()
-    await decode.fetch(prefill.engine.ticket("theirs"), [7], tokens=range(4))
-    await quiet(prefill, decode)
-
-
 async def test_two_workers_that_fetch_from_each_other_meet_again(stage):
     """A stream each way, and each of them cut."""
     one, other = await stage.pair(Cache(), Cache(layout="HND"))
@@ -218,21 +172,6 @@ async def kept_back(decode, prefill, between):
             yield go_on
         finally:
             kept[1].close()
-
-
-async def test_a_proof_that_was_kept_back_is_of_no_use(stage, tmp_path):
-    """Somebody between two that have nothing open lets the handshake fail, and goes on with it once they have."""
-    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
-    async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode)
-        await moving.begun()
-        link = session(prefill)
-        await go_on()
-        assert sessions(prefill) == {link}
-        assert link.is_open
-    stage.network.release("*")
-    await moving.transfer
-    await quiet(prefill, decode)
 
 
 @pytest.mark.usefixtures("no_locks")

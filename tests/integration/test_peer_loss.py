@@ -95,26 +95,6 @@ async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monk
     await quiet(prefill, decode)
 
 
-async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
-    offer, transfer = await begin(stage, prefill, decode, "in flight")
-    inside.cut(decode)
-    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
-        await transfer
-    assert isinstance(caught.value.__cause__, kvxfer.PeerLostError)
-    assert caught.value.blocks == {"default": (3, 4)}
-    assert caught.value.peer.startswith("prefill")
-    await eventually(lambda: len(inside.sessions(decode)) == 1)
-    with pytest.raises(kvxfer.BlocksError):
-        decode.offer("mine", [3], tokens=4)
-    inside.cut(prefill)  # once more, while the answer is outstanding
-    await eventually(lambda: frames(decode, "Accept") == 1)
-    stage.network.release("*")
-    async with asyncio.timeout(30):
-        await caught.value.settled()
-    await works(stage, prefill, decode, offer)
-
-
 @pytest.mark.parametrize("returns", ["before the doubt", "in the doubt"])
 async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source, target, returns):
     """Over TCP a read ends only if the other side makes progress, and until it has ended the reader says nothing."""
@@ -149,28 +129,6 @@ async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stag
     stage.network.release("*")
 
 
-async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
-    """Forgetting the peer at once would disconnect the lane under a write, which nobody could ever account for."""
-    prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=60)
-    offer, transfer = await begin(stage, prefill, decode, "in flight")
-    withdrawing = asyncio.create_task(offer.withdraw())
-    await eventually(lambda: offer.state.value == "ending")
-    old = inside.sessions(prefill, decode)
-    inside.cut(prefill)
-    await eventually(lambda: len(inside.sessions(prefill) - old) == len(inside.sessions(decode) - old) == 1)
-    if route != "pull":  # there the question is put when our own reads have ended
-        await eventually(lambda: frames(prefill, "Cancel"))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not withdrawing.done()
-    stage.network.release("*")
-    assert isinstance(await withdrawing, kvxfer.Withdrawn)
-    with pytest.raises(kvxfer.KvxferError):
-        await transfer
-    await quiet(prefill, decode)
-    assert not prefill.describe()["custody"].holders
-
-
 async def test_a_stream_that_is_cut_as_the_question_is_sent_ends_the_fetch(stage, source, target, route, monkeypatch):
     """The peer reads nothing any more, and too much is unsent."""
     prefill, decode = await stage.pair(source, target, route=route)
@@ -180,34 +138,6 @@ async def test_a_stream_that_is_cut_as_the_question_is_sent_ends_the_fetch(stage
     _, transfer = stage.begin(prefill, decode, timeout=None, after=Gate())
     with pytest.raises(kvxfer.PeerLostError):
         await asyncio.wait_for(transfer.outcome, 5)
-
-
-async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
-    prefill, decode = await stage.pair(source, target, route="staged")
-    await stage.bring(prefill, decode)
-    inside.cut(prefill)
-    await eventually(lambda: not prefill.describe()["fabric"]["lanes"] and not inside.sessions(decode))
-    await stage.bring(prefill, decode, "s")
-
-
-@pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
-async def test_the_prefill_worker_closes(stage, source, target, route, step):
-    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=0.05, revoke_timeout=60)
-    offer, transfer = await begin(stage, prefill, decode, step)
-    closing = asyncio.create_task(prefill.aclose())
-    if step == "in flight":
-        await eventually(lambda: offer.state.value == "ending")
-        stage.network.release("*")
-    with pytest.raises((kvxfer.TransferFailedError, kvxfer.RefusedError)) as caught:
-        async with asyncio.timeout(30):
-            await transfer
-    assert caught.value.reason is (kvxfer.Code.DRAINING if step == "parked" else kvxfer.Code.OFFER_WITHDRAWN)
-    await closing
-    if offer is not None:
-        assert isinstance(await offer.released(), kvxfer.Withdrawn)
-    await quiet(decode)
-    with pytest.raises(kvxfer.UnreachableError):
-        await decode.fetch(prefill.engine.ticket(transfer.request), [3], tokens=range(4), timeout=5)
 
 
 @pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
@@ -231,42 +161,6 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
         offer.ready()
         offer.finish()
     await works(stage, prefill, second, offer)
-
-
-async def test_the_decode_worker_vanishes_for_good(stage, source, target):
-    """Nobody answers any more: the offer ends with its lease, and its blocks are free."""
-    fast = {"offer_lease": 0.2}
-    prefill, decode = await stage.pair(source, target, prefill={"route": "staged", **fast}, **SOON)
-    offer, transfer = await begin(stage, prefill, decode, "in flight")
-    inside.never_come_back(decode)
-    inside.hear_of_no_loss(decode)
-    inside.cut(decode)
-    stage.network.disconnect("decode")
-    async with asyncio.timeout(30):
-        assert isinstance(await offer.released(), kvxfer.Expired)
-    await quiet(prefill)
-    transfer.cancel()
-
-
-async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, source, target, tmp_path):
-    where = {"listen": f"unix:{tmp_path}/p.sock"}
-    prefill, decode = await stage.pair(source, target, prefill=where, route="direct", **SOON)
-    offer, transfer = await begin(stage, prefill, decode, "in flight")
-    ticket = prefill.engine.ticket("r")
-    inside.stop_listening(prefill)
-    inside.cut(prefill)
-    again = await stage.worker("again", source, route="direct", **where)
-    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
-        await transfer
-    with pytest.raises(kvxfer.MismatchError, match="it has restarted") as restarted:
-        await decode.fetch(ticket, [7, 8], tokens=TOKENS, timeout=5)
-    assert restarted.value.fields["epoch"] == (ticket["epoch"], again.engine.card.epoch)
-    assert decode.describe()["in_doubt"] == 1
-    settling = asyncio.create_task(caught.value.settled())
-    await decode.aclose(drain=False)
-    with pytest.raises(kvxfer.ClosedError, match="never reuse"):
-        await settling
-    assert offer.request == "r"
 
 
 # --- the fabric fails
@@ -316,51 +210,6 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
         await eventually(lambda: not quarantined(prefill, "send"))
 
 
-@pytest.mark.parametrize(("route", "then"), [("direct", "rebuilds"), ("direct", "closes"), ("staged", "goes on")])
-async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, source, target, route, then):
-    prefill, decode = await stage.pair(source, target, route=route, **{**SOON, "no_progress_timeout": 0.2})
-    inside.keep_agent(prefill)  # not yet
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    stage.network.break_next("decode", after_bytes=24, lingers=True)
-    for _ in range(3):  # the other chunk, and the write that would tell that all before it has ended
-        stage.network.refuse_next("decode")
-    with pytest.raises(kvxfer.KvxferError):
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    stage.network.mend("decode")
-    stage.network.release("decode")  # or nothing more would end
-    assert not offer.wait_end().done()  # it is live: somebody may fetch it again
-    await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
-    if route == "staged":  # the post read the staging extent, not the blocks
-        assert isinstance(await offer.released(), kvxfer.Released)
-        return
-    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
-        await offer.released()
-    with pytest.raises(kvxfer.BlocksError, match="may still read it"):
-        prefill.offer("s", [1], tokens=4)
-    settling = asyncio.create_task(caught.value.settled())
-    if then == "closes":
-        await prefill.aclose(drain=False)
-        with pytest.raises(kvxfer.ClosedError, match="never reuse its blocks"):
-            await settling
-    else:
-        inside.consider_rebuilding(prefill)
-        async with asyncio.timeout(3):
-            await settling
-        await eventually(lambda: prefill.describe()["metrics"]["agents_rebuilt"] == 1)
-        prefill.offer("s", [1], tokens=4)
-
-
-async def test_a_late_result_is_dropped_and_counted(stage, source, target):
-    from kvxfer.protocol.messages import Arrived, KvAgentResult, Status
-
-    prefill, decode = await stage.pair(source, target)
-    await stage.bring(prefill, decode)
-    inside.session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
-    inside.session(prefill).send(Arrived(2, 1), Arrived(99, 1))
-    await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 4)
-    await stage.bring(prefill, decode, "s")
-
-
 # --- over TCP the target moves the data: it has to help, also with what it waits for no more
 
 
@@ -388,35 +237,3 @@ async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_
     assert transfer.memory_safe
     await eventually(lambda: is_quiet(decode))
     assert not awake(decode), "and no longer than that"
-
-
-@pytest.mark.parametrize("route", ["staged", "direct"])
-@pytest.mark.parametrize("anew", [False, True])
-async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, target, no_locks, route, anew):
-    """What the prefill rank gave up meanwhile ends when the decode rank goes on, or with the agents of both."""
-    times = {"no_progress_timeout": 0.2, "revoke_timeout": 20.0}
-    prefill, decode = await stage.pair(source, target, route=route, **times)
-    await stage.bring(prefill, decode, "first")
-    stage.network.need_target("decode")
-    paused = True
-    target_side = inside.transport(decode)
-    progress, target_side.progress = target_side.progress, lambda: None if paused else progress()
-    offer, transfer = stage.begin(prefill, decode)
-    await eventually(lambda: prefill.describe()["sent_in_doubt"])
-    if anew:  # as when it is crowded
-        inside.rebuild(prefill, answered=True)
-    else:
-        inside.keep_agent(prefill)
-        paused = False
-    with pytest.raises(kvxfer.KvxferError, match="no progress") as caught:
-        async with asyncio.timeout(10):
-            await transfer
-    assert not isinstance(caught.value, kvxfer.MemoryInDoubt)
-    await eventually(lambda: is_quiet(decode))
-    for worker in (prefill, decode):
-        await eventually(lambda worker=worker: worker.describe()["agent"]["rebuilt"] == anew)
-    assert not prefill.describe()["sent_in_doubt"]
-    paused = False
-    await stage.bring(prefill, decode, "after", ids=(5,), into=(7,), tokens=range(4))
-    await offer.withdraw()
-    await quiet(prefill, decode)

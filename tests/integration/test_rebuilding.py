@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import inside
 import pytest
-from stage import Cache, Copied, eventually, frames, quarantined, quiet, written
+from stage import Cache, eventually, frames, quarantined, quiet, written
 
 from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer.decode import receiver
@@ -44,32 +44,6 @@ async def company(stage, source, other, target, **config):
     prefill = await stage.worker("prefill", other, **TIMES, **config)
     decode = await stage.worker("decode", target, **TIMES, **config)
     return victim, prefill, decode
-
-
-@pytest.mark.parametrize("route", ["staged", "direct"])
-async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_written(
-    stage, source, other, target, hosts, route
-):
-    victim, prefill, decode = await company(stage, source, other, target, route=route)
-    await stage.bring(prefill, decode, "before")
-    transfer = await in_flight(stage, victim, decode)
-    inside.vanish(victim)
-    with pytest.raises(KvxferError) as caught:
-        await transfer
-    assert not isinstance(caught.value, MemoryInDoubt), "it was made anew in time"
-    assert transfer.memory_safe
-    if route == "staged":
-        assert decode.describe()["metrics"]["quarantined_bytes"], "the blocks are safe at once, the arena is not"
-    await stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8))
-    await quiet(decode)
-    agent, metrics = decode.describe()["agent"], decode.describe()["metrics"]
-    assert agent == {"rebuilt": 1, "wanted": 0, "paused": False}
-    assert (metrics["agents_rebuilt"], metrics["quarantined_bytes"]) == (1, 0)
-    await stage.bring(prefill, decode, "after", (5, 6), (3, 4))
-    kept, moved = target.clone(), len(stage.network.log)
-    stage.network.release("*")
-    assert len(stage.network.log) == moved, "bytes for the agent that was destroyed landed"
-    assert all(kept[layer].equal(memory) for layer, memory in target.memory.items())
 
 
 async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, source, target, hosts):
@@ -237,20 +211,6 @@ async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(s
     await fetching
 
 
-async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
-    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
-    await stage.bring(prefill, decode, "before")
-    transfer = await in_flight(stage, prefill, decode)
-    inside.rebuild(decode)
-    with pytest.raises(KvxferError, match="being rebuilt"):
-        await transfer
-    await eventually(lambda: decode.describe()["agent"]["rebuilt"])
-    copied = Copied(target).bring(source, [1, 2], [9, 10], TOKENS)
-    await decode.fetch(prefill.engine.ticket("r"), [9, 10], tokens=TOKENS, timeout=5)
-    copied.check()
-    await quiet(prefill, decode)
-
-
 async def breaks(stage, prefill, decode, request="r"):
     """A fetch whose bytes are lost on their way: what has left may still land."""
     _, transfer = stage.begin(prefill, decode, request, timeout=5)
@@ -388,28 +348,3 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
     with pytest.raises(asyncio.CancelledError):
         await transfer
     await quiet(prefill, decode)
-
-
-async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
-    worker = await stage.worker("w", target, peer_timeout=50.0, revoke_timeout=20.0)
-    armed, capacity = inside.timers(worker, monkeypatch), worker.describe()["arena"]["receive"].capacity_bytes
-    leave = inside.rebuild(worker, urgent=False)
-    assert armed[-1] == pytest.approx(50, abs=1)
-    inside.rebuild(worker)()
-    assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
-    assert not inside.begin_rebuilding(worker)  # by the timer of one that is over
-    assert armed[-1] == pytest.approx(50, abs=1)
-    much = inside.take(worker, "receive", inside.crowded_bytes(capacity))
-    much.quarantine()
-    inside.rebuild(worker, urgent=False)()
-    assert armed[-1] == pytest.approx(50, abs=1), "not more than a quarter"
-    more = inside.take(worker, "receive", 512)
-    more.quarantine()
-    inside.rebuild(worker, urgent=False)()
-    assert armed[-1] == pytest.approx(5, abs=1)
-    inside.note_rebuilt(worker)
-    inside.rebuild(worker)()
-    assert armed[-1] == pytest.approx(50, abs=1), "not twice in a row"
-    leave()
-    for held in (much, more):
-        held.settle()

@@ -124,28 +124,6 @@ async def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(play):
     assert len(play.network.log) == moved, "and the first one wrote to whom its memory belongs by now"
 
 
-@pytest.mark.parametrize(("side", "direction"), SIDES)
-@virtual
-async def test_nobody_else_gets_its_memory_meanwhile(play, side, direction):
-    copies, _, transfer = await standing(play, side, direction)
-    ours = {(extent.offset, extent.length) for extent in held_of(play, side)}
-    others = set()
-
-    def see(submit, job, direction):
-        others.update((extent.offset, extent.length) for extent in held_of(play, side))
-        return submit(job, direction)
-
-    copies.holding = False
-    inside.begin_copies_by(getattr(play, side), see)
-    for number in range(24):  # more than the arena holds at once
-        await play.bring(f"beside {number}", ids=(5, 6), into=(9, 10))
-        if number == 12:
-            await rebuilt(play, getattr(play, side))
-    assert not any(a < b + m and b < a + n for a, n in ours for b, m in others - ours)
-    await ends(play, copies, transfer)
-    await quiet(play)
-
-
 @pytest.mark.parametrize("route", ["staged", "mapped"])
 @pytest.mark.parametrize("rebuild", [False, True], ids=["", "rebuilt"])
 @virtual

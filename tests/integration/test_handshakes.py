@@ -1,16 +1,12 @@
 """Streams to prefill ranks: one handshake for many fetches, bounded at each stage, and no more than are needed."""
 
 import asyncio
-import contextlib
-import gc
 import threading
 
 import inside
 import pytest
-from certificates import Authority
-from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
-from msgspec.structs import replace
-from stage import Cache, Copied, eventually, handshakes, quiet, turns
+from inside import hang_up, look_in_threads, remember_unreachable, service, sessions
+from stage import Cache, Copied, eventually, handshakes, quiet
 from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
@@ -18,8 +14,7 @@ from kvxfer import worker as assembly
 from kvxfer.plans import planning
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
-from kvxfer.protocol.framing import FrameReader, encode
-from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION, Goodbye, Hello, Welcome
+from kvxfer.protocol.messages import Goodbye
 from kvxfer.testing import DeterministicRuntime
 
 BLOCK = range(4)
@@ -53,22 +48,13 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, mon
 
 
 class Stranger:
-    """Somebody at an endpoint who takes part in a handshake up to a stage, and then says nothing."""
+    """Somebody at an endpoint who refuses whoever comes."""
 
-    def __init__(self, stage, like):
-        self.stage, self.like, self.streams = stage, like, 0  # those that were opened to it
+    def __init__(self):
+        self.streams = 0  # those that were opened to it
 
     async def __call__(self, reader, writer):
         self.streams += 1
-        frames, answers = FrameReader(), {"connect": [], "Hello": [], "Welcome": [Hello]}[self.stage]
-        if self.stage == "refuses":
-            writer.close()
-            return
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                for message in frames.feed(data):
-                    if type(message) in answers:
-                        writer.write(encode(self.like))
         writer.close()
 
 
@@ -76,37 +62,11 @@ def unconnected(worker):
     return not sessions(worker) and not handshakes(worker)
 
 
-def welcome_of(worker):
-    """What a prefill worker would say."""
-    epoch, incarnation = map(bytes.fromhex, (worker.engine.card.epoch, worker.card.incarnation))
-    return Welcome(WIRE_MIN, WIRE_VERSION, "x", "prefill", epoch, incarnation, 0, 1, 0, bytes(32), 2000)
-
-
-@pytest.mark.parametrize("silent_after", ["connect", "Hello", "Welcome"])
-@virtual
-async def test_a_prefill_rank_that_falls_silent_in_its_handshake(one, tmp_path, silent_after):
-    """Whatever the stage, the fetch hears of it within the same bound, and of the stage."""
-    await one.pair(decode={"connect_timeout": 1})
-    stranger = Stranger(silent_after, welcome_of(one.prefill))
-    server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
-    ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
-    began = one.now
-    transfers = [one.decode.start_fetch(ticket, [n], tokens=BLOCK) for n in range(3)]
-    errors = await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
-    assert {type(error) for error in errors} == {UnreachableError}
-    assert 6 <= one.now - began < 6.5
-    where = "greeted" if silent_after == "Welcome" else "new"
-    assert f"no handshake within 6 s (it stopped at '{where}')" in str(errors[0])
-    assert stranger.streams == 1
-    assert unconnected(one.decode)
-    server.close()
-
-
 @virtual
 async def test_who_refuses_handshakes_over_and_over_is_left_in_peace(one, tmp_path):
     """Ten seconds of fetches, one every 10 ms: each hears at once, and there are few attempts."""
     await one.pair()
-    stranger = Stranger("refuses", None)
+    stranger = Stranger()
     server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
     ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
     began, fetches, wait = one.now, 0, 0.0
@@ -224,55 +184,6 @@ async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch
     assert answered == [False, known_on_the_loop]
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
-async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypatch, tmp_path, tls):
-    """It is written, read and decoded a slice at a time, at both ends."""
-    encoded = assembly.encode_body
-    monkeypatch.setattr(assembly, "encode_body", lambda body: encoded(replace(body, metadata=bytes(12 << 20))))
-    over = {"listen": "tcp:127.0.0.1:0", "tls": Authority(tmp_path).issue()} if tls else {}
-    prefill, decode = await stage.pair(Cache(), Cache(), **over)
-
-    gc.disable()  # it may walk all that torch has, in any turn
-    try:
-        with turns() as took:  # of the loop alone: others decode, and look
-            await connect(decode, prefill.card.endpoint)
-            await eventually(lambda: len(sessions(prefill)) == 1)
-    finally:
-        gc.enable()
-    assert max(took) < 0.01
-
-
-async def test_a_small_cache_is_looked_at_here_but_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
-    recorded, here = Recorded(monkeypatch), threading.get_ident()
-    await stage.bring(*await stage.pair(Cache(), Cache()))
-    assert here not in recorded.threads.pop("encode_body")
-    assert {thread for threads in recorded.threads.values() for thread in threads} == {here}
-
-
-async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monkeypatch):
-    """A thread that computes takes the interpreter from the loop for a while, each further one as long again."""
-    look_in_threads(monkeypatch)
-    prefill = await stage.worker("prefill", Cache())
-    decodes = [await stage.worker(f"decode{number}", Cache()) for number in range(4)]
-    examine, inside, second = planning.PairPlans.examine, [], threading.Event()
-
-    def watched(self, peer, **options):
-        if self is not plans(prefill):
-            return examine(self, peer, **options)
-        inside.append(peer.name)
-        if len(inside) > 1:
-            second.set()
-        second.wait(0.05)
-        found = examine(self, peer, **options)
-        inside.remove(peer.name)
-        return found
-
-    monkeypatch.setattr(planning.PairPlans, "examine", watched)
-    await asyncio.gather(*(connect(decode, prefill.card.endpoint) for decode in decodes))
-    await eventually(lambda: len(sessions(prefill)) == 4)
-    assert not second.is_set()
-
-
 def slow(monkeypatch, seconds):
     """A look at any cache takes so long."""
 
@@ -328,16 +239,12 @@ def held(monkeypatch):
     return go
 
 
-@pytest.mark.parametrize("pings", [False, True], ids=["", "beside heartbeats"])
-async def test_what_a_peer_said_before_it_left_counts_though_it_is_still_looked_at(stage, held, pings):
-    heartbeat = {"peer_timeout": 1.0} if pings else {}
-    prefill = await stage.worker("prefill", Cache(), **heartbeat)
-    decode = await stage.worker("decode", Cache(), **heartbeat)
+async def test_what_a_peer_said_before_it_left_counts_though_it_is_still_looked_at(stage, held):
+    prefill, decode = await stage.pair(Cache(), Cache(), peer_timeout=1.0)
     offer = prefill.offer("r", [0, 1], tokens=8)
     await decode.decline(offer.ticket)
     await decode.aclose(drain=False)
-    if pings:
-        await eventually(lambda: all(map(inside.has_ended, inside.streams(prefill))))  # a ping met nobody
+    await eventually(lambda: all(map(inside.has_ended, inside.streams(prefill))))  # a ping met nobody
     held.set()
     async with asyncio.timeout(5):
         assert type(await offer.released()) is Released

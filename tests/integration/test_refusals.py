@@ -5,13 +5,11 @@ One entry a case: at which of the two stages, and in which words. Nothing of it 
 
 import pytest
 import torch
-from inside import compare_no_facts, geometry, tell
+from inside import geometry
 from stage import Cache, eventually, quiet
 
 from kvxfer import GeometryError, MismatchError
 from kvxfer.geometry import CacheTensor, Interleave
-from kvxfer.protocol.messages import AgentBody
-from kvxfer.worker import Worker
 
 HALF = torch.bfloat16
 
@@ -39,40 +37,8 @@ def state(dim=8, group="state", **named):
     return [CacheTensor(torch.zeros(8, 4, dim), "block head dim", layers=[0], heads=range(4), group=group, **named)]
 
 
-def view(shape, strides):
-    return [CacheTensor(torch.zeros(4096).as_strided(shape, strides), "block token dim", layers=[0])]
-
-
 REGISTRATION = {
-    "another dtype in one class": (
-        [*kv(layers=[0]), *kv(layers=[1], dtype=HALF)],
-        ["default/k.dtype is bfloat16", "another tensor has float32"],
-    ),
-    "another dim in one class": ([*kv(layers=[0]), *kv(layers=[1], dim=16)], ["default/k.dim is 16", "has 8"]),
-    "K and V of other block sizes": ([half("k"), half("v", rows=8)], ["covers 4 tokens", "but 8", "kv k", "kv v"]),
-    "rows of several tokens that cover other blocks": (
-        [*latent(), *latent(part="pooled", tokens_per_row=2)],
-        ["covers 4 tokens", "but 8", "part 'pooled'"],
-    ),
-    "rows of several tokens that take turns": (
-        latent(tokens_per_row=2, tokens=Interleave(0, 2, 4)),
-        ["compressed rows cannot be interleaved"],
-    ),
-    "turns of two ranks in one group": (
-        [*latent(tokens=Interleave(0, 2, 4)), *latent(part="x", tokens=Interleave(1, 2, 4))],
-        ["Interleave(rank=0, of=2, chunk=4)", "Interleave(rank=1, of=2, chunk=4)"],
-    ),
-    "scales by block": (
-        [*kv(), *state(group="default", part="scale")],
-        ["kv k+v, layer 0) has a token axis", "part 'scale'", "has none", "scales for each block"],
-    ),
-    "an expanded tensor": (view((8, 4, 8), (32, 0, 1)), ["byte strides (128, 0, 4)", "a stride of 0 steps inside"]),
-    "strides that overlap": (view((8, 4, 8), (32, 4, 1)), ["a stride of 16 steps inside 32 bytes"]),
-    "kernel blocks that do not fill ids": (kv(kernel_blocks_per_id=3), ["8 blocks", "kernel_blocks_per_id=3"]),
     "the same twice": ([*kv(), *kv(range(3, 5))], ["given twice", "range(0, 4)", "range(3, 5)"]),
-    "a layer over 32 bits": (kv(layers=[1 << 32]), ["the last layer is 4294967296", "over 4294967295"]),
-    "heads over 32 bits": (kv(range(1 << 32, (1 << 32) + 4)), ["the end of heads is 4294967300", "over 4294967295"]),
-    "rows over 32 bits": (latent(tokens_per_row=1 << 32), ["tokens_per_row is 4294967296", "over 4294967295"]),
     "a name that no frame holds": (kv(group="g" * 120), ["ggg", "has 137 characters", "at most 128"]),
     "more classes than can be compared": (
         [t for n in range(256) for t in latent(part=f"p{n}")],
@@ -202,61 +168,6 @@ async def test_refused_for_settings_when_two_workers_meet(stage, case):
     for pair in fields.values():
         for word in pair:
             assert word in str(error)
-
-
-FINE = {
-    "more than is needed": ([*kv(layers=[0, 1]), *state(), *latent(part="idx")], kv()),
-    "other block sizes": (kv(tokens=3), kv(tokens=4)),
-    "other kernel blocks": (kv(), kv(tokens=2, kernel_blocks_per_id=2)),
-    "K and V of other dims": ([half("k"), half("v", dim=4)], [half("k"), half("v", dim=4)]),
-    "tokens that take turns at the destination": (latent(), latent(tokens=Interleave(0, 2, 4))),
-}
-
-
-@pytest.mark.parametrize("case", FINE)
-async def test_what_can_be_copied_is_not_refused(stage, case):
-    theirs, ours = FINE[case]
-    prefill, decode = await workers(stage, theirs, ours)
-    offer = prefill.offer("r", {group: [1] if group == "state" else [1, 2] for group in ids(prefill)}, tokens=4)
-    await decode.fetch(prefill.engine.ticket("r"), ids(decode), tokens=range(4), timeout=5)
-    await offer.released()
-
-
-# peers that name no facts: the plan itself is what refuses
-
-
-@pytest.mark.parametrize("case", list(DIFFERENT)[:8])
-async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
-    theirs, ours, fields = DIFFERENT[case]
-    prefill, decode = await workers(stage, theirs, ours)
-    for worker in (prefill, decode):
-        compare_no_facts(worker)
-    error = await refused(prefill, decode)
-    assert error.peer == prefill_name(prefill)
-    ((name, (here, there)),) = fields.items()
-    await eventually(lambda: said_there(caplog))
-    for text in (str(error), said_there(caplog)):
-        assert "cannot be copied" in text
-        assert name.rpartition(".")[2] in text
-        assert f"is {there} at the source, but {here} at the destination" in text
-
-
-def prefill_name(worker: Worker) -> str:
-    return f"prefill[0/1]@{worker.card.incarnation[:8]}"
-
-
-def said_there(caplog) -> str:
-    """What the prefill side logs of the same refusal, once it has."""
-    told = [record.kvxfer for record in caplog.records if record.name.startswith("kvxfer")]
-    failed = (line for line in told if line["event"] == "handshake_failed" and line["role"] == "server")
-    return next((line["error"] for line in failed), "")
-
-
-async def test_a_peer_whose_description_contradicts_itself_is_refused(stage):
-    prefill, decode = await stage.pair(Cache(), Cache())
-    tell(prefill, lambda told: AgentBody(told.fabric, told.metadata, [*told.tensors, told.tensors[0]], told.staging))
-    error = await refused(prefill, decode)
-    assert "the same coordinates are given twice" in str(error)
 
 
 # engines of several ranks

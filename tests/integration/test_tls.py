@@ -12,7 +12,7 @@ from certificates import Authority
 from inside import cut, pause_behind_every_frame, sessions, tasks
 from stage import DEFAULTS, Cache, Copied, eventually, handshakes, quiet
 
-from kvxfer import ConfigError, ProtocolError, UnreachableError
+from kvxfer import ProtocolError, UnreachableError
 
 HERE = "tcp:127.0.0.1:0"
 
@@ -65,17 +65,6 @@ async def test_many_requests_over_one_stream(stage, authority, monkeypatch):
     assert any(link.encrypted for link in paused)
 
 
-async def test_closing_says_goodbye(stage, authority, said):
-    _, second, bring = await pair(stage, authority.issue(), authority.issue())
-    await bring("r")
-    await second.aclose()
-    await eventually(lambda: said("peer_disconnected"))
-    assert all(
-        "closed the control stream" in event["reason"] or "was closed" in event["reason"]
-        for event in said("peer_disconnected")
-    )
-
-
 # --- what is refused, on both sides with what to set
 
 
@@ -86,14 +75,6 @@ async def test_a_plain_peer_is_told_what_to_set(stage, authority, said):
     (event,) = said("handshake_failed")
     assert "does not speak TLS; set tls.authorities there" in event["error"]
     assert event["peer"].startswith("tcp:127.0.0.1:")
-
-
-async def test_a_plain_listener_is_told_what_to_set(stage, authority, said):
-    _, second, bring = await pair(stage, {}, authority.issue())
-    assert "set tls.authorities there" in await refused(bring("r"))
-    await eventually(lambda: said("protocol_violated") and not handshakes(second))
-    (event,) = said("protocol_violated")
-    assert "TLS" in event["error"]
 
 
 async def test_a_peer_that_answers_with_an_alert_speaks_tls(stage):
@@ -108,13 +89,6 @@ async def test_a_peer_that_answers_with_an_alert_speaks_tls(stage):
     host, port = server.sockets[0].getsockname()
     ticket = decode.engine.ticket("r") | {"endpoints": {"prefix": f"tcp:{host}:{port}"}}
     assert "TLS" in await refused(decode.fetch(ticket, [3], tokens=range(4)), ProtocolError)
-
-
-async def test_without_a_certificate_one_is_refused(stage, authority, said):
-    first, second, bring = await pair(stage, authority.issue(), authority.trusted)
-    assert "tls.certificate" in await refused(bring("r"))
-    await eventually(lambda: said("handshake_failed") and not (handshakes(first) or handshakes(second)))
-    assert "shows no certificate" in said("handshake_failed")[0]["error"]
 
 
 @pytest.mark.parametrize("expired", ["prefill", "decode"])
@@ -153,15 +127,6 @@ async def test_a_stranger_that_says_nothing_is_cut_off_in_time(stage, authority)
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     await eventually(lambda: not handshakes(first))
-
-
-async def test_who_only_looks_whether_the_port_is_open_is_no_warning(stage, authority, said):
-    first, _, _ = await pair(stage, authority.issue(), authority.issue())
-    async with stranger(first):
-        pass
-    await eventually(lambda: said("handshake_failed"))
-    await eventually(lambda: not handshakes(first))
-    assert not said("task_failed")
 
 
 async def test_closing_ends_handshakes_under_way(stage, authority):
@@ -241,15 +206,6 @@ async def test_files_that_cannot_be_used_change_nothing(stage, authority, tmp_pa
     events = said("certificates_not_renewed")
     assert len(events) == 2
     assert "does not belong to the certificate" in events[0]["error"]
-
-
-async def test_a_worker_does_not_open_when_files_went_away(stage, authority, tmp_path):
-    from kvxfer import Config, Worker
-
-    config = Config(listen=HERE, tls=authority.issue())
-    (tmp_path / "authority.pem").unlink()
-    with pytest.raises(ConfigError, match=r"tls.authorities is '.*authority.pem', which cannot be read"):
-        await stage.stack.enter_async_context(Worker(Cache().tensors, config))
 
 
 # --- what guards an endpoint

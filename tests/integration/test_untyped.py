@@ -12,10 +12,9 @@ from inside import waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
 from kvxfer import BlockingWorker, Config, UsageError, drain_on_signal
-from kvxfer.errors import BlocksError, ClosedError, ConfigError, GeometryError, RequestError, TicketError, TokensError
+from kvxfer.errors import BlocksError, ClosedError, ConfigError, GeometryError, RequestError, TokensError
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.geometry import CacheTensor
-from kvxfer.tickets import EngineCard, Issuer
 
 NO_SECONDS: list[Any] = ["3", float("inf"), float("nan"), [1], torch.zeros(3)]
 
@@ -158,17 +157,3 @@ def test_a_tensor_described_with_wrong_types(wrong):
     settings = {**good, **wrong}
     with pytest.raises(GeometryError):
         CacheTensor(torch.zeros(2, 4, 4, 8), settings.pop("axes"), **settings).spec()
-
-
-async def test_a_key_is_bytes(pair):
-    card = EngineCard.of([pair[0].card])
-    wrong: list[Any] = ["x" * 32, 1.0, None, [0] * 32]
-    for key in wrong:
-        with pytest.raises(TicketError, match="bytes"):
-            Issuer(card, key)
-
-
-@pytest.mark.parametrize("cards", [None, 1, [None], "cards", {"world": 1}])
-def test_cards_are_a_list_of_cards(cards):
-    with pytest.raises(TicketError, match="card"):
-        EngineCard.of(cards)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from inside import counters, mover, take, transport
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stage import Cache, eventually, quiet
 from starlette.applications import Starlette
@@ -137,18 +137,6 @@ async def test_names_and_labels_keep_to_the_conventions_and_every_metric_is_expl
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     named = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     assert set(re.findall(r"`(kvxfer_\w+)`", page)) == named
-
-
-async def test_a_registry_of_ones_own_serves_both(stage):
-    decode = await stage.worker("decode", Cache())
-    registry = CollectorRegistry()
-    Counter("mine", "Of the application.", registry=registry).inc()
-    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0", registry=registry) as server:
-        code, kind, body = await asked(server, "metrics")
-    assert code == 200
-    assert kind.startswith("text/plain")
-    assert samples(body)["mine_total",] == 1
-    assert samples(body)["kvxfer_ready",] == 1
 
 
 def named(query):
@@ -332,26 +320,6 @@ def test_limits_make_sense(bad):
 
 
 # --- status
-
-
-async def test_status_says_who_is_there_and_what_is_under_way(stage):
-    prefill, decode, stats = await played(stage, route="direct")
-    waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4), timeout=30)
-    await eventually(lambda: prefill.describe()["transfers"])
-    async with kvxfer.tools.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
-        code, kind, body = await asked(server, "status.json")
-    told = json.loads(body)
-    assert (code, kind) == (200, "application/json")
-    (first, second) = (worker["state"] for worker in told["workers"])
-    assert [worker["ready"] for worker in told["workers"]] == [True, True]
-    assert [one["id"] for one in first["transfers"]] == [one["id"] for one in second["transfers"]] == [waiting.id]
-    (peer,) = second["peers"]
-    assert peer["moved"] == {"direct": stats.bytes}
-    assert peer["role"] == "client"
-    assert second["fabric"]["transport"] == "LoopbackTransport"
-    assert told["bucket_bounds_seconds"] == list(SECONDS)
-    prefill.offer("later", [1], tokens=4)
-    await waiting
 
 
 async def test_lists_have_a_bound(stage, monkeypatch):

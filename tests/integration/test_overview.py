@@ -1,7 +1,5 @@
 """`describe`: what is said of sessions and transfers is what was seen; and it can be asked for from any thread."""
 
-import asyncio
-
 import pytest
 from stage import Cache, eventually, quiet, written
 
@@ -60,15 +58,3 @@ async def test_what_bounds_are_used_up_is_said(stage):
     await bringing
     await quiet(prefill, decode)
     assert prefill.describe()["places"] == 0
-
-
-@pytest.mark.parametrize("loop", ["caller", "own"])
-async def test_describe_is_asked_for_from_any_thread(stage, loop):
-    worker = await stage.worker("prefill", Cache(), loop=loop)
-    there = await asyncio.to_thread(worker.describe_soon)
-    seen = await asyncio.wrap_future(there)
-    assert seen["card"] == worker.card.to_dict()
-    assert (await asyncio.wrap_future(worker.describe_soon()))["card"] == seen["card"]
-    await worker.aclose()
-    if loop == "caller":
-        assert worker.describe()["closed"]

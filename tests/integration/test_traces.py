@@ -5,7 +5,6 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import inside
@@ -17,7 +16,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from stage import Cache, eventually, quiet
 from traced import Spans
 
-from kvxfer import KvxferError
 from kvxfer.integrations.opentelemetry import parsed
 from kvxfer.protocol.messages import Fetch
 
@@ -57,10 +55,6 @@ async def moved(stage, prefill, decode):
     """A request, offered, fetched and released."""
     await stage.bring(prefill, decode)
     await quiet(prefill, decode)
-
-
-def fails_with(span, code):
-    return span.status.status_code is StatusCode.ERROR and span.attributes["error.type"] == code
 
 
 @pytest.mark.parametrize("route", STAGES)
@@ -124,48 +118,50 @@ async def test_an_engine_of_two_ranks_sends_in_the_same_trace(stage, spans):
     assert fetch.attributes["kvxfer.bytes"] == sum(send.attributes["kvxfer.bytes"] for send in sends)
 
 
-async def test_a_transfer_that_fails_says_so_on_both_sides(stage, spans, pair):
+async def a_post_that_is_refused(stage, prefill, decode):
     stage.network.refuse_next("decode")
-    _, transfer = stage.begin(*pair)
-    with pytest.raises(KvxferError) as caught:
-        await transfer
-    await quiet(*pair)
-    code = caught.value.report.code.name
-    for side in (spans.one("fetch"), spans.one("send")):
-        assert fails_with(side, code.lower())
-        assert side.attributes["kvxfer.memory_safe"] is True
-        assert side.status.description.startswith(f"{code}: ")
+    return stage.begin(prefill, decode)[1]
 
 
-async def test_a_fetch_that_is_refused_says_so(spans, pair):
-    prefill, decode = pair
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await offer.withdraw()
-    with pytest.raises(KvxferError):
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    assert fails_with(spans.one("fetch"), "offer_withdrawn")
-    assert spans.one("offer").attributes["kvxfer.ending"] == "withdrawn"
-
-
-async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, pair):
-    _, transfer = await stage.in_flight(*pair)
+async def a_cancellation(stage, prefill, decode):
+    _, transfer = await stage.in_flight(prefill, decode)
     transfer.cancel()
-    await eventually(lambda: being_stopped(pair[0]))  # else what is held would have landed before it hears of that
+    await eventually(lambda: being_stopped(prefill))  # else what is held would have landed before it hears of that
     stage.network.release("*")
-    with pytest.raises(asyncio.CancelledError):
-        await transfer
-    await quiet(*pair)
-    for side in (spans.one("fetch"), spans.one("send")):
-        assert fails_with(side, "cancelled")
+    return transfer
 
 
-async def test_a_worker_that_closes_ends_its_spans(spans, pair):
-    prefill, decode = pair
-    fetch = asyncio.ensure_future(decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS).outcome)
+async def a_worker_that_closes(stage, prefill, decode):
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await decode.aclose(drain=False)
-    with suppress(KvxferError):
-        await fetch
-    assert fails_with(spans.one("fetch"), "closed")
+    return transfer
+
+
+async def a_refusal(stage, prefill, decode):
+    await prefill.offer("r", [1, 2], tokens=8).withdraw()
+    return decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "sides"),
+    [
+        (a_post_that_is_refused, "fabric", ["fetch", "send"]),
+        (a_cancellation, "cancelled", ["fetch", "send"]),
+        (a_worker_that_closes, "closed", ["fetch"]),
+        (a_refusal, "offer_withdrawn", ["fetch"]),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+async def test_a_fetch_that_fails_says_so_on_every_side_that_took_part(stage, spans, pair, fails, code, sides):
+    transfer = await fails(stage, *pair)
+    await asyncio.wait({transfer.outcome})
+    await quiet(*(worker for worker in pair if not worker.describe()["closed"]))
+    for side in map(spans.one, sides):
+        assert side.status.status_code is StatusCode.ERROR
+        assert side.attributes["error.type"] == code
+        assert side.attributes["kvxfer.memory_safe"] is True
+        assert side.status.description.startswith(f"{code.upper()}: ")
+    assert ("send" in spans.names) == ("send" in sides)
 
 
 RUBBISH = [

@@ -127,6 +127,19 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
     assert not leaked
 
 
+@virtual
+async def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(play):
+    await play.pair(route="direct", **TIMES)
+    await play.bring("r0")
+    play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
+    transfer = play.start("r")
+    await play.until(lambda: frames(play.decode, "Accept") == 2)
+    play.wire.cut()
+    outcome, seconds = await play.timed(transfer)
+    assert isinstance(outcome, PeerLostError)
+    assert seconds < 0.1  # nobody has to be reached for that
+
+
 async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
     await stage.bring(prefill, decode)

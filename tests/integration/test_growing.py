@@ -8,6 +8,7 @@ from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
 import kvxfer
 from kvxfer.plans.planning import decode_spans
+from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
 IDS = [3, 2, 1, 0]
@@ -95,6 +96,26 @@ async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost
     with pytest.raises(kvxfer.PeerLostError):
         await transfer
     await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others(stage, tap):
+    stage.network.hold("decode")
+    source, target, prefill, decode, offer, transfer = await streams(stage, "staged")
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer.extend(IDS[:1], tokens=range(4))
+    offer.ready(layers=[0])
+    await eventually(lambda: stage.network.held("decode"))
+    offer.extend(IDS[1:], tokens=range(4, 16))
+    offer.ready()
+    heard = decode.describe()["metrics"]["frames_received"]["Want"]
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Want"] > heard)
+    offer.finish()
+    stage.network.release("decode")
+    result = await transfer
+    copied.check()
+    assert result.stats.chunks > 5
+    assert [len(said.ring) for said in tap.of(Reserve) if said.ring][:2] == [1, 6]
     await quiet(prefill, decode)
 
 

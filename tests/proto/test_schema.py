@@ -1,17 +1,15 @@
 """The schema follows the types, and means what the decoder means."""
 
-import copy
-import json
 from typing import get_args
 
 import jsonschema
 import msgspec
 import pytest
 
-from kvxfer.protocol.messages import AgentBody, Cancel, Message, Route, TensorFrame
+from kvxfer.protocol.messages import AgentBody, Message, Route, TensorFrame
 from kvxfer.tools.inspect import registry_name
 from proto.generate import HERE, generate, text
-from proto.schema import body_schema, messages_schema, to_json
+from proto.schema import body_schema, messages_schema
 
 DOCUMENTS = generate()
 MESSAGES = jsonschema.Draft202012Validator(messages_schema())
@@ -25,11 +23,6 @@ def test_the_schema_in_git_is_current(name):
 def test_there_is_no_other_schema():
     found = {f"{folder}/{path.name}" for folder in ("schema", "vectors") for path in (HERE / folder).iterdir()}
     assert found == set(DOCUMENTS)
-
-
-def test_the_output_does_not_depend_on_the_run():
-    assert text(messages_schema()) == text(messages_schema())
-    assert text(json.loads(text(body_schema()))) == text(body_schema())
 
 
 @pytest.mark.parametrize("schema", [messages_schema(), body_schema()], ids=["messages", "body"])
@@ -65,14 +58,3 @@ def test_tails():
     assert not MESSAGES.is_valid([13])
     assert not MESSAGES.is_valid([16])
     assert not MESSAGES.is_valid([])
-
-
-def test_the_schema_is_not_shared_between_calls():
-    before = copy.deepcopy(messages_schema())
-    messages_schema()["$defs"].clear()
-    assert messages_schema() == before
-
-
-def test_bytes_become_base64():
-    assert to_json([b"\x00\xff", {"a": b""}, (1, "x")]) == ["AP8=", {"a": ""}, [1, "x"]]
-    assert MESSAGES.is_valid(to_json(msgspec.msgpack.decode(msgspec.msgpack.encode(Cancel(1)))))

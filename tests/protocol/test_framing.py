@@ -12,17 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol import framing
 from kvxfer.protocol.framing import (
     SESSION_FRAME_LIMIT,
     FrameReader,
     decode,
-    decode_body,
     encode,
     encode_in_parts,
     peek_tag,
 )
-from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, Span, TicketRef, Want, pack_u32
+from kvxfer.protocol.messages import Agent, Goodbye, Ping, Release, Span, TicketRef, Want, pack_u32
 from proto.frames import valid
 
 FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]
@@ -60,11 +58,6 @@ def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
     with pytest.raises(ProtocolError, match="101 bytes is over the limit of 100"):
         list(reader.feed(struct.pack("<I", 101)))
     assert reader.buffered_bytes == 0
-
-
-def test_a_frame_of_exactly_the_limit_passes():
-    payload = encode(Goodbye(reason="x" * 80))[4:]
-    assert list(FrameReader(limit=len(payload)).feed(frame(payload))) == [Goodbye(reason="x" * 80)]
 
 
 @pytest.mark.parametrize("size", [0, 255, 256, 65_535, 65_536, 200_000])
@@ -128,13 +121,6 @@ def test_who_never_iterates_to_the_end_is_stopped():
     assert len(list(left)) == 20
 
 
-def test_messages_before_a_damaged_frame_are_still_yielded():
-    messages = FrameReader().feed(encode(Ping()) + frame(b"\xc1") + encode(Ping()))
-    assert next(messages) == Ping()
-    with pytest.raises(ProtocolError):
-        next(messages)
-
-
 @pytest.mark.parametrize("bad", [frame(b"\xc1"), struct.pack("<I", 2**31)])
 def test_a_damaged_stream_stays_damaged(bad):
     reader = FrameReader()
@@ -144,13 +130,6 @@ def test_a_damaged_stream_stays_damaged(bad):
         with pytest.raises(ProtocolError, match="unusable"):
             list(reader.feed(encode(Ping())))
     assert reader.buffered_bytes == 0
-
-
-def test_the_buffer_is_not_aliased():
-    data = bytearray(encode(Want(1, 7)))
-    (message,) = FrameReader().feed(bytes(data))
-    data[:] = bytes(len(data))
-    assert message == Want(1, 7)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +156,6 @@ def test_peek_tag(payload, tag):
     assert peek_tag(bytes.fromhex(payload)) == tag
 
 
-@pytest.mark.parametrize("payload", ["930f40a2fffe", "930f40a3eda080", "920e93a2fffe00c400"])
-def test_a_string_that_is_not_utf8_is_a_protocol_error(payload):
-    with pytest.raises(ProtocolError, match="utf-8"):
-        decode(bytes.fromhex(payload))
-
-
-def test_a_body_string_that_is_not_utf8_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="utf-8"):
-        decode_body(bytes.fromhex("93a2fffec40090"))
-
-
 def test_an_error_never_quotes_a_mac():
     mac = bytes(range(0xA0, 0xB0))
     payload = encode(Release(TicketRef("r", 0, mac)))[4:] + b"\x00"
@@ -198,10 +166,6 @@ def test_an_error_never_quotes_a_mac():
 
 
 # --- hostile nesting
-
-
-def test_nesting_within_the_bound_passes():
-    assert decode(b"\x92\x04" + b"\x91" * (framing.MAX_DEPTH - 1) + b"\x01") == Ping()
 
 
 HOSTILE = """
@@ -237,10 +201,3 @@ def test_a_raised_recursion_limit_does_not_change_what_is_accepted(monkeypatch):
     many = b"\x92\x0d\xdd" + (2_000_000).to_bytes(4, "big") + b"\x01" * 2_000_000
     with pytest.raises(ProtocolError, match="too many values"):
         decode(many)
-
-
-def test_a_frame_cut_anywhere_is_refused_by_decode():
-    payload = encode(Cancel(2**40))[4:]
-    for cut in range(len(payload)):
-        with pytest.raises(ProtocolError):
-            decode(payload[:cut])

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.protocol import messages
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import decode, decode_body, encode, encode_body
 
@@ -67,19 +66,6 @@ def test_every_message_survives_the_wire(kind):
 @given(structs(wire.AgentBody))
 def test_a_body_survives_the_wire(body):
     assert decode_body(encode_body(body)) == body
-
-
-def test_tags_are_unique_and_only_what_a_peer_may_ignore_is_above_the_bound():
-    tags = {kind.__struct_config__.tag: kind for kind in MESSAGES}
-    assert len(tags) == len(MESSAGES)
-    assert sorted(tag for tag in tags if tag < messages.IGNORABLE_TAG) == list(range(1, 17))
-    above = {kind for tag, kind in tags.items() if tag >= messages.IGNORABLE_TAG}
-    assert above == {messages.Check, messages.Sums, messages.Abandon, messages.Renewed}
-
-
-def test_numbers_of_the_past_are_not_used_again():
-    assert 129 not in {kind.__struct_config__.tag for kind in MESSAGES}
-    assert 1 << 6 not in {bit.value for bit in wire.Capability}
 
 
 def test_defaults_are_part_of_the_wire():

@@ -12,15 +12,10 @@ WHY = Failure(wire.Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
 GONE = Failure(wire.Status.FAILED, Code.PEER_LOST, "the stream was closed")
 THERE = Failure(wire.Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 TERMINAL = build_result(5, wire.Status.EXPIRED, last=True, failure=THERE)
-DOUBT = build_result(5, wire.Status.IN_DOUBT, last=True, failure=THERE)
 
 
 def ok(chunk=wire.WHOLE, *, last=True, payload=b""):
     return wire.KvAgentResult(5, chunk, wire.Status.OK, 0, last, payload=payload)
-
-
-def failed(chunk):
-    return build_result(5, wire.Status.FAILED, chunk=chunk, failure=THERE)
 
 
 def make(chunks=3, *, wanted=0, granted=0, landed=0, done=0):
@@ -130,12 +125,6 @@ def test_the_table_has_no_other_events():
 # --- chunks
 
 
-def test_a_want_may_bring_blocks_alone():
-    receiving = make(3, wanted=2)
-    assert not receiving.wanted(wire.Want(5, 2))
-    assert receiving.ready == 2
-
-
 def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     receiving = Receiving(5, ahead=True)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to be ready, of 0"):
@@ -163,13 +152,6 @@ def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
     assert known(receiving) == before
 
 
-@pytest.mark.parametrize("staging", [1, 2, 5, 7])
-def test_a_ring_that_rides_with_the_question_is_for_so_many_chunks(staging):
-    receiving = Receiving(5, ahead=True, staging=staging)
-    assert receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 5, b"", ahead=True))
-    assert (receiving.ahead, receiving.ready, receiving.granted) == (False, 5, min(5, staging))
-
-
 @pytest.mark.parametrize("chunks", [0, 1, 3, 9])
 def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_done(chunks):
     reading = make(4, wanted=2)
@@ -182,13 +164,6 @@ def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_don
         with pytest.raises(ProtocolError, match=f"from 1 to {chunks} chunks of 2"):
             move(chunks)
         assert known(receiving) == before
-
-
-def test_a_grant_may_be_said_again_as_places_become_free():
-    receiving = make(4, granted=2)
-    before = known(receiving)
-    assert receiving.grant(2, 1000, copied=1) == [wire.Reserve(5, 2, 1000, 0, [], 1)]
-    assert known(receiving) == before
 
 
 def test_what_agents_notified_each_other_of_has_arrived():
@@ -228,46 +203,7 @@ def test_a_read_is_confirmed_only_after_it_was_reported():
     assert receiving.came(wire.Arrived(5, 1)) == range(1)
 
 
-def test_what_is_read_but_not_all_of_it_is_not_complete():
-    receiving = make(2, wanted=2)
-    receiving.read(2)
-    receiving.landed(1)
-    before = known(receiving)
-    with pytest.raises(ProtocolError, match="complete before every chunk was granted"):
-        receiving.result(ok())
-    assert known(receiving) == before
-
-
-def test_duplicates_and_late_messages_change_nothing():
-    receiving = make(3, granted=1, landed=1, done=1)
-    before = known(receiving)
-    for chunks in (0, 1, 2):
-        assert not receiving.came(wire.Arrived(5, chunks))
-    for late in (failed(0), failed(1), failed(3), ok(0, last=False), ok(2)):
-        assert receiving.result(late) is None
-    assert known(receiving) == before
-
-
-@pytest.mark.parametrize("state", [ReceiveState.DONE, ReceiveState.STOPPED])
-def test_what_comes_after_the_end_changes_nothing(state):
-    receiving = done() if state is ReceiveState.DONE else make(granted=2)
-    if state is ReceiveState.STOPPED:
-        receiving.result(TERMINAL)
-    before = known(receiving)
-    for late in (ok(0), ok(payload=b"other"), TERMINAL, DOUBT, failed(0), failed(99)):
-        assert receiving.result(late) is None
-    for chunks in (1, 2, 99):  # its memory may be somebody else's by now
-        assert receiving.came(wire.Arrived(5, chunks)) is None
-    assert known(receiving) == before
-
-
 # --- the end
-
-
-def test_no_chunks_at_all():
-    receiving = make(0)
-    receiving.result(ok())
-    assert receiving.state is ReceiveState.DONE
 
 
 @pytest.mark.parametrize(
@@ -283,42 +219,6 @@ def test_complete_too_early_is_a_protocol_error(also):
     assert receiving.state is ReceiveState.STOPPED
 
 
-def test_complete_before_accept_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="complete before"):
-        Receiving(5).result(ok())
-
-
-def test_the_first_last_result_stands():
-    receiving = make(1, granted=1)
-    receiving.result(ok(payload=b"token"))
-    for late in (ok(payload=b""), TERMINAL, DOUBT, failed(0)):
-        assert receiving.result(late) is None
-    assert receiving.came(wire.Arrived(5, 1)) == range(1, 1)
-    receiving.done(1)
-    assert (receiving.state, receiving.payload) == (ReceiveState.DONE, b"token")
-
-
-@pytest.mark.parametrize(
-    "status", [wire.Status.FAILED, wire.Status.CANCELLED, wire.Status.EXPIRED, wire.Status.UNKNOWN]
-)
-def test_a_terminal_result_ends_it(status):
-    receiving = make(granted=1)
-    receiving.result(wire.KvAgentResult(5, wire.WHOLE, status, 0, True, Code.FAILED, "x"))
-    assert receiving.ended
-    assert receiving.failure == Failure(status, Code.FAILED, "x")
-
-
-@pytest.mark.parametrize("state", [ReceiveState.ASKED, ReceiveState.STOPPING, ReceiveState.LOST])
-def test_refused(state):
-    receiving = STATES[state]()
-    before = receiving.failure
-    receiving.refused(wire.Refuse(5, Code.TOO_MANY, "busy"))
-    assert receiving.state is ReceiveState.STOPPED
-    assert receiving.failure == (before or Failure(wire.Status.FAILED, Code.TOO_MANY, "busy"))
-    receiving.refused(wire.Refuse(5, Code.DRAINING, "again"))
-    assert receiving.failure.code is not Code.DRAINING
-
-
 # --- cancelling, and a lost session
 
 
@@ -328,21 +228,3 @@ def test_cancel_is_said_once():
     assert receiving.cancel(GONE) == []
     assert receiving.failure == WHY
     assert not receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 9, b""))
-
-
-def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt():
-    receiving = make(1, granted=1)
-    receiving.result(ok(payload=b"token"))
-    assert receiving.cancel(WHY) == []
-    assert receiving.state is ReceiveState.STOPPED
-    receiving.done(1)
-    assert (receiving.state, receiving.failure) == (ReceiveState.STOPPED, WHY)
-
-
-def test_a_session_that_is_lost_after_the_last_result_takes_nothing_away():
-    receiving = make(1, granted=1)
-    receiving.result(ok(payload=b"token"))
-    receiving.lost(WHY)
-    assert not receiving.exposed
-    receiving.done(1)
-    assert (receiving.state, receiving.failure) == (ReceiveState.DONE, None)

@@ -12,10 +12,6 @@ STOP = Failure(wire.Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 SECOND = Failure(wire.Status.CANCELLED, Code.CANCELLED, "cancelled")
 
 
-def ok(nbytes=0):
-    return wire.KvAgentResult(9, wire.WHOLE, wire.Status.OK, nbytes, True, payload=b"token")
-
-
 def make(chunks=3, route=wire.Route.STAGED, *, wanted=0, moving=0, payload=None):
     """A transfer that was accepted, with so many chunks granted, and so many more announced."""
     sending = Sending(wire.Fetch(9, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1))
@@ -133,37 +129,6 @@ def test_accept_and_refuse():
     assert refused.refuse(Code.TOO_MANY, "x" * 2000, retry_after_ms=5) == [wire.Refuse(9, Code.TOO_MANY, "x" * 1024, 5)]
 
 
-def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
-    sending = make(moving=2)
-    sending.moved(1, 64)
-    assert sending.overdue() == []
-    assert sending.stop(STOP) == []
-    (said,) = sending.overdue()
-    assert (said.chunk, said.status, said.code, said.last) == (1, wire.Status.EXPIRED, Code.TICKET_EXPIRED, False)
-    (last,) = sending.dropped(1)
-    assert (last.chunk, last.status, last.last) == (wire.WHOLE, wire.Status.EXPIRED, True)
-    assert sending.overdue() == []
-
-
-def test_what_a_puller_does_not_end_is_not_ours():
-    sending = parked()
-    sending.accept(accept(2, route=wire.Route.PULL))
-    sending.announce(1)
-    assert len(sending.stop(STOP)) == 1
-    assert sending.state is SendState.STOPPING
-    assert sending.overdue() == []
-
-
-def test_a_chunk_is_announced_once():
-    sending = make(3)
-    assert sending.announce(0) == []
-    assert sending.announce(1) == [wire.Want(9, 1, 0)]
-    assert sending.announce(1) == []
-    assert sending.announce(3, 50, generation=7) == [wire.Want(9, 3, 50, [], 7)]
-    assert sending.announce(2) == []
-    assert sending.ready == 3
-
-
 def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_not_fall():
     sending, more = make(3, wanted=2), [wire.Span("attention", 0, wire.pack_u32([7]))]
     assert sending.announce(1, spans=more) == [wire.Want(9, 2, 0, more)]
@@ -218,58 +183,7 @@ def test_a_token_comes_with_a_ring():
     assert sending.token == b""
 
 
-def test_what_was_granted_ahead_is_in_our_hands_at_once():
-    sending = parked(ring=[wire.Grant(1 << 20, 512)], ring_chunks=1, lease_ms=1000)
-    assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
-    assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
-    assert (sending.places(range(1)), len(sending.ring)) == ([wire.Grant(1 << 20, 512)], 1)
-    assert sending.reserve(reserve(1)) == range(0)  # it may only take longer
-    assert sending.moved(1, 64) == []
-    assert sending.finish_offer(b"token") == [ok(64)]
-
-
-# --- what has arrived
-
-
-# --- success
-
-
-def test_a_transfer_without_chunks_succeeds_as_its_offer_is_complete():
-    sending = parked()
-    with pytest.raises(ProtocolError, match="finish is illegal for a transfer that is parked"):
-        sending.finish_offer(b"token")
-    assert sending.accept(accept(0)) == [accept(0)]
-    assert sending.finish_offer(b"token") == [ok()]
-
-
 # --- giving up
-
-
-def test_success_in_the_last_moment_does_not_undo_a_stop():
-    sending = make(1, moving=1, payload=b"token")
-    sending.stop(STOP)
-    (terminal,) = sending.moved(1, 64)
-    assert (terminal.status, terminal.last, terminal.payload) == (wire.Status.EXPIRED, True, b"")
-
-
-def test_a_doubt_that_is_settled_is_none():
-    sending = make(3, moving=3)
-    sending.stop(STOP)
-    sending.dropped(2, in_doubt=True)
-    sending.settled()
-    assert not sending.doubts
-    (terminal,) = sending.dropped(1)
-    assert terminal.status is wire.Status.EXPIRED
-
-
-def test_a_dropped_chunk_ends_the_transfer_by_itself():
-    sending = make(3, wanted=1, moving=2)
-    assert sending.dropped(1) == []
-    assert sending.state is SendState.STOPPING
-    (terminal,) = sending.dropped(1)
-    assert (terminal.status, terminal.code, terminal.reason) == (
-        wire.Status.FAILED, Code.FAILED, "chunk 1 could not be moved",
-    )  # fmt: skip
 
 
 def test_long_reasons_fit_into_the_message():

@@ -11,7 +11,7 @@ TIMES = int(os.environ.get("SIMULATE_TIMES", "1"))
 SEED = os.environ.get("SIMULATE_SEED")
 
 CROWDS = 25 * TIMES
-"""Models that hypothesis draws, and shrinks what it finds; it draws others in `tests/protocol/test_pair.py` as well."""
+"""Models that hypothesis draws, and shrinks what it finds."""
 SIMULATIONS = 400
 MODELS = 5_000 - SIMULATIONS
 """Models that a number draws."""

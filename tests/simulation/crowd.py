@@ -67,7 +67,7 @@ class Kept(Pair):
             if ahead := ahead and route is Route.STAGED and chunks == 1:
                 self.grants.ahead = self.grants.desk.take(self.grants.peer.account, UNIT, 1, ExtentState.WRITING)
                 ahead = bool(self.grants.ahead)
-        self.begin(route, chunks, ahead, sticky, troubles, [])
+        self.begin(route, chunks, ahead, sticky, troubles)
         if ahead and route is Route.STAGED:
             self.extents = {0: self.grants.ahead[0]}
             self.where = {0: self.grants.ahead[0].address}
@@ -91,6 +91,7 @@ class Kept(Pair):
             (self.troubles > 0 and sending is SendState.PARKED, self.refuse),
             (bool(self.hands) and (self.troubles > 0 or sending is SendState.STOPPING), self.lose_a_chunk),
             (self.receiver.state is ReceiveState.STOPPING, self.peer_is_silent),
+            (self.receiver.ended or self.receiver.state is ReceiveState.LOST, self.cancel_too_late),
             (sending is SendState.STOPPING and self.sender.being_read, self.reader_is_silent),
             (bool(self.heard), self.twice),
             (self.connected and not self.late, self.hear_late),
@@ -320,9 +321,6 @@ class Kept(Pair):
         assert all(extent.state is ExtentState.QUARANTINED for extent in self.held)
         assert in_doubt or (not self.grants and self.custody == "free")
         assert set(self.shipped) == (self.zombies if self.staged and not self.dead else set())
-
-    def teardown(self):
-        """`finish` ends it; hypothesis has nothing to add."""
 
 
 class Crowd:

@@ -16,7 +16,7 @@ from schedule import Quiet
 from stage import Gate, quarantined
 from world import World
 
-from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
+from kvxfer import READY, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
 from kvxfer.decode.receiver import named
 from kvxfer.errors import BlocksError
 from kvxfer.memory import ExtentState
@@ -657,8 +657,3 @@ async def granted_what_was_not_announced(scene):
     assert len(scene.network.log) == moved, "it was moved before it was ready"
     await refused(scene, transfer)
     other.release()
-
-
-async def an_offer_expires(scene):
-    """Nobody fetches; the blocks are the caller's again."""
-    assert isinstance(await scene.ending(scene.offer()), Expired)

@@ -38,10 +38,15 @@ def quick_processes(monkeypatch):
 
 
 @pytest.fixture
-def a_place_of_its_own(monkeypatch, tmp_path_factory):
-    """Temporary files go to a folder that must be empty afterwards; no process may be left, and no setting is seen."""
+def no_settings(monkeypatch):
+    """Whatever the environment has set is not seen."""
     for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def a_place_of_its_own(no_settings, monkeypatch, tmp_path_factory):
+    """Temporary files go to a folder that must be empty afterwards; no process may be left, and no setting is seen."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))

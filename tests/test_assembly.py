@@ -1,6 +1,5 @@
 """What a worker is given: a wrong type is a typed error that says what to pass."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +8,11 @@ import torch
 
 from kvxfer.blocking import BlockingWorker
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, GeometryError, TokensError
+from kvxfer.errors import ConfigError, GeometryError
 from kvxfer.geometry import CacheTensor, Group
-from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.worker import Worker
 
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def cache() -> CacheTensor:
@@ -31,12 +25,6 @@ def test_a_config_is_a_config(make: Callable[[Any], object], config: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         make(config)
     assert f"config must be a kvxfer.Config, not {type(config).__name__}; pass kvxfer.Config(" in str(caught.value)
-
-
-def test_a_config_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVXFER_WINDOW", "3")
-    assert Worker([cache()]).config.window == 3
-    assert Worker([cache()], config=Config(window=5)).config.window == 5
 
 
 @pytest.mark.parametrize(
@@ -79,12 +67,3 @@ def test_groups_are_a_list_of_groups(groups: Any, words: str) -> None:
 def test_anything_that_can_be_walked_over_will_do() -> None:
     worker = Worker((tensor for tensor in [cache()]), groups=iter([Group("default", 0)]))
     assert worker.config.world == 1
-
-
-@pytest.mark.parametrize("tokens", ["4", 4.5, range(4)])
-def test_tokens_of_a_blocking_offer_are_a_number(tokens: Any) -> None:
-    network = LoopbackNetwork()
-    with BlockingWorker(Config(), transport=lambda: LoopbackTransport("one", network)) as worker:
-        worker.register([cache()])
-        with pytest.raises(TokensError, match="how many tokens the blocks hold"):
-            worker.offer("r", [1], tokens=tokens)

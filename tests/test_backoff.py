@@ -1,8 +1,5 @@
 """Waits that double, with jitter."""
 
-import itertools
-import random
-
 from kvxfer.peers.connections import Backoff
 
 
@@ -22,16 +19,3 @@ def test_the_bounds_of_each_wait():
     assert [lowest.wait() for _ in range(6)] == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0]
     highest = Backoff(Drawing([high] * 6).token, least=0.5, most=10.0)
     assert [round(highest.wait(), 6) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
-
-
-def test_many_that_failed_together_do_not_come_back_together():
-    class Seeded:
-        def __init__(self, seed):
-            self.random = random.Random(seed)
-
-        def token(self, nbytes):
-            return self.random.randbytes(nbytes)
-
-    first = sorted(Backoff(Seeded(seed).token, least=1.0, most=8.0).wait() for seed in range(100))
-    assert first[-1] - first[0] > 0.4
-    assert max(b - a for a, b in itertools.pairwise(first)) < 0.05

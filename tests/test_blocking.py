@@ -9,12 +9,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
-from stage import Cache, Gate
+from stage import Cache
 
 from kvxfer import blocking, errors
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
-from kvxfer.decode import role as claims
 from kvxfer.geometry import Group, Span
 from kvxfer.prefill.offers import Awaited
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
@@ -128,13 +127,6 @@ def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
     assert released.stats[0].bytes == fetched.result.stats.bytes
 
 
-def test_polling_does_not_wait_unless_told_to(pair):
-    assert pair.decode.poll() == []
-    begin = time.monotonic()
-    assert pair.decode.poll(timeout=0.05) == []
-    assert time.monotonic() - begin >= 0.05
-
-
 def test_calls_from_many_threads_give_each_event_once(pair):
     threads, each = 4, 6
     transfers, polled, stop = [], [], threading.Event()
@@ -201,18 +193,6 @@ def test_a_stream_is_recorded_by_the_calling_thread(pair):
     assert [stream.threads for stream in streams] == [[threading.current_thread()]] * 3
 
 
-def test_blocks_are_not_touched_before_their_event(pair):
-    gate = Gate()
-    pair.prefill.offer("r", [3], tokens=16, after=gate)
-    transfer = pair.fetch("r", [2], 16)
-    with pytest.raises(TimeoutError):
-        transfer.wait_layer(0, timeout=0.05)
-    assert not pair.landed([2], [3], 16, layers=[0])
-    assert not transfer.done
-    gate.fired = True
-    event(pair.decode, blocking.Fetched)
-
-
 # --- errors of arguments
 
 
@@ -256,17 +236,6 @@ def test_a_wrong_step_is_refused_at_once(pair):
     pair.fetch("r", [2], 16)
     event(pair.decode, blocking.Fetched)
     event(pair.prefill, blocking.OfferReleased)
-
-
-def test_wrong_events_and_tickets_are_refused_at_once(pair):
-    ticket = pair.prefill.engine.ticket("r")
-    with pytest.raises(errors.EventError):
-        pair.prefill.offer("r", [1], tokens=16, after="soon")
-    with pytest.raises(errors.EventError):
-        pair.decode.start_fetch(ticket, [1], tokens=range(16), after="soon")
-    for call in (lambda t: pair.decode.start_fetch(t, [1], tokens=range(16)), pair.decode.claim, pair.decode.decline):
-        with pytest.raises(errors.TicketError):
-            call(ticket | {"mac": 5})
 
 
 def test_an_id_in_use_comes_by_poll(pair):
@@ -320,12 +289,6 @@ def test_a_refused_fetch_comes_by_poll(pair):
     assert transfer.failed_blocks == {"default": [2, 7]}
     with pytest.raises(errors.RefusedError):
         transfer.result()
-
-
-def test_a_time_out_comes_by_poll(pair):
-    transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
-    assert isinstance(event(pair.decode, blocking.FetchFailed).error, errors.TransferTimeoutError)
-    assert transfer.memory_safe
 
 
 def test_a_result_is_not_waited_for(pair):
@@ -498,15 +461,6 @@ def test_what_is_declined_as_the_worker_closes_is_released(drain):
         event(pair.prefill, blocking.OfferReleased)
 
 
-def test_a_claim_too_many_is_logged(pair, monkeypatch, caplog):
-    monkeypatch.setattr(claims, "_MAX_CLAIMS", 1)
-    held = [pair.decode.claim(pair.prefill.engine.ticket(name)) for name in "rst"]
-    eventually(lambda: sum("claim_failed" in record.getMessage() for record in caplog.records) == 2)
-    for claim in held:
-        claim.close()
-    eventually(lambda: kept(pair.decode) == 0)
-
-
 def test_an_engine_sees_from_where_on_a_request_is_wanted_before_it_offers_it(pair):
     assert pair.prefill.awaited("r") is None
     ticket = pair.prefill.engine.ticket("r")
@@ -531,12 +485,6 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
     eventually(lambda: pair.prefill.awaited("other") is None)
     pair.decode.decline(pair.prefill.engine.ticket("other"))
     eventually(lambda: pair.prefill.awaited("other") == Awaited(first_token=None, declined=True))
-
-
-def test_a_claim_does_not_say_what_is_wanted(pair):
-    pair.decode.claim(pair.prefill.engine.ticket("r"))
-    eventually(lambda: pair.prefill.describe_soon().result(PATIENCE)["parked"])
-    assert pair.prefill.awaited("r") is None
 
 
 # --- life

@@ -110,18 +110,6 @@ def test_what_is_claimed_no_more_as_the_turn_ends_is_not_said():
     play(scenario)
 
 
-def test_who_was_being_connected_when_claims_were_closed_is_told_nothing():
-    async def scenario(claims, peers):
-        peers.seconds = 1.0
-        claims.keep(ticket("r"))
-        await asyncio.sleep(0.5)
-        claims.close()
-        await asyncio.sleep(10 * HEARTBEAT)
-        assert (len(claims), peers.told, len(peers.tried), peers.timers) == (0, [], 1, [])
-
-    play(scenario)
-
-
 def test_a_rank_that_is_away_is_tried_by_one_task_once_a_second(caplog):
     async def scenario(claims, peers):
         peers.seconds, peers.away = 0.5, {"unix:/e0": UnreachableError("away")}
@@ -161,22 +149,6 @@ def test_a_rank_says_when_it_may_be_tried_again():
         assert len(peers.tried) == 10
 
     play(scenario)
-
-
-def test_each_loss_of_a_rank_is_logged(caplog):
-    async def scenario(claims, peers):
-        claims.keep(ticket("r"))
-        for _ in range(3):
-            await asyncio.sleep(3 * HEARTBEAT)
-            peers.links.pop("unix:/e0").is_open = False
-            peers.away["unix:/e0"] = UnreachableError("away")
-            await asyncio.sleep(3 * HEARTBEAT)
-            peers.away.clear()
-            await peers.link("unix:/e0", b"")  # a fetch was sooner
-        await asyncio.sleep(3 * HEARTBEAT)
-
-    play(scenario)
-    assert sum("claim_not_sent" in record.getMessage() for record in caplog.records) == 3
 
 
 def test_a_rank_with_a_second_name_is_connected_once():

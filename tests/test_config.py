@@ -1,7 +1,6 @@
 """Settings: where they come from, what is refused and how it is said, and the bounds that follow from them."""
 
 import json
-import os
 import pickle
 import traceback
 
@@ -15,13 +14,9 @@ from kvxfer.memory import Arena
 from kvxfer.names import MAX_WORLD
 from kvxfer.tickets import RankCard
 
+pytestmark = pytest.mark.usefixtures("no_settings")
+
 SECRET = "correct-horse-battery-staple"
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -55,11 +50,6 @@ def test_defaults_are_sound_and_named_so():
     config = Config()
     assert (config.arena_bytes, config.chunk_bytes) == (512 * 2**20, 32 * 2**20)
     assert set(config.sources().values()) == {"default"}
-
-
-def test_a_default_that_is_made_of_a_wrong_setting_is_not_named_too():
-    assert "chunk_bytes" not in refusal(arena_bytes="x")
-    assert "chunk_bytes" not in refusal(route="foo")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +126,6 @@ def test_a_group_in_one_variable_yields_to_its_single_ones(environment):
     assert (config.fabric.num_workers, config.fabric.max_descriptors) == (7, 5)
 
 
-def test_a_config_is_read_once(environment):
-    config = Config()
-    environment(KVXFER_WINDOW="9")
-    assert config.window == 6
-    assert Config().window == 9
-
-
 def test_frozen_equal_and_picklable():
     config = Config(rank=1, world=2, fabric={"num_workers": 2})
     with pytest.raises(ValidationError, match="frozen"):
@@ -196,15 +179,10 @@ def test_one_variable_in_two_cases(environment):
     ("name", "text", "said"),
     [
         ("a.toml", "window = ", "cannot be parsed"),
-        ("a.toml", "window = " + "[" * 5000, "cannot be parsed"),
-        ("a.json", "[" * 5000, "cannot be parsed"),
         ("a.json", "{", "cannot be parsed"),
-        ("a.json", "[1]", "holds a list"),
         ("a.yaml", "window: 1", "name it .toml or .json"),
-        ("a.toml", "fabric = 3", "group of settings"),
         ("a.toml", 'config_file = "b.toml"', "'config_file' is not a setting"),
         ("a.toml", "rnak = 1", "did you mean rank"),
-        ("a.toml", "[fabric]\nbackend = []", "did you mean fabric.backends"),
         ("a.toml", "copy_ctas = 0", "copy_ctas is 0 (from "),
     ],
 )
@@ -228,40 +206,20 @@ def test_a_file_that_is_not_there(tmp_path):
     ("arguments", "said"),
     [
         ({"window": 0}, "window is 0: set it to at least 1"),
-        ({"window": 1.5}, "window is 1.5: set it to a whole number"),
         ({"rank": -1}, "rank is -1: set it to at least 0"),
         ({"route": "fast"}, "route is 'fast': set it to 'auto', 'mapped', 'staged', 'direct' or 'pull'"),
         ({"engine": ""}, "engine is '': give at least 1 character"),
-        ({"engine": "x" * 129}, "give at most 128 characters"),
-        ({"model": 3}, "model is 3: set it to text"),
         ({"grant_lease": 0}, "grant_lease is 0.0: set it to at least 0.001"),
-        ({"peer_timeout": 0}, "peer_timeout is 0.0: set it to at least 0.01"),
-        ({"grant_lease": "1e400s"}, "grant_lease is inf: set it to at most 1000000"),
-        ({"grant_lease": 10**400}, "grant_lease is inf: set it to at most 1000000"),
-        ({"drain_timeout": "-1e400s"}, "drain_timeout is -inf: set it to at least 0"),
-        ({"arena_bytes": "1e999999999"}, "arena_bytes is '1e999999999': a size is"),
         ({"grant_lease": "5 parsecs"}, "grant_lease is '5 parsecs': a duration is"),
         ({"arena_bytes": "256 mib b"}, "arena_bytes is '256 mib b': a size is"),
-        ({"arena_bytes": 1.5}, "whole number of bytes"),
-        ({"connect_timeout": -1}, "connect_timeout is -1.0: set it to at least 0.001"),
         ({"listen": "tcp:host"}, "listen is 'tcp:host': an endpoint is"),
-        ({"listen": "unix:run"}, "absolute path"),
-        ({"advertise": "unix"}, "peers cannot connect to this"),
         ({"advertise": "tcp:0.0.0.0:1"}, "peers cannot connect to this"),
         ({"allow_peers": ["10.0.*"]}, "the pattern '10.0.*' must begin with"),
         ({"fabric": {"backends": []}}, "fabric.backends is []: name at least one NIXL backend"),
-        ({"fabric": {"backends": ["UCX", "UCX"]}}, "each once"),
-        ({"fabric": {"max_descriptors": 0}}, "fabric.max_descriptors is 0: set it to at least 1"),
         ({"fabric": {"backend_params": {"GDS": {}}}}, "names 'GDS', but fabric.backends is UCX"),
         ({"fabric": {"backend_params": "{"}}, "not valid JSON"),
-        ({"fabric": {"backend_params": "[" * 5000}}, "not valid JSON"),
-        ({"affinity": "[" * 5000}, "not valid JSON"),
-        ({"fabric": {0: 1}}, "'fabric.0' is not a setting"),
-        ({"arena_bytes": "1e999"}, f"set it to at most {1 << 47}"),
-        ({"arena_bytes": 1 << 63}, f"set it to at most {1 << 47}"),
         ({"allow_peers": ["x" * 100_000]}, f"the pattern '{'x' * 80}' must begin with"),
         ({"fabric": 3}, "group of settings"),
-        ({"max_transfers": 0}, "max_transfers is 0: set it to at least 1"),
         ({"secret": "\udcff" * 32}, "write them as text, in base64 say"),
     ],
 )
@@ -310,12 +268,9 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"route": "staged", "arena_bytes": 0}, "route is 'staged' and arena_bytes is 0"),
         ({"arena_bytes": "32MiB", "chunk_bytes": "32MiB"}, "is 33554432 and the receive share of the arena 16777216"),
         ({"arena_bytes": 1023, "chunk_bytes": 512}, "the send share of the arena is 0 bytes"),
-        ({"arena_bytes": 512, "chunk_bytes": 512}, "the send share of the arena is 0 bytes"),
         ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
-        ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),
         ({"trust": "none", "arena_bytes": 0}, "trust is 'none' and arena_bytes is 0: without addresses only the"),
         ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
-        ({"listen": "tcp:[::]:7000"}, "set advertise"),
     ],
 )
 def test_settings_that_do_not_go_together(arguments, said):
@@ -327,15 +282,8 @@ def test_settings_that_do_not_go_together(arguments, said):
     [
         {"rank": 1, "world": 2},
         {"arena_bytes": 0},
-        {"arena_bytes": 0, "route": "pull"},
-        {"arena_bytes": "64MiB"},
-        {"arena_bytes": "64KiB", "chunk_bytes": "32KiB"},
         {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:10.0.0.7:0"},
-        {"listen": "tcp:127.0.0.1:0"},
-        {"drain_timeout": 0},
-        {"allow_peers": ()},
         {"trust": "none"},
-        {"trust": "none", "route": "staged"},
         {"trust": "full", "route": "direct", "arena_bytes": 0},
     ],
 )

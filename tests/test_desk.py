@@ -82,17 +82,6 @@ async def test_who_is_withdrawn_by_one_that_was_told_before_is_not_told(desk):
     assert desk.share.snapshot().free_bytes == 4 * PAGE
 
 
-async def test_a_deadline_that_passes_is_an_error_and_leaves_nothing(desk):
-    told = []
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
-    desk.ask("b", PAGE, 2.0, told.append)
-    desk.clock.time = 2.0
-    desk.advance()
-    assert isinstance(told[1], ArenaError)
-    desk.release(told[0])
-    assert desk.share.snapshot().free_bytes == 4 * PAGE
-
-
 async def test_what_can_never_fit_is_refused_at_once(desk):
     with pytest.raises(ArenaError):
         desk.ask("a", 5 * PAGE, 1.0, lambda _: pytest.fail("told"))

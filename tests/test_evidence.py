@@ -117,16 +117,6 @@ def test_a_gate_that_somebody_is_in_is_looked_at_once_a_second(found):
     assert not one.why
 
 
-def test_a_worker_that_closes_looks_once_more():
-    def empties(site, over):
-        site._inside = 0
-        closes(site, over)
-
-    one = Doubt()
-    hour(one, empties, found=Revoked.IDLE, inside=1)
-    assert one.why == "its gate was empty"
-
-
 @pytest.mark.parametrize(
     ("kind", "staging", "ends"), [("cpu", "DRAM", True), ("cuda", "DRAM", False), ("cpu", "VRAM", False)]
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import PeerLostError, ProtocolError
 from kvxfer.peers.link import _SLICE_BYTES, Link
 from kvxfer.protocol.messages import Goodbye
 from kvxfer.protocol.session import Liveness, Opened, Role, State
@@ -195,16 +195,6 @@ async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypat
     assert new.stream.reading
 
 
-async def test_a_link_that_ends_while_its_peer_is_being_looked_at_was_never_open(new):
-    new.data_received(bytes([253, 1]))
-    new.close("enough")
-    new.handler.looking.set_result("found")
-    await turns()
-    assert (new.handler.got, new.handler.lost_with) == ([], [])
-    with pytest.raises(UnreachableError, match="enough"):
-        new.ready.result()
-
-
 async def test_what_came_before_the_end_of_the_stream_counts(link):
     link.data_received(bytes(range(5)))
     link.stream.close()
@@ -233,14 +223,6 @@ async def test_a_peer_is_not_silent_while_what_it_said_is_still_being_handled(li
     assert isinstance(link.handler.lost_with[0], PeerLostError)
 
 
-async def test_nothing_is_handled_after_the_link_was_closed(link):
-    link.data_received(bytes(range(5)))
-    link.close("enough")
-    await asyncio.sleep(0)
-    assert link.handler.got == [0, 1]
-    assert link.stream.closed
-
-
 @pytest.mark.parametrize(("frame", "error"), [(255, ProtocolError), (254, PeerLostError)])
 async def test_a_bad_frame_or_a_defect_in_a_later_turn_closes_the_link(link, frame, error):
     link.data_received(bytes([0, 1, 2, frame, 4]))
@@ -263,16 +245,6 @@ async def test_what_is_long_goes_out_a_slice_a_turn_and_the_next_behind_it(link)
     link.send(b"one")
     link.send(b"by one")
     assert wrote[-2:] == [b"one", b"by one"]
-
-
-async def test_what_the_stream_does_not_take_waits(link):
-    wrote = link.stream.wrote
-    link.pause_writing()
-    link.send(b"later")
-    await turns()
-    assert wrote == []
-    link.resume_writing()
-    assert wrote == [b"later"]
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -316,13 +288,3 @@ async def test_a_handshake_is_timed_from_when_the_stream_was_opened():
     made.connection_made(Stream())
     assert handler.since == 0.0
     made.close()
-
-
-async def test_a_link_that_was_closed_while_tls_was_agreed_upon_stays_closed():
-    clock = Clock()
-    made = Link(Role.CLIENT, "tcp:there:1", Handler(clock), clock)
-    made.close("enough")
-    stream = Stream()
-    made.connection_made(stream)
-    assert stream.closed
-    assert not made.is_open

@@ -79,16 +79,6 @@ async def test_cancelling_a_follower_leaves_the_rest_alone():
     assert followed.result() == 7
 
 
-async def test_soon_runs_at_once_on_the_loop_itself():
-    assert soon(asyncio.get_running_loop(), lambda: 7).result(timeout=0) == 7
-
-
-async def test_soon_runs_on_the_loop_when_it_is_asked_from_another_thread():
-    loop, home = asyncio.get_running_loop(), threading.get_ident()
-    asked = await asyncio.to_thread(soon, loop, threading.get_ident)
-    assert await asyncio.wrap_future(asked) == home
-
-
 async def test_soon_brings_the_error_and_heeds_a_cancellation():
     loop, ran = asyncio.get_running_loop(), []
 
@@ -121,9 +111,3 @@ async def test_soon_hides_no_defect():
     failed = await asyncio.to_thread(soon, loop, fail)
     assert isinstance(await asyncio.to_thread(failed.exception), KeyError)
     assert seen == [failed.exception()]
-
-
-def test_on_a_closed_loop_nothing_is_run():
-    loop = asyncio.new_event_loop()
-    loop.close()
-    assert not soon(loop, lambda: 7).done()

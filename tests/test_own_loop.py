@@ -99,23 +99,6 @@ def test_the_argument_chooses():
         Worker(tensors, Config(), loop=wrong)
 
 
-async def test_nothing_works_before_it_is_entered():
-    _, tensors = cache()
-    worker = Worker(tensors, Config(), loop="own")
-    for call in (
-        lambda: worker.card,
-        lambda: worker.engine,
-        worker.describe,
-        lambda: worker.occupy(24),
-        lambda: worker.offer("r", [1], tokens=16),
-        lambda: worker.start_fetch({}, [1], tokens=range(16)),
-        lambda: worker.claim({}),
-    ):
-        with pytest.raises(errors.ClosedError):
-            call()
-    await worker.aclose()
-
-
 # --- a transfer
 
 
@@ -216,18 +199,6 @@ async def test_errors_are_raised_at_once(pair):
         pair.start("r")
     assert offer.tokens == 16
     await end(transfer)
-
-
-async def test_a_refused_fetch(pair):
-    ticket = pair.prefill.engine.ticket("r") | {"mac": "0" * 32}
-    transfer = pair.decode.start_fetch(ticket, [2], tokens=range(16))
-    with pytest.raises(errors.RefusedError):
-        await transfer
-    with pytest.raises(errors.RefusedError):
-        await transfer.layers(0, 1)
-    assert transfer.state is TransferState.FAILED
-    assert transfer.failed_blocks == {"default": [2]}
-    assert transfer.memory_safe
 
 
 # --- cancellation

@@ -74,15 +74,6 @@ def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     assert plan.merged_pieces == pytest.approx(real, rel=0.15)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(ACROSS, ACROSS), (NHD, NHD), (NHD, {"layout": "HND"})])
-def test_blocks_that_follow_each_other_are_counted_as_one_piece(prefill, decode):
-    src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
-    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
-    spans = {"default": Span(range(7, 207))}
-    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(spans, spans, range(3, 3_190))
-    assert plan.merged_pieces == len(plan.whole.copy().enumerate().merged())
-
-
 @pytest.mark.parametrize(
     ("decode", "expected"), [(NHD, 256 << 20), ({"layout": "NHD", "tp": 8}, 16 << 20), ({"layout": "HND"}, 16 << 20)]
 )

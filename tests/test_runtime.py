@@ -53,14 +53,6 @@ def test_a_service_runs_at_once_then_when_woken():
     assert not probe.thread.is_alive()
 
 
-def test_a_service_runs_again_after_the_time_it_asked_for():
-    probe = Probe(0.0, 0.0, 0.001)
-    service = ThreadRuntime().start("kvxfer-probe", probe)
-    probe.wait(4)
-    assert service.stop(LONG)
-    assert probe.steps == 4
-
-
 def test_wake_ups_before_a_step_are_merged():
     entered, leave = threading.Semaphore(0), threading.Semaphore(0)
     steps = []
@@ -184,16 +176,6 @@ def test_services_run_where_they_are_placed(one_cpu):
     assert service.stop(LONG)
     assert found == [("setup", one_cpu), ("step", one_cpu)]
     assert os.sched_getaffinity(0) == before
-
-
-def test_services_run_anywhere_otherwise(one_cpu):
-    found = []
-    probe = Probe()
-    runtime = ThreadRuntime().placed(one_cpu).placed(frozenset())
-    service = runtime.start("kvxfer-probe", lambda: found.append(os.sched_getaffinity(0)) or probe())
-    probe.wait()
-    assert service.stop(LONG)
-    assert found == [os.sched_getaffinity(0)]
 
 
 async def test_a_worker_thread_is_lent_and_goes_back_as_it_was(one_cpu):

@@ -159,15 +159,3 @@ def test_a_service_that_raises_is_reported_and_over(where):
 
 
 # --- two workers in virtual time
-
-
-def cache(blocks=16, layers=3, heads=2, dim=8):
-    """Layers of a cache whose elements are all different, and how to describe them."""
-    shape = (2, blocks, BLOCK_TOKENS, heads, dim)
-    count = torch.Size(shape).numel()
-    memory = [torch.arange(count).reshape(shape) + (layer + 1) * 1_000_003 for layer in range(layers)]
-    tensors = [
-        CacheTensor(tensor, "kv block token head dim", layers=[layer], heads=range(heads))
-        for layer, tensor in enumerate(memory)
-    ]
-    return memory, tensors

@@ -19,7 +19,7 @@ from kvxfer import tickets
 from kvxfer.errors import TicketError
 from kvxfer.protocol.framing import decode, encode
 from kvxfer.protocol.messages import Claim
-from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket, mask
+from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 
 KEY = bytes(range(KEY_BYTES))
 
@@ -63,12 +63,9 @@ def test_the_oldest_rank_fixes_the_version():
         ([], r"every rank of \?"),
         ([rank_card(0, 2)], r"every rank of 2 once, not \[0\]"),
         ([rank_card(0, 2), rank_card(0, 2)], r"not \[0, 0\]"),
-        ([rank_card(0, 1), rank_card(1, 2)], r"every rank of 1"),
         ([rank_card(0, 2), rank_card(1, 2, engine="other")], "different engines"),
-        ([rank_card(0, 2), rank_card(1, 3)], "different engines"),
         ([rank_card(0, 2).to_dict() | {"rank": "0"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"incarnation": "00"}], "this is no rank card"),
-        ([rank_card(0, 2).to_dict() | {"endpoint": "http://x"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"endpoint": "unix:/a\n"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"token": 1}], "this is no rank card"),
     ],
@@ -224,38 +221,21 @@ def test_another_key_or_epoch():
     [
         {"v": 2},
         {"v": True},
-        {"engine": 3},
-        {"world": 0},
         {"world": 1 << 20},
         {"epoch": "AB" * 16},
-        {"epoch": "ab"},
-        {"endpoints": "tcp:h:1"},
         {"endpoints": {"prefix": "tcp:h:", "first": 1, "extra": 0}},
         {"endpoints": {"prefix": "tcp:h:", "parts": ["1"]}},
-        {"endpoints": {"prefix": "tcp:h:", "parts": ["1", "2", "3"]}},
         {"endpoints": {"prefix": "tcp:h:", "first": -1}},
         {"endpoints": {"prefix": "http://h:", "first": 1}},
         {"endpoints": {"prefix": "", "parts": ["tcp:h:1", "h:2"]}},
         {"endpoints": {"prefix": "tcp:h:1\n"}},
-        {"endpoints": {"prefix": "tcp:h"}},
-        {"endpoints": {"prefix": "tcp:h:"}},
         {"endpoints": {"prefix": "tcp:h:", "first": 0}},
         {"endpoints": {"prefix": "tcp:h:", "first": 65_535}},
         {"endpoints": {"prefix": "tcp:h:", "parts": ["1", "http"]}},
-        {"endpoints": {"prefix": "unix"}},
-        {"endpoints": {"prefix": "unix:"}},
-        {"endpoints": {"prefix": "unix:a"}},
         {"endpoints": {"prefix": "unix:/" + "a" * 107}},
-        {"endpoints": {"prefix": "tcp:" + "h" * 600}},
-        {"endpoints": {"prefix": "tcp:" + "h" * 400, "suffix": "h" * 400}},
-        {"request": ""},
         {"request": "\ud800"},
-        {"world": "\ud800"},
-        {"attempt": -1},
-        {"attempt": "0"},
         {"mac": "zz" * 16},
         {"mac": "ab" * 16 + "\n"},
-        {"mac": "ab" * 3},
         {"more": 1},
     ],
     ids=lambda edit: "-".join(f"{name}={str(value)[:40]}" for name, value in edit.items()),
@@ -287,11 +267,6 @@ def test_no_text_of_a_ticket_shows_its_mac():
         assert data["mac"] not in text
         assert data["mac"][:4] in text
         assert "attempt=2" in text
-
-
-def test_mask():
-    assert mask("abcdefghij") == "abcd..."
-    assert mask("abcdefgh") == "..."
 
 
 def test_macs_are_compared_in_constant_time(monkeypatch):

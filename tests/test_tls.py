@@ -21,10 +21,6 @@ def refusal(**settings):
     return str(caught.value)
 
 
-def test_nothing_is_set_by_default():
-    assert not Config().tls.enabled
-
-
 def test_a_file_that_is_not_there(ours, tmp_path):
     for name in ours:
         text = refusal(**{**ours, name: str(tmp_path / "nowhere.pem")})
@@ -45,10 +41,6 @@ def test_a_file_that_may_not_be_read(ours):
     assert "Permission denied; correct the path, or let this user read it" in refusal(**ours)
 
 
-def test_a_folder_is_no_file(ours, tmp_path):
-    assert "Is a directory" in refusal(**{**ours, "authorities": str(tmp_path)})
-
-
 def test_a_key_of_another_certificate(authority, ours):
     other = authority.issue(file="other")
     text = refusal(**{**ours, "key": other["key"]})
@@ -59,11 +51,6 @@ def test_a_key_of_another_certificate(authority, ours):
 @pytest.mark.parametrize(("name", "kind"), [("authorities", "certificate"), ("certificate", "certificate")])
 def test_a_file_of_something_else(ours, name, kind):
     assert f"tls.{name} is '{ours['key']}', which holds no {kind} in PEM form" in refusal(**{**ours, name: ours["key"]})
-
-
-def test_a_certificate_in_place_of_the_key(ours):
-    text = refusal(**{**ours, "key": ours["certificate"]})
-    assert f"tls.key is '{ours['certificate']}', which holds no private key in PEM form" in text
 
 
 def test_damaged_pem(ours):

@@ -91,11 +91,6 @@ def test_silence_is_bounded(bodies):
         run({"a": bodies.wait, "b": bodies.wait}, silence=0.5)
 
 
-def test_one_child_alone(bodies):
-    with pytest.raises(BenchFailedError, match="exit code -9"):
-        run({"a": bodies.die})
-
-
 def test_an_interrupt_ends_all(bodies):
     def interrupted(item):
         raise KeyboardInterrupt

@@ -32,14 +32,6 @@ def test_a_cache_has_blocks_that_no_request_uses():
     assert plain(2 << 20).blocks((2 << 20) - 1) == 0
 
 
-def test_sides_draw_other_blocks_of_the_same_seed():
-    ours, theirs = (draw(5, 1000, 600, source=source) for source in (True, False))
-    assert ours.seed == theirs.seed
-    assert ours.ids != theirs.ids
-    assert len(set(ours.ids)) == 600
-    assert ours == draw(5, 1000, 600, source=True)
-
-
 @pytest.mark.parametrize("layout", EVERY, ids=lambda layout: layout.name)
 def test_two_requests_write_every_block(layout):
     blocks, pool = layout.blocks(4 * SMALLEST_REQUEST), layout.pool(4 * SMALLEST_REQUEST)
@@ -56,9 +48,3 @@ def test_two_requests_write_every_block(layout):
 def test_what_no_layout_has_is_refused(text):
     with pytest.raises(UsageError):
         parse_layout(text)
-
-
-def test_names():
-    assert parse_layout("8KiB") == plain(8192)
-    assert parse_layout("head-split") is NAMED["head-split"]
-    assert [plain(size).name for size in PIECES] == ["512B", "2KiB", "8KiB", "32KiB", "256KiB", "2MiB"]

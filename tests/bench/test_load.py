@@ -1,10 +1,6 @@
 """`kvxfer bench load` at its smallest."""
 
-import asyncio
-
 import pytest
-
-from kvxfer.tools.bench.load import Lateness, Load
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
@@ -33,21 +29,3 @@ def test_what_does_not_fit_is_skipped_with_the_reason(bench):
     assert found["cells"] == []
     assert "are free" in found["skipped"][0]["skipped"]
     assert "skipped: staged, 4 at once" in output
-
-
-def test_sizes_take_turns_over_the_slots():
-    load = Load("cpu", ("staged",), sizes=(64 << 10, 1 << 20, 1))
-    assert [load.blocks(slot) for slot in range(4)] == [1, 16, 1, 1]
-    assert load.largest == 16
-
-
-async def test_lateness_sees_a_loop_that_stood_still():
-    lateness = Lateness()
-    await asyncio.sleep(0)
-    until = asyncio.get_running_loop().time() + 0.05
-    while asyncio.get_running_loop().time() < until:
-        pass
-    await asyncio.sleep(0.01)
-    assert lateness.take()["max_s"] >= 0.04
-    assert lateness.take() == {"p50_s": 0.0, "p99_s": 0.0, "max_s": 0.0}
-    lateness.stop()

@@ -7,8 +7,7 @@ import pytest
 from kvxfer.errors import UsageError
 from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
-from kvxfer.tools.bench.layouts import plain
-from kvxfer.tools.bench.matrix import Matrix, quick, routes
+from kvxfer.tools.bench.matrix import routes
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 MIB = 1 << 20
@@ -62,31 +61,6 @@ def test_damage_is_seen(bench, sabotage):
     assert "FAILED: staged" in output
 
 
-def test_cells_that_cannot_be_are_listed_with_the_reason(bench):
-    arguments = ["matrix", "--device", "cpu", "--routes", "staged", "--repetitions", "1", "--pieces", "32KiB"]
-    code, output, found = bench(*arguments, "--sizes", "1MiB,1TiB")
-    assert code == 0
-    assert found["cells"] == []
-    small, large = found["skipped"]
-    assert "smaller than one block" in small["reason"]
-    assert "are free" in large["reason"]
-    assert output.count("skipped: ") == 2
-
-
-def test_thread_blocks_are_of_gpus(bench):
-    _, _, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged", "--ctas", "8,24")
-    assert [one["reason"] for one in found["skipped"]] == ["thread blocks are a setting of GPUs"] * 2
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"routes": ()}, {"sizes": (0,)}, {"repetitions": 0}, {"sabotage": "all"}],
-)
-def test_a_matrix_that_cannot_be_is_refused(arguments):
-    with pytest.raises(UsageError):
-        Matrix("cpu", **arguments)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["--device", "tpu"], ["--routes", "staged,fast"], ["--sizes", "2Mb,x"], ["--ctas", "0"], ["--pieces", "3"]],
@@ -96,21 +70,8 @@ def test_values_that_do_not_exist_are_refused(bench, arguments):
         bench("matrix", *arguments)
 
 
-def test_quick_is_smaller_but_takes_what_is_asked_for():
-    assert set(quick("cpu").layouts) < set(Matrix("cpu").layouts)
-    assert quick("cpu", layouts=(plain(2048),)).layouts == (plain(2048),)
-    assert quick("cpu").routes == Matrix("cpu").routes == routes()
-
-
 def test_a_child_that_fails_is_named_and_the_exit_code_is_1(bench, monkeypatch):
     monkeypatch.setenv("KVXFER_ARENA_BYTES", "0")
     code, output, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
     assert (code, found) == (1, None)
     assert re.search(r"kvxfer bench matrix: (prefill|decode) failed: ConfigError: .*arena_bytes is 0", output)
-
-
-def test_settings_of_the_environment_are_in_the_report(bench, monkeypatch):
-    monkeypatch.setenv("KVXFER_CHUNK_BYTES", "1MiB")
-    _, _, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
-    assert found["settings"] == {"chunk_bytes": 1 << 20}
-    assert found["cells"][0]["chunks"] == 2

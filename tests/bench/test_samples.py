@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.tools.bench.samples import Samples, measured, rate
+from kvxfer.tools.bench.samples import Samples
 
 
 def test_figures_of_a_few():
@@ -31,8 +31,3 @@ def test_a_percentile_is_a_sample_with_so_many_not_above_it(seconds, percent):
     assert found in seconds
     assert sum(one <= found for one in seconds) >= percent / 100 * len(seconds) - 1e-6
     assert sum(one < found for one in seconds) <= percent / 100 * len(seconds) + 1e-6
-
-
-def test_no_time_is_no_rate():
-    assert rate(1, 0.0) == 0.0
-    assert measured(lambda: None) >= 0

@@ -1,6 +1,5 @@
 """`kvxfer bench scale` at its smallest; the relay counts every byte; no run begins whose results cannot be written."""
 
-import asyncio
 from importlib.util import find_spec
 
 import pytest
@@ -8,7 +7,6 @@ from typer.testing import CliRunner
 
 from kvxfer.errors import UsageError
 from kvxfer.tools import cli
-from kvxfer.tools.bench.scale import Relay
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
@@ -50,23 +48,6 @@ def test_peers_over_nixl(bench):
 def test_a_route_that_needs_two_processes_is_refused(bench):
     with pytest.raises(UsageError, match="staged and direct"):
         bench("scale", "--route", "mapped")
-
-
-async def test_the_relay_passes_on_and_counts(tmp_path):
-    async def echo(reader, writer):
-        while data := await reader.read(100):
-            writer.write(data + data)
-        writer.close()
-
-    server = await asyncio.start_unix_server(echo, tmp_path / "far")
-    relay = Relay()
-    async with relay.serving(tmp_path / "near", tmp_path / "far"):
-        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
-        writer.write(b"12345")
-        assert await reader.readexactly(10) == b"1234512345"
-        assert (relay.sent, relay.answered) == (5, 10)
-        writer.close()
-    server.close()
 
 
 @pytest.mark.parametrize("place", ["file/results.json", "folder"])

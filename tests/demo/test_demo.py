@@ -16,7 +16,6 @@ from kvxfer.errors import KvxferError, UsageError
 from kvxfer.telemetry import TransferStats
 from kvxfer.tools import cli
 from kvxfer.tools.demo import run as module
-from kvxfer.tools.demo.run import Display
 from kvxfer.tools.demo.script import (
     Decoded,
     Fetched,
@@ -174,12 +173,6 @@ def judged(
 ONE = {"prompts": (40,)}
 
 
-def test_a_verdict_on_nothing_but_good_news():
-    passed, line = judged(Script(**ONE))
-    assert passed
-    assert LAST.fullmatch(line)
-
-
 @pytest.mark.parametrize(
     ("script", "seen", "line"),
     [
@@ -195,39 +188,6 @@ def test_a_verdict_on_bad_news(script, seen, line):
     passed, last = judged(Script(**ONE | script), **seen)
     assert not passed
     assert last == f"FAILED: {line}"
-
-
-def test_a_side_that_did_not_close_well_spoils_a_good_run():
-    said = "decode failed: the process ended early, with exit code 1"
-    assert judged(Script(**ONE), said) == (False, f"FAILED: {said}")
-
-
-# --- the display
-
-
-def test_a_terminal_shows_a_table_that_fills():
-    console = Console(file=io.StringIO(), force_terminal=True, record=True, width=160, height=40)
-    script = Script(**SMALL)
-    with Display(script, console) as display:
-        for layer in range(4):
-            display.show(LayerReady(2, layer))
-        display.show(Prefilled(2, []))
-        display.show(LayerLanded(2, 0))
-        display.show(Fetched(1, stats(3 << 20)))
-        display.show(Decoded(0, [1, 2], "layer 0, k, token 3", False))
-    rows = [line.strip("│┃ ").split() for line in console.export_text().splitlines()[-6:-1]]
-    states = {row[0]: row[-1] for row in rows if row and row[0] in ("0", "1", "2")}
-    assert states == {"0": "differs", "1": "fetched", "2": "moving"}
-    (fetched,) = [row for row in rows if row and row[0] == "1"]
-    assert "staged" in fetched
-    assert "0.01" in fetched  # GB/s
-
-
-def test_text_of_the_other_side_is_no_markup():
-    text = io.StringIO()
-    with Display(Script(**SMALL), Console(file=text, width=200)) as display:
-        display.show(Decoded(0, [1], "[bold]layer[/nothing]", False))
-    assert text.getvalue() == "prompt 0 (1 tokens): 1 tokens, [bold]layer[/nothing]\n"
 
 
 # --- the command

@@ -1,6 +1,5 @@
 """The whole: what is asked for, what comes of it, and the command."""
 
-import errno
 import io
 import json
 import multiprocessing
@@ -14,7 +13,7 @@ import pytest
 from kvxfer.errors import UnreachableError, UsageError
 from kvxfer.tools.doctor import examination, remote
 from kvxfer.tools.doctor.examination import Examination, Outcome
-from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, table, verdict, warn
+from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, table, warn
 from kvxfer.tools.doctor.machine import Machine
 
 
@@ -37,21 +36,6 @@ def test_the_exit_code_says_whether_something_fails(findings, code):
     assert outcome.exit_code == code
     assert outcome.to_json()["ok"] is (code == 0)
     assert sum(outcome.to_json()["count"].values()) == len(findings)
-
-
-def test_remedies_stand_below_what_was_seen():
-    from rich.console import Console
-
-    findings = [ok("one", "well"), fail("other", "bro[k]en", "mend it")]
-    console = Console(width=80, file=(printed := io.StringIO()))
-    console.print(table(findings))
-    text = printed.getvalue()
-    assert [line.split() for line in text.splitlines()[1:]] == [
-        ["one", "ok", "well"],
-        ["other", "fail", "bro[k]en"],
-        ["->", "mend", "it"],
-    ]
-    assert verdict(findings) == "1 ok, 1 fail"
 
 
 def test_a_terminal_obeys_nothing_that_a_peer_says():
@@ -128,17 +112,6 @@ def test_a_process_that_dies_is_a_finding(monkeypatch, tmp_path):
     assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
     assert "the process ended early, with exit code 9" in found[0].seen
     assert multiprocessing.active_children() == []
-
-
-def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
-    def pipe():
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "pipe", pipe)
-    found = []
-    examination.check_pair(("cpu", "cpu"), found.append)
-    assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
-    assert "Too many open files" in found[0].seen
 
 
 def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):

@@ -91,16 +91,6 @@ def test_tables_of_two_threads_come_line_by_line():
     assert (lane_of(mixed, "write"), lane_of(mixed, "read")) == ("cma/memory", "sysv/memory")
 
 
-def test_only_what_comes_later_counts(tmp_path):
-    file = tmp_path / UCX_LOG.format(process=os.getpid())
-    log = LaneLog(tmp_path)
-    assert log.text == ""
-    file.write_text("a line\n")
-    assert log.text == "a line\n"
-    log.forget()
-    assert log.text == ""
-
-
 def test_what_stands_in_a_buffer_of_libc_is_read_too(tmp_path):
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p

@@ -11,7 +11,7 @@ from kvxfer.geometry import PairPlan, Pieces, resolve
 from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import EngineLayout, from_hf_config, read_model
-from kvxfer.tools.plan import PieceSizes, forecast, shown_size, shown_time
+from kvxfer.tools.plan import PieceSizes, forecast
 from tests.geometry.published import CONFIGS
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -54,26 +54,6 @@ def test_the_published_sizes_of_one_contiguous_piece(name, layout, per_layer, ac
             assert sizes.smallest == sizes.median == sizes.largest
             assert sizes.largest == pytest.approx(published, rel=0.002)  # one figure of the table is rounded
             assert sizes.count * sizes.largest == pair.bytes
-
-
-def test_pairs_bytes_and_pieces_of_an_uneven_change_of_layout():
-    found = plan(
-        "Llama-3.2-1B", EngineLayout(tp=4), EngineLayout(tp=2, block=64, layout="HND", cross_layer=True), tokens=100
-    )
-    assert [(pair.prefill_rank, pair.decode_rank) for pair in found.pairs] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    rows = 100 * 16 * 2 * 2  # tokens, layers, k and v, heads of a prefill rank: nothing is contiguous but a row of dim
-    assert {(pair.bytes, pair.pieces.count, pair.pieces.largest) for pair in found.pairs} == {(rows * 128, rows, 128)}
-    assert found.bytes == 4 * rows * 128
-    assert {(pair.choice.route, pair.choice.why) for pair in found.pairs} == {
-        (Route.STAGED, "6400 pieces of 128 bytes on average: 28.8 ms predicted for direct, 2.8 ms for staged")
-    }
-
-
-def test_a_prefix_that_is_held_is_not_fetched_and_state_is():
-    whole, rest = plan("Nemotron-H-8B", tokens=100), plan("Nemotron-H-8B", tokens=range(96, 100))
-    token = 4 * 2 * 8 * 128 * 2
-    assert whole.bytes - rest.bytes == 96 * token
-    assert rest.bytes > 24 * 128 * 64 * 128 * 2
 
 
 def test_where_every_token_is_held_only_state_is_left():
@@ -199,22 +179,3 @@ def test_what_is_wrong_names_its_side():
 def test_what_is_too_long_to_be_planned_is_refused_at_once(tokens, words):
     with pytest.raises(TokensError, match=words):
         plan("Llama-3.1-8B", tokens=tokens)
-
-
-def test_a_window_of_one_token_moves_nothing():
-    """The next token sees itself alone."""
-    config = CONFIGS["Mistral-7B-v0.2"] | {"sliding_window": 1}
-    found = forecast(read_model(config), EngineLayout(), EngineLayout(), range(16), config=Config(), profile=H200)
-    assert (found.pairs, found.to_json()["slowest_pair_s"]) == ((), 0.0)
-
-
-def test_numbers_for_people():
-    assert [shown_size(size) for size in (0, 1023, 1024, 1_990_656, 5 << 30, 7 << 50)] == [
-        "0 B",
-        "1023 B",
-        "1 KiB",
-        "1.898 MiB",
-        "5 GiB",
-        "7168 TiB",
-    ]
-    assert [shown_time(seconds) for seconds in (0.0034, 0.99, 1.5)] == ["3.4 ms", "990.0 ms", "1.50 s"]

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.errors import Code
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode, encode_body
 from kvxfer.tools.inspect import describe, from_hex
-from proto.frames import BODY, invalid, valid
+from proto.frames import invalid, valid
 
 SECRET = bytes(range(0xA0, 0xC0))
 
@@ -65,67 +64,10 @@ def test_frames_that_cannot_be_decoded_are_counted():
     assert damaged(ping + b"\xff\xff\xff\xff" + ping) == [1]
 
 
-def test_a_fetch():
-    selections = [wire.Selection("attention", "", "k", wire.pack_u32(range(32)), 0, 8)]
-    spans = [wire.Span("attention", 16, wire.pack_u32([5, 6, 7, 9, 3]))]
-    fetch = wire.Fetch(
-        7, wire.TicketRef("req-1", 0, SECRET[:16]), selections, spans, 16, 96, [wire.Route.STAGED], 1 << 25, 10_000
-    )
-    size = len(encode(fetch)) - 4
-    assert lines(fetch) == [
-        f"frame 0 at byte 0: {size} bytes, tag 6 FETCH",
-        "  transfer          7",
-        "  ticket            request='req-1' attempt=0 mac=a0a1... (16 bytes)",
-        "  selections        1 entry",
-        "    [0] group='attention' part='' kv='k' layers=0-31 (32) head_start=0 head_stop=8",
-        "  spans             1 entry",
-        "    [0] group='attention' first_token=16 ids=5-7, 9, 3 (5)",
-        "  token_start       16",
-        "  token_stop        96",
-        "  routes            [STAGED (1)]",
-        "  max_extent_bytes  33554432 bytes",
-        "  timeout_ms        10000 ms",
-        "  lease_ms          0 ms",
-        "  generation        0",
-        "  agreement         empty",
-        "  ring              []",
-        "  ring_chunks       0",
-        "  token             empty",
-        "  fenced            no",
-        "  trace             ''",
-    ]
-
-
-def test_a_result():
-    text = "\n".join(lines(wire.KvAgentResult(1, wire.WHOLE, wire.Status.OK, 512, last=True)))
-    assert "chunk             WHOLE (the transfer)" in text
-    assert "status            OK (1)" in text
-    assert "bytes             512 bytes" in text
-    assert "last              yes" in text
-    assert "queued_us=0 us" in text
-
-
-def test_an_agent_shows_its_body():
-    text = "\n".join(lines(wire.Agent([("model", "m")], memoryview(encode_body(BODY)), SECRET)))
-    assert "facts             [['model', 'm']]" in text
-    assert "tensors           3 entries" in text
-    assert "scale=0.5, 0.03125" in text
-    assert "strides=[32768 bytes, 2048 bytes, 256 bytes, 2 bytes]" in text
-    assert "base=0x7f0000000000" in text
-
-
 def test_a_damaged_body_does_not_hide_the_facts():
     text = "\n".join(lines(wire.Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)))
     assert "['model', 'm']" in text
     assert "! cannot be decoded at byte 3: Expected `bytes`, got `str`" in text
-
-
-def test_addresses_and_capabilities():
-    assert "    [0] address=0x10000000000 length=4096 bytes" in lines(
-        wire.Reserve(1, 3, 5, 0, [wire.Grant(1 << 40, 4096)])
-    )
-    hello = wire.Hello(1, 1, "p", "e", b"", bytes(32), 0, 1, 0b1001 | 0x4000, b"", 0)
-    assert "  capabilities      STAGED | MAPPED | unknown 0x4000" in lines(hello)
 
 
 def secrets():
@@ -163,22 +105,13 @@ def test_a_peers_text_cannot_steer_a_terminal():
     assert "'\\x1b[2J" in text
 
 
-def test_the_frame_after_a_damaged_one_is_described():
-    text = list(describe(bytes.fromhex("0200000091c1") + encode(wire.Ping())))
-    assert text[1] == "  ! no MessagePack at byte 5: 0xc1 begins no value"
-    assert text[2] == "frame 1 at byte 6: 2 bytes, tag 4 PING"
-
-
 @pytest.mark.parametrize(
     ("payload", "line"),
     [
         ("930901a161", "  ! cannot be decoded at byte 7 (field `chunks`): Expected `int`, got `str` - at `$[2]`"),
         ("920e93a172ffc400", "  ! cannot be decoded at byte 9 (field `ticket`): Expected `int` >= 0 - at `$[1][1]`"),
-        ("9104ff", "  ! 1 bytes too many, from byte 6"),
         ("930901c404", "  ! no MessagePack at byte 7: bin of 6 bytes, but only 2 are left"),
         ("930f40a2fffe", "  ! a string that is not UTF-8 at byte 7"),
-        ("920901", "  ! cannot be decoded at byte 4: Expected `array` of at least length 3, got 2"),
-        ("9164", "  ! cannot be decoded at byte 5: Invalid value 100 - at `$[0]`"),
         ("", "  ! no MessagePack at byte 4: the bytes end where a value should begin"),
     ],
 )
@@ -222,10 +155,7 @@ def test_absent_and_unknown_fields_are_marked():
     ("ids", "shown"),
     [
         ([], "none (0)"),
-        ([4], "4 (1)"),
         ([1, 2, 3], "1-3 (3)"),
-        ([3, 2, 1], "3, 2, 1 (3)"),
-        ([5, 5], "5, 5 (2)"),
         ([0xFFFF_FFFE, 0xFFFF_FFFF, 0], "4294967294-4294967295, 0 (3)"),
         (list(range(0, 40, 2)), "0, 2, 4, 6, 8, 10, 12, 14, ... 12 more runs (20)"),
     ],
@@ -233,30 +163,6 @@ def test_absent_and_unknown_fields_are_marked():
 def test_ids_are_shown_as_ranges(ids, shown):
     line = f"    [0] group='g' first_token=0 ids={shown}"
     assert line in lines(wire.Want(1, 1, spans=[wire.Span("g", 0, wire.pack_u32(ids))]))
-
-
-def test_long_lists_are_cut():
-    text = lines(wire.Reserve(1, 70, 0, ring=[wire.Grant(n, 0) for n in range(70)]))
-    assert "  ring              70 entries" in text
-    assert "    ... and 6 more" in text
-    assert len(text) < 75
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=80))
-def test_noise_is_described_too(data):
-    assert all(isinstance(line, str) for line in describe(data))
-    framed = struct.pack("<I", len(data)) + data
-    assert all(isinstance(line, str) for line in describe(framed))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from(valid()), st.data())
-def test_damaged_frames_are_described_too(entry, data):
-    frame = bytearray.fromhex(entry["hex"])
-    at = data.draw(st.integers(4, len(frame) - 1))
-    frame[at] = data.draw(st.integers(0, 255))
-    assert list(describe(bytes(frame)))
 
 
 @settings(max_examples=100)
@@ -283,7 +189,3 @@ def test_hex_as_one_finds_it():
 def test_what_is_no_hex_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         from_hex(text)
-
-
-def test_codes_are_named():
-    assert "  code              TIMEOUT (31)" in lines(wire.Cancel(1, Code.TIMEOUT))

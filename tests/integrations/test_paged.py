@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.errors import BlocksError, ConfigError, GeometryError, TokensError
+from kvxfer.errors import BlocksError, ConfigError, GeometryError
 from kvxfer.integrations.paged import Difference, PagedCache, Sequence, digests, first_difference, token_digests
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 8, 75
@@ -56,23 +56,6 @@ def test_blocks_come_in_a_shuffled_order_that_the_seed_repeats():
     assert pool(seed=1).allocate(16 * 24) != ids
 
 
-def test_allocate_rounds_up_to_whole_blocks():
-    for tokens, blocks in [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)]:
-        cache = pool()
-        assert len(cache.allocate(tokens)) == blocks
-        assert cache.free_blocks == 24 - blocks
-
-
-def test_running_out_of_blocks_takes_none_and_says_how_many_were_needed():
-    cache = pool(num_blocks=3)
-    cache.allocate(16)
-    with pytest.raises(BlocksError, match="3 of 16 tokens are needed, 2 of 3 are free"):
-        cache.allocate(33)
-    assert cache.free_blocks == 2
-    with pytest.raises(TokensError):
-        cache.allocate(-1)
-
-
 def test_blocks_are_never_held_twice():
     cache = pool(num_blocks=8)
     held = []
@@ -98,19 +81,6 @@ def test_a_wrong_free_is_refused_whole():
     with pytest.raises(BlocksError, match=f"block {ids[1]} at position 0 is not allocated"):
         cache.free([ids[1]])
     assert cache.free_blocks == 24
-
-
-def test_reserve_appends_what_is_missing_and_refuses_a_table_that_is_too_short():
-    cache = pool()
-    sequence = Sequence(cache.allocate(10), tokens=10)
-    first = list(sequence.block_ids)
-    cache.reserve(sequence, 16)
-    assert sequence.block_ids == first
-    cache.reserve(sequence, 33)
-    assert sequence.block_ids[:1] == first
-    assert len(set(sequence.block_ids)) == 3
-    with pytest.raises(BlocksError, match="49 tokens do not fit: 3 blocks of 16 tokens hold 48 at most"):
-        cache.reserve(Sequence(sequence.block_ids, tokens=49), 50)
 
 
 def test_tables_that_are_too_short_or_name_blocks_of_others_are_refused():
@@ -150,49 +120,6 @@ def test_every_element_lies_where_the_axis_string_says(layout, block_tokens, div
         assert all(torch.equal(found, data[layer, kv].transpose(0, 1)) for kv, found in enumerate(both))
 
 
-@pytest.mark.parametrize(
-    ("layout", "axes", "shape"),
-    [("NHD", "kv block token head dim", (2, 24, 16, 4, 8)), ("HND", "kv block head token dim", (2, 24, 4, 16, 8))],
-)
-def test_a_tensor_a_layer_is_described_as_it_is(layout, axes, shape):
-    cache = pool(layout, dtype=torch.bfloat16)
-    assert [tuple(t.shape) for t in cache.tensors] == [shape] * LAYERS
-    assert cache.axes == axes
-    assert all(t.is_contiguous() for t in cache.tensors)
-    assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
-    described = cache.cache_tensors()
-    assert [(t.axes, list(t.layers), t.heads) for t in described] == [(axes, [n], range(HEADS)) for n in range(LAYERS)]
-    assert all(t.tensor is raw and t.spec() for t, raw in zip(described, cache.tensors, strict=True))
-
-
-@pytest.mark.parametrize(("layout", "inner", "shape"), [("NHD", "token head", (16, 2)), ("HND", "head token", (2, 16))])
-def test_cross_layer_blocks_of_two_ranks(layout, inner, shape):
-    cache = pool(layout, cross_layer=True, ranks=2)
-    assert [tuple(t.shape) for t in cache.tensors] == [(24, LAYERS, 2, *shape, 8)] * 2, "a tensor a rank"
-    for shard, heads in zip(cache.shards, (range(2), range(2, 4)), strict=True):
-        (described,) = shard.cache_tensors()
-        assert (described.axes, list(described.layers)) == (f"block layer kv {inner} dim", list(range(LAYERS)))
-        assert described.heads == shard.heads == heads
-        assert described.spec() is not None
-    assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
-    with pytest.raises(GeometryError, match=r"divided among 2 ranks.*shards\[rank\]"):
-        cache.cache_tensors()
-
-
-def test_a_write_touches_its_own_tokens_only():
-    cache = pool("HND", 16)
-    before = [t.clone() for t in cache.tensors]
-    ids = cache.allocate(40)
-    part = logical(5)
-    cache.write(1, cache.table(ids), 14, part[1, 0], part[1, 1])
-    changed = before[1] != cache.tensors[1]
-    assert changed.sum() == 2 * HEADS * 5 * DIM
-    assert changed[:, ids[0], :, 14:].all()
-    assert changed[:, ids[1], :, :3].all()
-    assert torch.equal(before[0], cache.tensors[0])
-    assert torch.equal(before[2], cache.tensors[2])
-
-
 @pytest.mark.parametrize("divided", DIVIDED, ids=str)
 def test_the_pool_starts_with_garbage_and_scrub_brings_fresh_garbage(divided):
     cache = pool(**divided)
@@ -224,15 +151,6 @@ def test_the_pool_starts_with_garbage_and_scrub_brings_fresh_garbage(divided):
 def test_what_the_pool_cannot_store_is_refused_by_name(asked, error, says):
     with pytest.raises(error, match=says):
         pool(**asked)
-
-
-def test_what_does_not_fit_into_the_pool_is_not_written():
-    cache = pool()
-    table, good = cache.table(cache.allocate(4)), torch.zeros(HEADS, 4, DIM)
-    with pytest.raises(GeometryError, match="values of layer 2"):
-        cache.write(2, table, 0, good, good[:, :3])
-    with pytest.raises(GeometryError, match="keys of layer 0"):
-        cache.write(0, table, 0, good.double(), good)
 
 
 def test_head_count_and_size_have_the_defaults_of_transformers():
@@ -323,12 +241,6 @@ def test_a_missing_tail_is_named_as_the_first_missing_token():
     assert first_difference(whole, token_digests(cache, sequence)) == Difference(0, "k", TOKENS - 1)
     with pytest.raises(GeometryError, match="3 layers with one of 2"):
         first_difference(whole, whole[:2])
-
-
-def test_an_empty_sequence_has_digests():
-    cache = pool()
-    assert len(set(digests(cache, Sequence([])))) == 1
-    assert token_digests(cache, Sequence([])) == [([], [])] * LAYERS
 
 
 def test_the_pool_needs_no_transformers():

@@ -82,14 +82,6 @@ def copied(source, sequence, target):
 # the same as transformers
 
 
-def test_the_reference_is_what_generate_gives(model, expected):
-    for length in LENGTHS:
-        ids = torch.tensor([prompt(length)])
-        whole = model.generate(ids, max_new_tokens=STEPS + 1, do_sample=False)
-        assert whole[0, length:].tolist() == expected[length].tokens
-        assert len(set(expected[length].tokens)) > STEPS // 2  # no loop that would hide damage
-
-
 @pytest.mark.parametrize(("layout", "block_tokens"), SHAPES[::3])
 def test_greedy_tokens_and_logits_equal_those_of_the_dynamic_cache(model, expected, layout, block_tokens):
     cache = pool(model, layout, block_tokens)
@@ -129,30 +121,6 @@ def test_a_decoder_with_other_blocks_and_layout_continues_without_computing_agai
         tensor.fill_(float("nan"))  # the prefill side is gone
     assert [first, *decode(tiny_llama(SEED), target, received, first, STEPS)] == expected[length].tokens
     assert received.tokens == length + STEPS
-
-
-def test_layers_can_be_streamed_out_while_later_ones_compute(model, expected):
-    source, target = pool(model, "NHD", 16), pool(model, "HND", 32, seed=1)
-    sequence, ids = Sequence(source.allocate(40)), prompt(40)
-    received = Sequence(target.allocate(40))
-    seen = []
-
-    def on_layer(layer, running):
-        assert running is sequence
-        seen.append((layer, running.writing))
-        stop = running.writing.stop
-        keys, values = source.gather(layer, source.table(running.block_ids), stop)
-        rows = slice(running.writing.start, stop)
-        table = target.table(received.block_ids)
-        target.write(layer, table, rows.start, keys[rows].transpose(0, 1), values[rows].transpose(0, 1))
-
-    prefill(model, source, sequence, ids[:25], on_layer)
-    assert sequence.writing == range(0)
-    first = prefill(model, source, sequence, ids[25:], on_layer)
-    assert seen == [(i, range(25)) for i in range(4)] + [(i, range(25, 40)) for i in range(4)]
-    received.tokens = 40
-    assert digests(target, received) == digests(source, sequence)
-    assert [first, *decode(model, target, received, first, STEPS)] == expected[40].tokens
 
 
 def test_an_error_in_the_callback_leaves_the_sequence_as_it_was(model, expected):
@@ -209,17 +177,6 @@ def test_running_out_of_blocks_leaves_the_sequence_as_it_was(model):
     assert len(sequence.block_ids) == 3
     with pytest.raises(BlocksError, match="out of blocks"):
         prefill(model, cache, Sequence([]), [1])
-
-
-def test_freed_and_foreign_blocks_are_refused(model):
-    cache = pool(model)
-    sequence = Sequence([])
-    first = prefill(model, cache, sequence, prompt(17))
-    cache.free(sequence.block_ids)
-    with pytest.raises(BlocksError, match="not allocated"):
-        decode(model, cache, sequence, first, 1)
-    with pytest.raises(BlocksError, match="17 tokens do not fit"):
-        decode(model, cache, Sequence(cache.allocate(16), tokens=17), first, 1)
 
 
 def test_impossible_requests_are_refused(model):

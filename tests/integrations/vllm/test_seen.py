@@ -3,7 +3,7 @@
 import logging
 from typing import ClassVar
 
-from kvxfer.integrations.vllm.seen import MINUTE_SECONDS, Counts, Ledger
+from kvxfer.integrations.vllm.seen import MINUTE_SECONDS, Ledger
 from kvxfer.telemetry import TransferStats
 
 STATS = TransferStats(route="staged", bytes=5, started=1.0, finished=3.0)
@@ -52,16 +52,3 @@ def test_a_minute_is_one_line_and_one_without_anything_is_none(caplog, monkeypat
     assert [timer.runs for timer in Timer.made] == [False]
     ledger.close()
     assert said(caplog) == []
-
-
-def test_each_is_told_once():
-    ledger = Ledger(Timer)
-    ledger.loaded(STATS)
-    ledger.load_failed()
-    ledger.offered(fetched=True)
-    both = ledger.take()
-    assert both == Counts([2.0], [5], 1, 1, 0)
-    assert not ledger.take()
-    ledger.offered(fetched=False)
-    both.add(ledger.take())
-    assert both == Counts([2.0], [5], 1, 1, 1)

@@ -39,29 +39,6 @@ def test_signatures_are_those_of_vllm(name):
     assert OURS[name] == BASE[name].removeprefix("abstract ")
 
 
-def test_the_record_tells_kinds_and_defaults():
-    source = "class A:\n @classmethod\n def f(cls, a, b=1, *, c, d=2, **e): ...\n @property\n def g(self): ...\n"
-    source += " @abstractmethod\n def h(self, a, /, *b): ...\n x: int\n y = 3\n"
-    assert classes(source)["A"] == {
-        "bases": [],
-        "fields": "x y",
-        "methods": {
-            "f": "classmethod(cls, a, b=, *, c, d=, **e)",
-            "g": "property(self)",
-            "h": "abstract method(self, a, /, *b)",
-        },
-    }
-
-
-def test_a_stand_in_has_what_was_recorded_and_no_more():
-    request = vllm_stand_in.make("Request", request_id="r")
-    assert request.request_id == "r"
-    with pytest.raises(AttributeError):
-        _ = request.status
-    with pytest.raises(AssertionError, match="has no"):
-        vllm_stand_in.make("Request", nonsense=1)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_the_error_says_what_to_install():
     with pytest.raises(MissingExtraError, match="pip install vllm"):

@@ -194,27 +194,6 @@ def test_an_offer_that_cannot_be_made_holds_nothing(side):
     assert side.poll({"r"}) == ({"r"}, set())
 
 
-def test_a_preempted_offer_is_waited_for_and_not_told(side):
-    service = begun(side, growing())
-    (offer,) = service.offers
-    service.events = [blocking.OfferExpired("name", offer, "nobody came")]
-    begun(side, Orders(preempted=["r"]))
-    assert ("withdraw",) in offer.calls
-    assert side.poll({"r"}) == (set(), set())
-
-
-def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
-    service = begun(side, growing())
-    service.events = [blocking.OfferInDoubt("name", service.offers[0], doubt())]
-    with pytest.raises(MemoryInDoubtError):
-        side.preempt(Orders(preempted=["r"]))
-    begun(side, growing())
-    service.events = [blocking.OfferSettled("name", service.offers[0])]
-    assert side.poll({"r"}) == (set(), set())
-    service.events = [blocking.OfferReleased("name", service.offers[1], ())]
-    assert side.poll(()) == ({"r"}, set())
-
-
 def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
     begun(side, growing())
     with pytest.raises(FabricError, match="'r' has not ended"):

@@ -111,17 +111,6 @@ def test_ctrl_c_ends_both_in_a_line_and_leaves_no_ticket(folder):
     assert list(folder.iterdir()) == []
 
 
-@nixl
-def test_decode_fails_by_name_when_nobody_prefills(folder):
-    with running("prefill.py", tmp_path=folder) as prefill:
-        assert prefill.stdout is not None
-        line = prefill.stdout.readline()
-    with running("decode.py", tmp_path=folder) as decode:
-        code, _, err = outcome(decode, line)
-    assert code == 1
-    assert "UnreachableError" in err
-
-
 def test_loopback(folder):
     assert run("loopback.py", folder) == [
         "whole blocks equal: True",

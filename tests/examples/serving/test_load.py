@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from examples.serving import load
-from examples.serving.service import Service, parser
 
 ROOT = Path(__file__).parents[3]
 ASKED = argparse.Namespace(clients=[1, 3], requests=4, prompt=100, tokens=6, checks=2)
@@ -66,12 +65,6 @@ async def test_answers_are_timed_and_the_overlap_is_that_of_the_prefill_server(s
     assert load._line(one).startswith("layers | 1 | ")
 
 
-async def test_without_a_prefill_server_there_is_no_transfer_to_show(standing):
-    del standing["prefill 0"]
-    row, _ = await load._case("single", ASKED, [], nothing_yet())
-    assert (row.route, row.hidden, row.compute_ms) == ("", None, None)
-
-
 async def test_other_tokens_than_those_of_the_single_server_fail_a_case(standing):
     expected = nothing_yet()
     await load._case("single", ASKED, [], expected)
@@ -80,59 +73,10 @@ async def test_other_tokens_than_those_of_the_single_server_fail_a_case(standing
         await load._case("layers", ASKED, [], expected)
 
 
-async def test_in_bfloat16_other_tokens_are_said_and_no_failure(standing, capsys):
-    """Of two that are about equally likely another one may come; whether the bytes are right, `--verify` says."""
-    expected = nothing_yet()
-    await load._case("single", ASKED, ["--dtype", "bfloat16"], expected)
-    expected["tokens"][1][-1] += 1
-    assert await load._case("layers", ASKED, ["--dtype", "bfloat16"], expected)
-    assert "layers: prompt 1 has other tokens than at the single server" in capsys.readouterr().err
-
-
 async def test_a_cache_that_did_not_come_fails_a_case(standing, service):
     service.network.refuse_next("decode")
     with pytest.raises(load.FailedCaseError, match=r"computed again.*'recomputed': 1"):
         await load._case("layers", ASKED, [], nothing_yet())
-
-
-async def test_answers_that_read_differently_are_counted(standing):
-    expected = nothing_yet()
-    expected["texts"] = {2: "something else"}
-    rows = await load._case("layers", ASKED, [], expected)
-    assert [row.same for row in rows] == ["3 of 4", "3 of 4"]
-
-
-async def test_servers_that_end_at_once_are_no_case(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(load.FailedCaseError, match=r"did not start; ended: \{.*'\w+( 0)?': 1"):
-        async with load._running(Service(parser().parse_args(["--port", "0"]))):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("options", "places"),
-    [
-        ("", ["cpu", "cpu"]),
-        ("--tp 1:2", ["cpu", "cpu,cpu"]),
-        ("--device cuda --decodes 2", ["cuda:0", "cuda:1", "cuda:2"]),
-        ("--device cuda --prefills 0", ["cuda:0"]),
-        ("--device cuda --tp 2:1", ["cuda:0,cuda:1", "cuda:2"]),
-        ("--device cuda --tp 1:2 --gpus 4", ["cuda:0", "cuda:1,cuda:2"]),
-        ("--device cuda --tp 1:2 --gpus 2", ["cuda:0", "cuda:1,cuda:1"]),
-        ("--device cuda --tp 2:1 --gpus 2", ["cuda:0,cuda:0", "cuda:1"]),
-        ("--device cuda --gpus 1", ["cuda:0", "cuda:0"]),
-    ],
-)
-def test_ranks_have_gpus_of_their_own_as_far_as_there_are_any(options, places, monkeypatch):
-    service, found = Service(parser().parse_args(["--port", "0", *options.split()])), []
-
-    def start(name, role, port, *options):
-        if role != "router":
-            found.append(options[options.index("--device") + 1])
-
-    monkeypatch.setattr(service, "_start", start)
-    service.start()
-    assert found == places
 
 
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")

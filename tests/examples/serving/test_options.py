@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from examples.serving.__main__ import main
-from examples.serving.service import SIZES, Service, parser
+from examples.serving.service import Service, parser
 
 ROOT = Path(__file__).parents[3]
-START = ["loading torch and transformers", "building the model", "opening workers"]
 
 
 def run(*options, **environment):
@@ -26,24 +25,16 @@ def run(*options, **environment):
     ("options", "says"),
     [
         (["--batch", "0"], "--batch: 0 is not from 1"),
-        (["--chunk", "0"], "--chunk: 0 is not from 1"),
-        (["--prefills", "-1"], "--prefills: -1 is not from 0"),
-        (["--decodes", "0"], "--decodes: 0 is not from 1"),
         (["--port", "65536"], "--port: 65536 is not from 0 to 65535"),
         (["--admin", "127.0.0.1:0"], "--admin 127.0.0.1:0: of several servers it is HOST:PORT, the port of the first"),
         (["router", "--decode", "http://x", "--admin", "127.0.0.1:1"], "--admin is of prefill and decode servers"),
-        (["--decode", "http://127.0.0.1:9"], "--decode are of a router"),
         (["router"], "a router needs --decode"),
         (["--tp", "x"], "--tp: 'x' is not P:D, ranks of a prefill and of a decode server"),
-        (["--tp", "0:1"], "--tp: '0:1' is not P:D"),
         (["--tp", "3:1"], "--kv-heads 4 cannot be divided equally among 3 ranks"),
         (["decode", "--device", "cpu,cpu,cpu"], "--kv-heads 4 cannot be divided equally among 3 ranks"),
         (["--kv-heads", "3"], "--hidden 128 is no multiple of 6, the query heads"),
-        (["--head-dim", "33"], "--head-dim 33 is odd"),
         (["--device", "cpu:3"], "--device: 'cpu:3' is neither cpu, cuda nor cuda:N"),
-        (["--device", "cpu,nonsense"], "--device: 'cpu,nonsense' is neither"),
         (["--device", "cuda", "--decodes", "2"], "--device: there is no cuda:1, cuda:2 here: torch finds 1 GPUs"),
-        (["decode", "--device", "cuda:0,cuda:1"], "--device: there is no cuda:1 here"),
     ],
 )
 def test_options_that_nobody_reads_or_could_use_are_refused(monkeypatch, capsys, options, says):
@@ -53,22 +44,6 @@ def test_options_that_nobody_reads_or_could_use_are_refused(monkeypatch, capsys,
         main()
     assert ended.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_process_ends_with_what_is_wrong_as_its_last_line():
-    done = run("router")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "a router needs --decode" in done.stderr.splitlines()[-1]
-
-
-def test_help_says_what_is_chosen_otherwise(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["serving", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    said = " ".join(capsys.readouterr().out.split())
-    for value, what in SIZES.values():
-        assert f"{what} (default: {value})" in said
-    assert "till the router asks others (default: 10)" in said
 
 
 def test_a_port_that_is_taken_is_named():
@@ -83,31 +58,6 @@ def test_a_port_that_is_taken_is_named():
         done = run("router", "--decode", "http://127.0.0.1:9", "--port", str(port))
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(rf"127\.0\.0\.1:{port} cannot be listened on: .*in use\n", done.stderr)
-
-
-def test_servers_have_names_in_their_logs_and_admin_pages_of_their_own(monkeypatch):
-    started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-    service = Service(parser().parse_args(["--port", "0", "--decodes", "2", "--admin", "127.0.0.1:9471"]))
-    service.start()
-    given = [[words[words.index(o) + 1] if o in words else "" for o in ("--name", "--admin")] for words in started]
-    assert given == [*([name, page] for name, page in service.pages.items()), ["router", ""]]
-    assert list(service.pages.items())[::2] == [("prefill 0", "127.0.0.1:9471"), ("decode 1", "127.0.0.1:9473")]
-
-
-@pytest.mark.parametrize("log", ["warning", "debug"])
-def test_a_server_that_cannot_start_says_why_in_a_line(log):
-    done = run("decode", "--port", "0", "--log", log, KVXFER_NONSENSE="1")
-    assert (done.returncode, done.stdout) == (3, "")
-    first, *others = done.stderr.splitlines()
-    assert ("Traceback" in done.stderr) == (log == "debug")
-    if log == "warning":
-        said = [first, *others]
-        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} decode: ", line) for line in said)
-        assert [line.partition("decode: ")[2] for line in said[:3]] == START
-        assert "environment variable KVXFER_NONSENSE is not a setting" in said[3]
-        assert said[4].endswith("decode: Application startup failed. Exiting.")
-    assert "leaked" not in done.stderr
 
 
 def test_the_service_ends_with_a_server_that_cannot_start():

@@ -11,8 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.serving.service import Service, parser
-
 openai = pytest.importorskip("openai")
 pytestmark = [
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
@@ -64,16 +62,6 @@ def service(tmp_path_factory):
                 process.kill()
 
 
-async def test_it_is_ready_when_all_can_serve():
-    starting = Service(parser().parse_args([]))
-    starting.urls["router"] = "http://there"
-    starting._missing.add("router")
-    says = iter([False, True])
-    there = httpx.MockTransport(lambda _: httpx.Response(200, json={"ok": next(says)}))
-    async with httpx.AsyncClient(transport=there) as client:
-        assert [await starting.ready(client) for _ in range(3)] == [False, True, True]
-
-
 def test_the_official_client_gets_what_one_server_says(service):
     router, alone = service.client("router"), service.client("decode 0")
     asked = {"model": MODEL, "prompt": "Hello there", "max_tokens": 24, "extra_body": {"ignore_eos": True}}
@@ -98,15 +86,6 @@ def test_the_official_client_chats(service):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.message.content
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
-
-
-def test_the_official_client_hears_of_errors_and_models(service):
-    router = service.client("router")
-    with pytest.raises(openai.BadRequestError, match="most likely"):
-        router.completions.create(model=MODEL, prompt="x", temperature=1)
-    with pytest.raises(openai.NotFoundError, match="no model"):
-        router.completions.create(model="other", prompt="x")
-    assert [model.id for model in router.models.list()] == [MODEL]
 
 
 def test_the_curl_line_works(service):

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from examples.serving.ranks import Offers, Ranks, combined
+from examples.serving.ranks import Offers, Ranks
 from kvxfer import MemoryInDoubtError, TransferFailedError
 
 
@@ -55,15 +55,6 @@ async def settled(turns=10):
     """Let other tasks take a few turns."""
     for _ in range(turns):
         await asyncio.sleep(0)
-
-
-async def test_all_have_what_they_asked_for(ranks):
-    task = fetching(ranks)
-    ranks[1].ending.set_result("second")
-    await settled()
-    assert not task.done()
-    ranks[0].ending.set_result("first")
-    assert await task == ["first", "second"]
 
 
 async def test_where_one_fails_the_others_end_first(ranks):
@@ -143,11 +134,3 @@ class _Offer:
 
     async def fetch_ending(self):
         return await asyncio.shield(self._rank.ending)
-
-
-def test_transfers_of_one_request_are_added_up():
-    stats = [
-        SimpleNamespace(route="mapped", bytes=10, chunks=2, started=1.0, finished=1.5),
-        SimpleNamespace(route="staged", bytes=20, chunks=3, started=1.25, finished=2.0),
-    ]
-    assert combined(stats) == {"route": "mapped+staged", "bytes": 30, "chunks": 5, "ms": 1000.0}

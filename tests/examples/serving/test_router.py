@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
@@ -76,19 +75,6 @@ def forgiving(monkeypatch):
     monkeypatch.setattr(servers, "_REST_SECONDS", 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (httpx.ReadError(""), "the connection was lost"),
-        (httpx.ReadTimeout(""), "it did not answer in time"),
-        (servers.UnavailableError("status 502"), "status 502"),
-    ],
-)
-def test_a_failure_is_told_in_words(caplog, error, says):
-    servers.Server("http://there:8102").failed(error)
-    assert caplog.messages == [f"http://there:8102 failed: {says}"]
-
-
 async def test_a_prefill_server_that_cannot_be_understood_is_one_that_cannot_be_reached(service):
     strange = Impostor()
     prefill = await service.start(strange.application)
@@ -114,54 +100,6 @@ async def test_a_decode_server_that_cannot_be_understood_is_one_that_died(servic
         assert [server["failures"] for server in (await service.stats(both))["decode"]] == [number, 0], strange.answer
         refused = await service.post(one, prompt="Hello")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_decode_server"), strange.answer
-
-
-async def test_what_cannot_be_understood_in_mid_answer_is_said_by_another_server(service, alone):
-    whole = alone("Hello")
-    begun = said({"text": "H"}, kv_transfer_params={"token_ids": whole.tokens[:1]})
-    strange = await service.start(Impostor(content=f"{begun}{begun[:40]}\n\n").application)
-    router = await service.router([], [strange, await service.decode()])
-    answered = await service.post(router, prompt="Hello", stream=True, stream_options={"include_usage": True})
-    events = [json.loads(line[6:]) for line in answered.text.split("\n") if line.startswith("data: {")]
-    assert events[-1]["usage"]["completion_tokens"] == len(whole.tokens)
-    assert len([event for event in events if event["choices"]]) == len(whole.tokens), "each came once"
-
-
-async def test_what_was_said_is_said_once_though_another_server_says_it_again(service, alone):
-    decode = await service.decode()
-    chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
-    whole = contents(await service.post(decode, "/v1/chat/completions", **chat))
-    opening = said({"delta": {"role": "assistant", "content": ""}}, object="chat.completion.chunk")
-    opening = opening.replace('"text": "", ', "")
-    strange = await service.start(Impostor(content=opening).application)
-    router = await service.router([], [strange, decode])
-    answered = await service.post(router, "/v1/chat/completions", **chat)
-    assert contents(answered) == whole
-    assert answered.text.count('"role"') == 1
-
-
-async def test_an_answer_that_ends_without_saying_so_is_whole(service):
-    strange = Impostor(content=SOUND.replace(DONE, ""))
-    first = await service.start(strange.application)
-    second = await service.start(Impostor(content=SOUND).application)
-    router = await service.router([], [first, second])
-    asked = {"stream": True, "stream_options": {"include_usage": True}}
-    answered = await service.post(router, prompt="Hello", **asked)
-    assert (text(answered), answered.text.count('"usage"')) == ("sound", 1)
-    assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
-
-
-async def test_what_an_event_stream_may_say_besides_is_passed_over(service):
-    lines = ": still here\n\nevent: chunk\nretry: 5\n" + SOUND.replace("data: [", "data:[")
-    strange = await service.start(Impostor(content=lines).application)
-    answered = await service.post(await service.router([], [strange]), prompt="Hello")
-    assert text(answered) == "sound"
-
-
-def contents(answered):
-    """What a chat says, chunk by chunk."""
-    events = [json.loads(line[6:]) for line in answered.text.split("\n") if line.startswith("data: {")]
-    return [choice["delta"].get("content") for event in events for choice in event["choices"]]
 
 
 def text(answered):

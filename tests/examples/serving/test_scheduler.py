@@ -32,10 +32,6 @@ def play(scheduler, following=7):
     return [item for item in said if item[1] is not None]
 
 
-def test_nothing_to_do():
-    assert Scheduler(batch=2, chunk=4).step() is None
-
-
 def test_a_prompt_goes_in_chunks_and_speaks_after_the_last():
     scheduler, one = Scheduler(batch=2, chunk=4), asked(prompt=9, left=2)
     scheduler.add(one)
@@ -47,22 +43,6 @@ def test_a_prompt_goes_in_chunks_and_speaks_after_the_last():
     assert (upcoming(scheduler).prompt, upcoming(scheduler).batch) == (None, [one])
     assert play(scheduler) == [(one, Said(7, "length"))]
     assert scheduler.step() is None
-
-
-def test_a_long_prompt_delays_the_others_by_a_chunk_at_a_time():
-    scheduler, first, long = Scheduler(batch=2, chunk=4), asked(prompt=1, left=9), asked(prompt=8)
-    scheduler.add(first)
-    play(scheduler)
-    scheduler.add(long)
-    assert play(scheduler) == [(first, Said(7, None))]
-    assert [each for each, _ in play(scheduler)] == [first, long]
-    assert upcoming(scheduler).batch == [first, long], "it has joined the batch"
-
-
-def test_whose_cache_came_from_elsewhere_joins_at_once():
-    scheduler, one = Scheduler(batch=2, chunk=4), asked(prompt=1, held=500)
-    scheduler.add(one)
-    assert upcoming(scheduler).batch == [one]
 
 
 def test_a_stop_token_ends_it():

@@ -6,11 +6,8 @@ import re
 from contextlib import asynccontextmanager
 from itertools import product
 
-import httpx
 import pytest
-from inside import keep_given_up
 
-import kvxfer.tools.admin
 from examples.serving import servers
 
 PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
@@ -70,29 +67,6 @@ async def test_answers_are_those_of_one_server(service, alone, stream):
     await service.idle("prefill", "decode")
 
 
-async def test_tokens_and_digests_agree_to_the_byte(service, alone):
-    urls = await service.all(verify=True)
-    for prompt in PROMPTS:
-        params = await ticket(service, urls.prefill, prompt)
-        answer = (await service.post(urls.decode, prompt=prompt, kv_transfer_params=params)).json()
-        said = answer["kv_transfer_params"]
-        assert said["token_ids"] == alone(prompt).tokens
-        assert said["transfer"]["digest"] == alone(prompt).digest
-        assert said["transfer"]["route"] == "staged"
-        assert answer["usage"]["completion_tokens"] == len(alone(prompt).tokens)
-
-
-async def test_a_client_that_does_not_read_holds_no_blocks(service, alone):
-    await service.all()
-    node = service.nodes["decode"]
-    whole = node.engine.cache.free_blocks
-    answer = node.answer("/v1/completions", "slow", {"prompt": "slow", "max_tokens": 8, "stream": True})
-    first = await anext(answer)
-    await service.eventually(lambda: node.engine.cache.free_blocks == whole)
-    said = [first, *[chunk async for chunk in answer]]
-    assert "".join(choice["text"] for chunk in said for choice in chunk["choices"]) == alone("slow").text
-
-
 async def test_many_at_once_share_batches_and_blocks(service, alone):
     urls = await service.all()
     prompts = [f"request {i} {'and more ' * (5 * i)}" for i in range(12)]  # more than fit into either pool at once
@@ -123,40 +97,6 @@ async def test_no_ticket_is_for_a_request_that_waits_for_blocks(service, alone):
     assert text_of(await service.post(decode, prompt=second, kv_transfer_params=await waiting)) == alone(second).text
     assert (await service.stats(decode))["caches"] == {"fetched": 2, "recomputed": 0}
     await service.idle("prefill", "decode")
-
-
-async def test_who_waits_for_blocks_at_a_prefill_server_can_be_taken_back(service):
-    prefill = await service.prefill()
-    params = {"do_remote_decode": True}
-    await service.post(prefill, prompt="y" * 600, kv_transfer_params=params)
-    body = {"prompt": "z" * 600, "kv_transfer_params": params}
-    headers = {"x-request-id": "waits"}
-    waiting = asyncio.create_task(service.client.post(f"{prefill}/v1/completions", json=body, headers=headers))
-    await service.eventually(lambda: "waits" in service.nodes["prefill"].tasks)
-    await service.client.delete(f"{prefill}/v1/requests/waits")
-    answer = await waiting
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "withdrawn")
-    assert "waits" not in service.nodes["prefill"].tasks
-
-
-async def test_a_prefill_server_that_does_not_answer_in_time_is_asked_no_more(service, alone, monkeypatch):
-    urls = await service.all()
-    tasks, prompt, post = service.nodes["prefill"].tasks, "z" * 600, httpx.AsyncClient.post
-    held = (await service.post(urls.prefill, prompt="y" * 600, kv_transfer_params={"do_remote_decode": True})).json()
-
-    async def impatient(client, url, **asked):
-        """The router's request to the prefill server, which names it, comes there and is given up."""
-        asking = asyncio.create_task(post(client, url, **asked))
-        if "headers" not in asked:
-            return await asking
-        await service.eventually(lambda: len(tasks) == 2)
-        asking.cancel()
-        raise httpx.ReadTimeout("")
-
-    monkeypatch.setattr(httpx.AsyncClient, "post", impatient)
-    assert text_of(await service.post(urls.router, prompt=prompt, max_tokens=1)) == alone(prompt, 1).text
-    await service.eventually(lambda: len(tasks) == 1)
-    assert held["id"] in tasks
 
 
 async def test_layers_travel_while_the_prompt_is_computed(service, alone):
@@ -200,23 +140,6 @@ async def test_ranks_that_divide_the_heads_and_any_layout_say_the_same(service, 
         node = service.nodes[name]
         assert len(node.ranks.workers) == count
         assert [list(shard.heads) for shard in node.engine.cache.shards] == {1: [[0, 1]], 2: [[0], [1]]}[count]
-
-
-@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
-async def test_one_rank_that_fails_fails_the_request_and_frees_all_of_them(service, alone, on_failure):
-    prefill = await service.prefill(verify=True)
-    decode = await service.decode(verify=True, on_failure=on_failure, devices=("cpu", "cpu"))
-    router = await service.router([prefill], [decode], on_failure)
-    service.network.refuse_next("decode 1")
-    answer = await service.post(router, prompt="Hello")
-    if on_failure == "fail":
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "transfer_failed")
-    else:
-        assert text_of(answer) == alone("Hello").text
-    assert text_of(await service.post(router, prompt="after")) == alone("after").text
-    await service.idle("prefill", "decode")
-    stats = await service.stats(decode)
-    assert stats["caches"] == {"fetched": 1, "recomputed": int(on_failure == "recompute")}
 
 
 # tickets stay inside
@@ -285,18 +208,6 @@ async def test_a_step_that_fails_is_an_error_of_its_request_alone(service, alone
     await service.idle("prefill", "decode")
 
 
-async def test_a_prefill_that_fails_is_computed_by_the_decode_server(service, alone, monkeypatch):
-    urls = await service.all()
-
-    def failing(*args, **kwargs):
-        raise RuntimeError("out of memory, say")
-
-    monkeypatch.setattr(service.nodes["prefill"].engine._model, "forward", failing)
-    assert text_of(await service.post(urls.router, prompt="Hello")) == alone("Hello").text
-    assert (await service.stats(urls.decode))["caches"] == {"fetched": 0, "recomputed": 1}
-    await service.idle("prefill", "decode")
-
-
 @pytest.mark.parametrize("on_failure", ["recompute", "fail"])
 async def test_a_router_says_whether_it_can_serve(service, impatient, on_failure):
     prefill, decode = await service.prefill(), await service.decode()
@@ -321,61 +232,6 @@ async def test_a_router_says_whether_it_can_serve(service, impatient, on_failure
     assert not (await service.stats(router))["ok"]
 
 
-async def test_servers_with_as_much_to_do_are_asked_by_turns(service, alone):
-    prefills = [await service.prefill(name) for name in ("one", "two")]
-    decodes = [await service.decode(name, on_failure="fail") for name in ("left", "right")]
-    router = await service.router(prefills, decodes, "fail")
-    for prompt in ("a", "b", "c", "d"):
-        assert text_of(await service.post(router, prompt=prompt)) == alone(prompt).text
-    assert [service.nodes[name].engine.counts.prompt_tokens for name in ("one", "two")] == [4, 4]
-    assert [(await service.stats(url))["caches"]["fetched"] for url in decodes] == [2, 2]
-    assert {
-        each["under_way"] for servers in ("prefill", "decode") for each in (await service.stats(router))[servers]
-    } == {0}
-
-
-async def test_a_dead_decode_server_is_replaced(service, alone):
-    urls = await service.all(on_failure="fail")
-    router = await service.router([urls.prefill], [DEAD, urls.decode], "fail")
-    for _ in range(2):
-        assert text_of(await service.post(router, prompt="Hello")) == alone("Hello").text
-    first, second = (await service.stats(router))["decode"]
-    assert (first["failures"], second["failures"]) == (1, 0), "the second request did not try it again"
-    assert (await service.stats(urls.decode))["caches"] == {"fetched": 2, "recomputed": 0}
-
-
-async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(service, alone, monkeypatch):
-    prefill, first, second = await service.prefill(), await service.decode("first"), await service.decode("second")
-    router = await service.router([prefill], [first, second], "fail")
-
-    async def never(_):
-        """The dead decline nothing."""
-
-    monkeypatch.setattr(service.nodes["first"], "_decline", never)
-    for worker in service.nodes["first"].ranks.workers:
-        keep_given_up(worker, monkeypatch)
-    with service.paused("prefill"):
-        asking = asyncio.create_task(service.post(router, prompt="Hello"))
-        await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])
-        service.cut_off(first)
-        await service.eventually(lambda: service.nodes["second"].ranks.workers[0].describe()["receiving"])
-    assert text_of(await asking) == alone("Hello").text
-    assert (await service.stats(second))["caches"] == {"fetched": 1, "recomputed": 0}
-    assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
-    await service.idle("prefill", "first", "second")
-
-
-async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(service, alone):
-    prefill, decode = await service.prefill(), await service.decode(on_failure="fail")
-    params = await ticket(service, prefill, "Hello")
-    (worker,) = service.nodes["prefill"].ranks.workers
-    await service.eventually(lambda: worker.describe()["offers"])
-    service.stop(prefill)
-    await service.eventually(lambda: worker.describe()["draining"])
-    assert text_of(await service.post(decode, prompt="Hello", kv_transfer_params=params)) == alone("Hello").text
-    assert (await service.stats(decode))["caches"] == {"fetched": 1, "recomputed": 0}
-
-
 # servers that stand still
 
 
@@ -383,27 +239,6 @@ async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(ser
 def impatient(monkeypatch):
     """Routers look at their servers all the time."""
     monkeypatch.setattr(servers, "_LOOK_SECONDS", 0.01)
-
-
-async def test_who_does_not_say_in_time_how_he_is_is_silent_until_he_does(service, impatient):
-    wire = await service.wire(await service.router([], [DEAD]))  # says how it is, as all servers do
-    server = servers.Server(wire.url)
-    watching = asyncio.create_task(server.watch(service.client, 0.05))
-    assert await server.heard(asyncio.sleep(0, "something")) == "something"
-    waiting = asyncio.create_task(server.heard(asyncio.Event().wait()))
-    for _ in range(2):
-        wire.freeze()
-        await service.eventually(lambda: server.silent)
-        with pytest.raises(servers.SilentError):
-            await server.heard(asyncio.Event().wait())
-        assert list(servers.in_order([server])) == []
-        wire.thaw()
-        await service.eventually(lambda: not server.silent)
-        assert list(servers.in_order([server])) == [server]
-    with pytest.raises(servers.SilentError):
-        await waiting
-    watching.cancel()
-    await asyncio.wait({watching})
 
 
 async def test_a_decode_server_that_stands_still_in_mid_answer_is_replaced(service, alone, impatient):
@@ -437,60 +272,6 @@ async def test_a_prefill_server_that_stands_still_is_waited_for_no_longer(
     await service.idle("prefill", "decode")
 
 
-async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers_that_it_began(
-    service, alone, impatient, monkeypatch
-):
-    pages, serve, refused, get = [], kvxfer.tools.admin.serve, [], httpx.AsyncClient.get
-
-    def remembered(*workers, **options):
-        pages.append(serve(*workers, **options))
-        return pages[-1]
-
-    async def counted(client, url, **asked):
-        try:
-            return await get(client, url, **asked)
-        except httpx.ConnectError as error:
-            refused.append(error)
-            raise
-
-    async def ready():
-        return (await service.client.get(f"{pages[0].url}readyz")).json()
-
-    monkeypatch.setattr(kvxfer.tools.admin, "serve", remembered)
-    monkeypatch.setattr(httpx.AsyncClient, "get", counted)
-    decode = await service.decode(admin="127.0.0.1:0")
-    router = await service.router([], [decode], "fail")
-    assert (await ready())["ready"]
-    cache = service.nodes["decode"].engine.cache
-    whole = cache.free_blocks
-    with service.paused("decode"):
-        answering = asyncio.create_task(service.post(router, prompt="Hello"))
-        await service.eventually(lambda: cache.free_blocks < whole)
-        service.stop(decode)
-        assert await ready() == {"ready": False, "reasons": {"decode[0]": ["its application stops"]}}
-        await service.eventually(lambda: len(refused) > 1)  # when the router asks how it is
-    assert text_of(await answering) == alone("Hello").text
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_an_answer_goes_on_where_another_server_left_it(service, path):
-    decode = await service.decode()
-    asked = {"prompt": "Hello", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    whole = (await service.client.post(decode + path, json=asked)).json()
-    tokens = whole["kv_transfer_params"]["token_ids"]
-    for done in range(1, len(tokens) + 1):
-        body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-        body["kv_transfer_params"] = {"generated": tokens[:done], "ticket": {"of": "no use any more"}}
-        async with service.client.stream("POST", decode + path, json=body) as response:
-            chunks, ended = await events(response)
-        assert ended
-        assert [chunk["kv_transfer_params"].get("token_ids") for chunk in chunks] == [
-            *([t] for t in tokens[done:]),
-            None,
-        ]
-        assert chunks[-1]["usage"] == whole["usage"]
-
-
 async def test_without_any_decode_server_the_prompt_is_taken_back(service):
     prefill = await service.prefill()
     router = await service.router([prefill], [DEAD])
@@ -511,23 +292,6 @@ async def test_a_client_that_goes_before_the_prompt_is_computed(service):
         await service.idle("decode")
         assert len(service.nodes["prefill"].tasks) == 1, "its model has still to let go of the blocks"
     await service.idle("prefill")
-
-
-async def test_a_client_that_goes_before_there_is_a_ticket(service, monkeypatch):
-    urls = await service.all()
-    node = service.nodes["prefill"]
-    check = node.check_length
-
-    def leave(tokens):
-        asking.cancel()
-        check(tokens)
-
-    monkeypatch.setattr(node, "check_length", leave)
-    with service.paused("decode"):
-        asking = asyncio.create_task(service.post(urls.router, prompt="Hello"))
-        await asyncio.wait({asking})
-        assert asking.cancelled()
-    await service.idle("prefill", "decode")
 
 
 @pytest.mark.parametrize(("ranks", "held"), [(1, "decode"), (2, "decode 1")])
@@ -563,28 +327,17 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
 
 REFUSED = [
     ({"prompt": None}, "a completion needs a prompt"),
-    ({"prompt": []}, "a prompt of tokens"),
     ({"prompt": [1, 262]}, "0 to 261"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "temperature": 0.7}, "most likely"),
-    ({"prompt": "x", "presence_penalty": 2}, "most likely"),
     ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: this example does not support it; leave it out"),
-    ({"prompt": "x", "suffix": "y"}, "suffix: this example does not support it"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs: "),
     ({"prompt": "x", "logprobs": True}, "probabilities"),
     ({"prompt": "x", "stream": "true"}, "stream: "),
-    ({"prompt": "x", "stream_options": 5}, "stream_options: "),
     ({"prompt": "x", "n": 2}, "n: this example does not support any other value than 1"),
-    ({"prompt": "x", "stop": ["."]}, "stop: this example does not support it"),
-    ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
     ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
-    ({"prompt": ["1", "2"]}, "and not several prompts"),
     ({"prompt": "x", "max_tokens": 100_000}, "2 tokens of the prompt and 100000 to generate are too many"),
-    ({"prompt": "x", "max_tokens": 100_000}, "a decode server has room for 2048"),
     ({"prompt": "y" * 3000}, "3001 tokens of the prompt "),
     (b'{"prompt": "x", "max_tokens": NaN}', "max_tokens: "),
-    (b'{"prompt": "x", "max_tokens": 1e999}', "max_tokens: "),
-    (b'{"prompt": "x", "temperature": NaN}', "temperature: "),
     (b'{"prompt": "x", "other": %b}' % (b"[" * 100_000 + b"]" * 100_000), "no JSON"),
     (b'{"prompt": "x", "other": "%b"}' % (b"y" * 2**24), "more than"),
 ]
@@ -601,71 +354,8 @@ async def test_what_cannot_be_served_is_refused_by_name_and_no_failure_of_the_se
         assert error["type"] == "invalid_request_error"
 
 
-async def test_a_prompt_that_is_too_long_is_so_by_itself(service):
-    urls = await service.all()
-    for url in (urls.router, urls.prefill):
-        answer = await service.post(url, prompt="y" * 3000, kv_transfer_params={"do_remote_decode": True})
-        error = answer.json()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert error["message"] == "3001 tokens of the prompt are too many: a prefill server has room for 1024"
-
-
-async def test_what_no_model_reads_is_refused_and_not_left_out(service):
-    urls = await service.all()
-    picture = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    for url in (urls.router, urls.decode):
-        answer = await service.post(url, "/v1/chat/completions", messages=[{"role": "user", "content": picture}])
-        assert answer.status_code == 400
-        assert "messages.0.content: " in answer.json()["error"]["message"]
-        assert "text alone" in answer.json()["error"]["message"]
-
-
 async def test_null_is_as_if_a_field_were_left_out(service, alone):
     urls = await service.all()
     fields = ["stream", "stream_options", "max_completion_tokens", "temperature", "n", "stop", "logprobs", "suffix"]
     for url in (urls.router, urls.decode):
         assert text_of(await service.post(url, prompt="Hello", **dict.fromkeys(fields))) == alone("Hello").text
-
-
-async def test_half_a_character_is_a_prompt_like_another(service, alone):
-    urls = await service.all()
-    for url in (urls.router, urls.decode):
-        answer = await service.client.post(f"{url}/v1/completions", content=rb'{"prompt": "\ud800", "max_tokens": 8}')
-        assert text_of(answer) == alone("\ud800").text
-
-
-async def test_who_leaves_in_the_midst_of_a_body_is_no_error(service, capsys):
-    urls = await service.all()
-    _, writer = await asyncio.open_connection("127.0.0.1", urls.router.rpartition(":")[2])
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    await writer.drain()
-    (connection,) = await service.eventually(lambda: [*service.connections(urls.router)])
-    writer.close()
-    await service.eventually(lambda: connection not in service.connections(urls.router))
-    assert text_of(await service.post(urls.router, prompt="Hello")) != ""
-    assert capsys.readouterr().err == ""
-
-
-async def test_paths_and_methods_that_there_are_not(service):
-    urls = await service.all()
-    for url in (urls.router, urls.prefill, urls.decode):
-        nowhere = await service.client.get(f"{url}/v1/nowhere")
-        assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
-        assert nowhere.json()["error"]["message"] == "GET /v1/nowhere: Not Found"
-        got = await service.client.get(f"{url}/v1/completions")
-        assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
-        assert got.headers["allow"] == "POST"
-
-
-async def test_bad_requests_of_other_kinds(service):
-    urls = await service.all()
-    answers = [
-        await service.client.post(f"{urls.router}/v1/completions", content=b"{"),
-        await service.client.post(f"{urls.router}/v1/completions", content=b"[]"),
-        await service.post(urls.router, "/v1/chat/completions", messages=[{"role": "wizard", "content": "x"}]),
-        await service.post(urls.router, model="gpt-9", prompt="x"),
-        await service.post(urls.prefill, prompt="x"),
-    ]
-    assert [answer.status_code for answer in answers] == [400, 400, 400, 404, 400]
-    codes = ["invalid_json", "invalid_json", "invalid_value", "model_not_found", "not_a_router"]
-    assert [answer.json()["error"]["code"] for answer in answers] == codes

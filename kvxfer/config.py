@@ -15,7 +15,6 @@ import re
 import ssl
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -35,7 +34,6 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvxfer.errors import ConfigError
 from kvxfer.names import (
@@ -58,7 +56,6 @@ __all__ = [
     "Reading",
     "Setting",
     "SettingsGroup",
-    "Source",
     "TlsConfig",
     "leaves",
     "parse_affinity",
@@ -76,10 +73,8 @@ __all__ = [
 
 # --- where settings come from
 #
-# Three readings (arguments, environment, file) are made into pydantic-settings sources, best first. Each reading also
-# remembers the origin of every value, so that `kvxfer config` and error messages can name the variable or the file.
-# Names are checked here, in all three: pydantic-settings ignores a mistyped environment variable, and this library
-# must not.
+# There are three readings: arguments, environment and file, the best first. Each checks every name, and remembers the
+# origin of every value, so that `kvxfer config` and error messages can name the variable or the file.
 
 PREFIX: Final = "KVXFER_"
 """Every environment variable that begins with this (in any case) must be a setting, or name the file of them."""
@@ -135,22 +130,6 @@ class Reading:
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
-
-
-class Source(PydanticBaseSettingsSource):
-    """A reading as a source of pydantic-settings, which merges the sources field by field."""
-
-    def __init__(self, settings_cls: type[BaseSettings], reading: Reading) -> None:
-        super().__init__(settings_cls)
-        self._reading = reading
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """One top-level value, its name, and that it needs no further decoding."""
-        return self._reading.values.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All values of the reading."""
-        return self._reading.values
 
 
 class SettingsGroup(BaseModel):
@@ -651,8 +630,6 @@ _HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
 
-_readings: ContextVar[tuple[Reading, ...]] = ContextVar("kvxfer_readings", default=())
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -754,14 +731,14 @@ class FabricConfig(SettingsGroup):
         return self
 
 
-class Config(BaseSettings):
+class Config(BaseModel):
     """The settings of a worker. Frozen; see the module for where values come from.
 
     Raises:
         ConfigError: If a name is unknown, or a value malformed, out of its bounds, or at odds with another.
     """
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, validate_default=True
     )
 
@@ -862,28 +839,16 @@ class Config(BaseSettings):
 
     # of any type for those who check types: `Config(**settings)` may be given a mapping of numbers
     def __init__(self, config_file: Any = None, **arguments: Any) -> None:
-        readings = _read(type(self), config_file, arguments)
-        origins = {name: origin for reading in reversed(readings) for name, origin in reading.origins.items()}
-        reset = _readings.set(readings)
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for reading in _readings(type(self), config_file, arguments):
+            _lay_over(values, reading.values)
+            origins |= reading.origins
         try:
-            super().__init__()
+            super().__init__(**values)
         except ValidationError as error:
             raise translate(error, origins=origins, hidden=_HIDDEN) from error
-        finally:
-            _readings.reset(reset)
         self._origins = origins
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, environment, file; the best first. The given ones neither check names nor keep origins."""
-        return tuple(Source(settings_cls, reading) for reading in _readings.get())
 
     @classmethod
     def load(cls, file: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
@@ -1057,17 +1022,26 @@ class Config(BaseSettings):
             )
 
 
-def _read(model: type[BaseSettings], file: object, arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
-    """Arguments, environment and file, the best first."""
+def _readings(model: type[BaseModel], file: object, arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
+    """File, environment and arguments, the best last."""
     given, environment = read_arguments(model, arguments), read_environment(model, os.environ)
     if file is None:
         named = (value for name, value in os.environ.items() if name.upper() == _FILE_VARIABLE)
         file = parse_optional(next(named, None))
     if file is None:
-        return given, environment
+        return environment, given
     if not isinstance(file, str | os.PathLike):
         raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file")
-    return given, environment, read_file(model, Path(cast("str | os.PathLike[str]", file)))
+    return read_file(model, Path(cast("str | os.PathLike[str]", file))), environment, given
+
+
+def _lay_over(values: dict[str, Any], better: Mapping[str, Any]) -> None:
+    """Let values of a better source win, one by one also within a group."""
+    for name, value in better.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _lay_over(values[name], cast("dict[str, Any]", value))
+        else:
+            values[name] = value
 
 
 def _masked(value: Any) -> Any:

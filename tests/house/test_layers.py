@@ -27,7 +27,7 @@ PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
     "names": ({"errors", "names"}, set(), set()),
     "runtime": ({"runtime"}, {"names"}, {"anyio"}),
-    "settings": ({"config"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
+    "settings": ({"config"}, {"names"}, {"pydantic", "pydantic_core"}),
     "telemetry": ({"telemetry"}, {"names"}, {"msgspec", "structlog"}),
     "traces": ({"integrations.opentelemetry"}, {"names", "telemetry"}, {"opentelemetry"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),

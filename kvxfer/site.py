@@ -1,6 +1,7 @@
 """What one open worker has: books, threads, clock and tasks, shared by its sending and its receiving side."""
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -240,6 +241,19 @@ Admitted: TypeAlias = Callable[[Extent | KvxferError], None]
 """Gets the extent, to be given back with `release` exactly once, or why there is none. Must not raise."""
 
 
+class _Wait(msgspec.Struct, eq=False):
+    """One who waits for memory."""
+
+    then: Admitted
+    since: float | None = None  # None if he may be served at once
+    timer: asyncio.TimerHandle | None = None  # fires when his time is over
+
+    def end(self) -> None:
+        """He waits no longer."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
 class Desk:
     """Hands out extents of one share in the order that its books decide.
 
@@ -257,9 +271,8 @@ class Desk:
         self._now = now
         self._loop = loop
         self._metrics = metrics
-        self._waiting: dict[Request, Admitted] = {}
-        self._since: dict[Request, float] = {}  # of those that were not served at once
-        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: dict[Request, _Wait] = {}
+        self._overdue: list[Request] = []  # whose time was over while nothing was granted
         self._deciding = False
         self._again = False
         self._paused = False
@@ -280,13 +293,14 @@ class Desk:
         Raises:
             ArenaError: It can never fit; `then` is not called.
         """
-        now = self._now()
-        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
-        self._waiting[request] = then
+        request = self.share.request(peer, nbytes)
+        wait = self._waiting[request] = _Wait(then)
         self.advance()
         if request not in self._waiting:
             return None
-        self._since[request] = now
+        wait.since = self._now()
+        if timeout < math.inf:
+            wait.timer = self._loop.call_later(timeout, self._expire, request)
         return request
 
     def take(self, peer: str, nbytes: int, most: int = 1, state: ExtentState = ExtentState.RESERVED) -> list[Extent]:
@@ -304,11 +318,10 @@ class Desk:
 
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""
-        if self._waiting.pop(request, None) is not None:
-            self._since.pop(request, None)
-            extent = self.share.withdraw(request)
-            if extent is not None:
-                self.share.release(extent)
+        wait = self._waiting.pop(request, None)
+        if wait is not None:
+            wait.end()
+            self.share.withdraw(request)
             self.advance()
 
     def release(self, *extents: Extent) -> None:
@@ -339,10 +352,10 @@ class Desk:
         try:
             while self._again and self._waiting:
                 self._again = False
-                self._decide()
+                for request, answer in self.share.advance():
+                    self._tell(request, answer)
         finally:
             self._deciding = False
-        self._arm()
 
     def pause(self) -> None:
         """Grant nothing until `resume`. Nobody who waits is turned away meanwhile either."""
@@ -351,38 +364,34 @@ class Desk:
     def resume(self) -> None:
         """Go on, with all that has waited."""
         self._paused = False
+        overdue, self._overdue = self._overdue, []
+        for request in overdue:
+            self._expire(request)
         self.advance()
 
     def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Stop the timers."""
+        for wait in self._waiting.values():
+            wait.end()
 
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self.share.next_deadline() if self._waiting else None
-        if deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self.advance)
-
-    def _decide(self) -> None:
-        """One round of decisions."""
-        decisions = self.share.advance(self._now())
-        for request, extent in decisions.granted:
-            self._tell(request, extent)
-        for request in decisions.expired:
-            self._tell(request, self.share.expiry_error(request))
-        for request, error in decisions.refused:
-            self._tell(request, error)
+    def _expire(self, request: Request) -> None:
+        """Somebody has waited for as long as he may."""
+        if self._paused:
+            self._overdue.append(request)
+        elif (wait := self._waiting.get(request)) is not None and wait.since is not None:
+            self.share.withdraw(request)
+            self._tell(request, self.share.expiry_error(request, self._now() - wait.since))
+            self.advance()
 
     def _tell(self, request: Request, answer: Extent | KvxferError) -> None:
-        then = self._waiting.pop(request, None)
-        if then is None:  # withdrawn (and its extent given back) by somebody who was told before, in the same round
-            return
-        if (since := self._since.pop(request, None)) is not None:
-            self._metrics.admission_waited(self._now() - since)
-        then(answer)
+        wait = self._waiting.pop(request, None)
+        if wait is not None:
+            wait.end()
+            if wait.since is not None:
+                self._metrics.admission_waited(self._now() - wait.since)
+            wait.then(answer)
+        elif isinstance(answer, Extent):  # withdrawn by somebody who was told before, in the same round
+            self.release(answer)
 
 
 # --- the site

@@ -3,6 +3,7 @@
 # pyright: reportAttributeAccessIssue=false
 
 import asyncio
+import math
 
 import pytest
 
@@ -29,6 +30,13 @@ async def desk():
     made.clock = clock
     yield made
     made.close()
+
+
+async def expired(desk, nbytes, timeout):
+    """What one is told who waits as long."""
+    told = asyncio.get_running_loop().create_future()
+    assert desk.ask("late", nbytes, timeout, told.set_result) is not None
+    return await told
 
 
 async def test_who_waits_is_told_once_and_in_turn(desk):
@@ -82,6 +90,47 @@ async def test_who_is_withdrawn_by_one_that_was_told_before_is_not_told(desk):
     assert desk.share.snapshot().free_bytes == 4 * PAGE
 
 
+async def test_who_has_waited_long_enough_is_told_so_and_leaves_nothing(desk):
+    told = []
+    desk.ask("a", 4 * PAGE, 1.0, told.append)
+    desk.ask("b", PAGE, math.inf, told.append)
+    desk.withdraw(desk.ask("b", PAGE, 0.001, lambda _: pytest.fail("told")))
+    error = await expired(desk, PAGE, 0.002)
+    assert isinstance(error, ArenaError)
+    assert "waited 0.000 s" in str(error)
+    assert len(told) == 1, "and nobody else"
+    desk.release(*told)
+    desk.release(told[1])
+    assert desk.share.snapshot().free_bytes == 4 * PAGE
+
+
+async def test_who_waits_behind_one_that_has_waited_long_enough_is_served(desk):
+    told = []
+    desk.ask("a", 2 * PAGE, 1.0, told.append)
+    desk.share.max_overtakes = 0
+    large = asyncio.get_running_loop().create_future()
+    desk.ask("b", 3 * PAGE, 0.001, large.set_result)
+    desk.ask("c", PAGE, math.inf, told.append)
+    assert len(told) == 1
+    await large
+    assert len(told) == 2
+
+
+async def test_nobody_is_turned_away_while_nothing_is_granted(desk):
+    held, told = [], []
+    desk.ask("a", 4 * PAGE, 1.0, held.append)
+    desk.ask("b", PAGE, 0.0, told.append)
+    withdrawn = desk.ask("b", PAGE, 0.0, lambda _: pytest.fail("told"))
+    desk.pause()
+    await asyncio.sleep(0.001)  # their time is over
+    await asyncio.sleep(0.001)
+    assert told == []
+    desk.withdraw(withdrawn)
+    desk.resume()
+    assert isinstance(told[0], ArenaError)
+    assert not desk.contended
+
+
 async def test_what_can_never_fit_is_refused_at_once(desk):
     with pytest.raises(ArenaError):
         desk.ask("a", 5 * PAGE, 1.0, lambda _: pytest.fail("told"))
@@ -101,10 +150,7 @@ async def test_it_is_contended_while_somebody_waits_or_nothing_is_granted(desk):
     assert desk.contended
     desk.withdraw(more)
     assert not desk.contended
-    desk.ask("a", 4 * PAGE, 0.5, told.append)
-    desk.clock.time = 1.0
-    desk.advance()
-    assert isinstance(told.pop(), ArenaError)
+    assert isinstance(await expired(desk, 4 * PAGE, 0.0), ArenaError)
     assert not desk.contended, "it waits no longer"
     desk.pause()
     assert desk.contended

@@ -1,7 +1,7 @@
 """The books of memory: who holds which bytes of the arena, and which of the caller's blocks are spoken for.
 
-Synchronous and deterministic: time is an argument, the next deadline a return value, and every decision is returned for
-the caller to carry out. Only `device` touches real memory.
+Synchronous and deterministic: no clock, and every decision is returned for the caller to carry out. Only `device`
+touches real memory.
 """
 
 from kvxfer.memory.books import (
@@ -10,7 +10,6 @@ from kvxfer.memory.books import (
     Arena,
     Custody,
     CustodySnapshot,
-    Decisions,
     Extent,
     ExtentRow,
     ExtentState,
@@ -30,7 +29,6 @@ __all__ = [
     "Backing",
     "Custody",
     "CustodySnapshot",
-    "Decisions",
     "Extent",
     "ExtentRow",
     "ExtentState",

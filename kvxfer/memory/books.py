@@ -8,8 +8,6 @@ still write it (after a fetch) or read it (after an offer); blocks in doubt leav
 evidence. Offers hold nothing, since requests that share a prefix offer the same blocks at once; they only `check`.
 """
 
-import heapq
-import math
 import operator
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, defaultdict
@@ -31,7 +29,6 @@ __all__ = [
     "Arena",
     "Custody",
     "CustodySnapshot",
-    "Decisions",
     "Extent",
     "ExtentRow",
     "ExtentState",
@@ -189,9 +186,6 @@ class Gaps:
 
 # --- who waits
 
-_SLACK: Final = 64
-"""Deadlines of departed requests that the heap may keep, beyond one for each waiting request, before it is cleaned."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -200,9 +194,6 @@ class Request:
     peer: str
     nbytes: int
     length: int  # bytes that it will occupy: `nbytes` rounded up to the alignment of the share
-    number: int  # its place in the order of arrival at the share, from 1 upwards
-    requested_at: float  # when it was asked for, in seconds of the caller's clock
-    deadline: float  # when it expires if it still waits, in seconds of the same clock; infinity if never
 
 
 class WaitingQueue:
@@ -217,7 +208,6 @@ class WaitingQueue:
         self._round: OrderedDict[str, dict[Request, None]] = OrderedDict()
         # of each that waits, how often one behind it was granted while it could have been, but for want of a gap
         self.overtaken: Final[dict[Request, int]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
 
     def __len__(self) -> int:
         return len(self.overtaken)
@@ -243,42 +233,21 @@ class WaitingQueue:
         """Put `request` behind those of its peer; a peer that did not wait joins at the back of the round."""
         self._round.setdefault(request.peer, {})[request] = None
         self.overtaken[request] = 0
-        if request.deadline < math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
-    def remove(self, request: Request) -> bool:
-        """Take `request` out, whatever its place. False if it does not wait."""
+    def remove(self, request: Request) -> None:
+        """Take `request` out, whatever its place. Harmless if it does not wait."""
         if self.overtaken.pop(request, None) is None:
-            return False
+            return
         own = self._round[request.peer]
         del own[request]
         if not own:
             del self._round[request.peer]
-        if len(self._deadlines) > 2 * len(self.overtaken) + _SLACK:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self.overtaken]
-            heapq.heapify(self._deadlines)
-        return True
 
     def serve(self, request: Request) -> None:
         """Take `request` out because it was granted; its peer goes to the back of the round."""
         self.remove(request)
         if request.peer in self._round:
             self._round.move_to_end(request.peer)
-
-    def expire(self, now: float) -> list[Request]:
-        """Take out every request whose deadline is `now` or earlier, and return them by deadline."""
-        expired: list[Request] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if self.remove(request):
-                expired.append(request)
-        return expired
-
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request; None if none waits or none of them expires."""
-        while self._deadlines and self._deadlines[0][2] not in self.overtaken:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
 
 
 # --- what the books show
@@ -327,7 +296,7 @@ class ShareSnapshot:
 # --- a share
 #
 # Synchronous and deterministic: no clock, no loop, no memory is touched. `request` and `withdraw` note what is wanted,
-# `advance(now)` decides, and the caller acts on the decisions.
+# `advance` decides, and the caller acts on the decisions. How long somebody waits is the caller's matter.
 #
 # Who is served. Peers take turns, each by the order of its requests. At its turn a request
 #
@@ -342,25 +311,12 @@ class ShareSnapshot:
 # A peer's cap is three quarters of the share while no other peer waits, and otherwise the share divided by the number
 # of peers that hold or wait. A peer whose only bytes are in quarantine, or that holds none, may have one request
 # beyond the cap: else a request larger than a fair share would never be served. So every request that fits the share
-# is granted sooner or later, unless it expires, as long as extents are released and quarantines end.
+# is granted sooner or later, as long as extents are released and quarantines end.
 
 ALIGNMENT: Final = 512
 """Bytes: every extent begins at a multiple of it and occupies a multiple; any access width needs no more."""
 
 _HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
-
-
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no."""
-
-    # requests served, each with its extent in state RESERVED, in the order in which they were served
-    granted: list[tuple[Request, Extent]]
-    # requests whose deadline has passed; they hold nothing. `Share.expiry_error` words the exception
-    expired: list[Request]
-    # requests that waited and can no longer be served, because more than half of the share is in quarantine and none of
-    # what remains holds them; with the exception to raise. They hold nothing
-    refused: list[tuple[Request, ArenaError]]
 
 
 class _Turn(Enum):
@@ -401,26 +357,21 @@ class Share:
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
         self._live: dict[int, Extent] = {}
-        self._grants: dict[Request, Extent] = {}
-        self._granted_to: dict[Extent, Request] = {}
         self.held: Final[dict[str, int]] = {}  # by peer, bytes that it holds, quarantined ones included
         self._accounts: dict[str, dict[ExtentState, int]] = {}  # the same by state
         self._doubtful: list[tuple[int, int]] = []
         self._doubt_grew = False
         self._reachable_cache: int | None = None
-        self._requests = 0
         self._generation = 0
 
     # --- asking
 
-    def request(self, peer: str, nbytes: int, *, now: float, deadline: float) -> Request:
+    def request(self, peer: str, nbytes: int) -> Request:
         """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
 
         Args:
             peer: For whom.
             nbytes: Bytes, at least 1.
-            now: Seconds of the caller's clock.
-            deadline: Seconds of the same clock at which the request expires; infinity if never.
 
         Raises:
             ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
@@ -428,10 +379,8 @@ class Share:
                 holds the request.
         """
         nbytes = operator.index(nbytes)
-        if nbytes < 1 or math.isnan(deadline):
-            raise ArenaError(
-                f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
-            )
+        if nbytes < 1:
+            raise ArenaError(f"a reservation of {nbytes} bytes makes no sense: it needs a byte")
         length = nbytes + -nbytes % ALIGNMENT
         if not self.capacity:
             raise ArenaError(
@@ -446,8 +395,7 @@ class Share:
             )
         if self._hopeless(length):
             raise self._quarantine_error(nbytes, length)
-        self._requests += 1
-        request = Request(peer, nbytes, length, self._requests, now, deadline)
+        request = Request(peer, nbytes, length)
         self._queue.add(request)
         return request
 
@@ -470,22 +418,20 @@ class Share:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
         return max(1, self._alone // max(ALIGNMENT, nbytes + -nbytes % ALIGNMENT))
 
-    def withdraw(self, request: Request) -> Extent | None:
-        """Give up `request`. Harmless if it was withdrawn, refused or expired before.
+    def withdraw(self, request: Request) -> None:
+        """Give up `request`. Harmless if it waits no longer; what it was granted is given back with `release`."""
+        self._queue.remove(request)
+
+    def advance(self) -> list[tuple[Request, Extent | ArenaError]]:
+        """Decide what can be decided: whom to serve, and what is hopeless.
+
+        Call it after `request`, `withdraw`, `release`, `quarantine` and `settle`.
 
         Returns:
-            None if the request holds nothing, so that nothing is left to do. Its extent if it was granted and is still
-            held: it is unchanged, and the caller must release or quarantine it.
+            Requests served, in that order, each with its extent in state RESERVED, which is the caller's from now on.
+            Then those that can no longer be served, because more than half of the share is in quarantine and none of
+            what remains holds them; each with the exception to raise.
         """
-        self._queue.remove(request)
-        return self._grants.get(request)
-
-    def advance(self, now: float) -> Decisions:
-        """Decide what can be decided at `now` (seconds): what has expired, what is hopeless, and whom to serve.
-
-        Call it after `request`, `withdraw`, `release`, `quarantine` and `settle`, and at `next_deadline()`.
-        """
-        expired = self._queue.expire(now)
         refused: list[tuple[Request, ArenaError]] = []
         if self._doubt_grew:
             self._doubt_grew = False
@@ -499,15 +445,10 @@ class Share:
             contenders = len(self._accounts.keys() | set(self._queue.peers))
             while self._serve_round(contenders, granted):
                 pass
-        return Decisions(granted, expired, refused)
+        return [*granted, *refused]
 
-    def next_deadline(self) -> float | None:
-        """When to call `advance` next if nothing else happens, in seconds of the caller's clock; None for never."""
-        return self._queue.next_deadline()
-
-    def expiry_error(self, request: Request) -> ArenaError:
-        """The exception that tells the owner of an expired `request` why it waited in vain."""
-        waited = request.deadline - request.requested_at
+    def expiry_error(self, request: Request, waited: float) -> ArenaError:
+        """The exception that tells the owner of a `request` that he has waited so many seconds in vain."""
         return ArenaError(
             f"a reservation of {request.nbytes} bytes for {request.peer} waited {waited:.3f} s for the {self.name} "
             f"share of the arena and passed its deadline: of {self.capacity} bytes {self._gaps.free} are free "
@@ -616,8 +557,6 @@ class Share:
     def _grant(self, request: Request) -> Extent:
         extent = self._reserve(request.peer, request.nbytes, request.length)
         self._queue.serve(request)
-        self._grants[request] = extent
-        self._granted_to[extent] = request
         return extent
 
     def _reserve(self, peer: str, nbytes: int, length: int, state: ExtentState = ExtentState.RESERVED) -> Extent:
@@ -650,9 +589,6 @@ class Share:
         else:
             self._gaps.give(extent.offset, extent.length)
             del self._live[extent.generation]
-            request = self._granted_to.pop(extent, None)
-            if request is not None:
-                del self._grants[request]
             self.held[extent.peer] -= extent.length
             if not self.held[extent.peer]:
                 del self.held[extent.peer], self._accounts[extent.peer]

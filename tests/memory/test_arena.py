@@ -1,6 +1,5 @@
 """The arena's books: extents, gaps, fairness between peers, quarantine."""
 
-import math
 import random
 from dataclasses import astuple
 from itertools import groupby
@@ -22,19 +21,28 @@ def make(units: int = 64, **options) -> memory.Share:
     return memory.Share("receive", base=BASE, capacity=units * UNIT, **options)
 
 
-def ask(share: memory.Share, peer: str, units: int, *, now: float = 0.0, deadline: float = math.inf) -> memory.Request:
-    return share.request(peer, units * UNIT, now=now, deadline=deadline)
+def ask(share: memory.Share, peer: str, units: int) -> memory.Request:
+    return share.request(peer, units * UNIT)
 
 
 def take(share: memory.Share, peer: str, units: int) -> memory.Extent:
     request = ask(share, peer, units)
-    ((granted, extent),) = share.advance(0.0).granted
-    assert granted is request
+    ((served, extent),) = granted(share)
+    assert served is request
     return extent
 
 
-def names(decisions: memory.Decisions) -> list[str]:
-    return [request.peer for request, _ in decisions.granted]
+def granted(share: memory.Share) -> list[tuple[memory.Request, memory.Extent]]:
+    """Who is served now, and nobody is refused."""
+    decisions = share.advance()
+    found = [(request, answer) for request, answer in decisions if isinstance(answer, memory.Extent)]
+    assert len(found) == len(decisions)
+    return found
+
+
+def names(share: memory.Share) -> list[str]:
+    """Who is served now."""
+    return [request.peer for request, _ in granted(share)]
 
 
 class TestStates:
@@ -99,13 +107,13 @@ class TestRefusals:
     def test_larger_than_the_share_is_refused_at_once_with_both_numbers(self):
         share = make(8)
         with pytest.raises(ArenaError, match=f"{8 * UNIT + 1} bytes.*{8 * UNIT} bytes"):
-            share.request("a", 8 * UNIT + 1, now=0.0, deadline=1.0)
+            share.request("a", 8 * UNIT + 1)
         assert share.snapshot().waiting_requests == 0
 
-    @pytest.mark.parametrize(("nbytes", "deadline"), [(0, 1.0), (-1, 1.0), (1, math.nan)])
-    def test_nonsense_is_refused(self, nbytes, deadline):
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_nonsense_is_refused(self, nbytes):
         with pytest.raises(ArenaError):
-            make().request("a", nbytes, now=0.0, deadline=deadline)
+            make().request("a", nbytes)
 
     def test_too_much_in_quarantine_fails_fast_what_cannot_be_served_from_the_rest(self):
         share = make(16)
@@ -126,49 +134,35 @@ class TestRefusals:
         share = make(16)
         extents = [take(share, peer, 3) for peer in "stu"]
         large, small = ask(share, "a", 12), ask(share, "b", 7)
+        assert [request for request, _ in granted(share)] == [small]
         for extent in extents:
-            assert share.advance(0.0).refused == []
+            assert share.advance() == []
             share.quarantine(extent, "silent")
-        decisions = share.advance(0.0)
-        ((request, error),) = decisions.refused
+        ((request, error),) = share.advance()
         assert request is large
         assert isinstance(error, ArenaError)
-        assert share.withdraw(large) is None
-        assert share.withdraw(small) is not None
-        assert share.advance(0.0) == memory.Decisions([], [], [])
+        assert share.advance() == []
 
     def test_numbers_of_numpy_and_odd_sizes_become_aligned_ints(self):
         np = pytest.importorskip("numpy")
         share = make(8)
-        share.request("a", np.int64(513), now=0.0, deadline=1.0)
-        ((_, extent),) = share.advance(0.0).granted
+        share.request("a", np.int64(513))
+        ((_, extent),) = granted(share)
         assert (extent.nbytes, extent.length) == (513, 1024)
         assert all(type(value) is int for value in (extent.address, extent.offset, extent.length, extent.nbytes))
 
 
 class TestWaiting:
-    def test_expiry_is_at_the_deadline_and_the_next_one_is_told(self):
+    def test_who_has_waited_in_vain_is_told_for_what(self):
         share = make(4)
-        holder = take(share, "h", 4)
-        late, soon = ask(share, "a", 1, deadline=9.0), ask(share, "b", 1, deadline=5.0)
-        assert share.next_deadline() == 5.0
-        assert share.advance(4.9).expired == []
-        assert share.advance(5.0).expired == [soon]
-        assert share.next_deadline() == 9.0
-        assert share.withdraw(soon) is None
-        share.release(holder)
-        decisions = share.advance(9.0)
-        assert decisions.expired == [late]  # a grant that comes with the deadline would be of no use
-        assert decisions.granted == []
-        assert share.next_deadline() is None
-        assert "4.000 s" in str(share.expiry_error(ask(share, "c", 1, now=1.0, deadline=5.0)))
+        take(share, "h", 4)
+        assert "waited 4.000 s for the receive share" in str(share.expiry_error(ask(share, "c", 1), 4.0))
 
     def test_many_departed_requests_leave_no_trace(self):
         share = make(4)
         take(share, "h", 4)
-        for number in range(2000):
-            share.withdraw(ask(share, "a", 1, deadline=1e9 + number))
-        assert len(share._queue._deadlines) < 200
+        for _ in range(2000):
+            share.withdraw(ask(share, "a", 1))
         assert share._queue._round == {}
         assert share._queue.overtaken == {}
 
@@ -176,16 +170,16 @@ class TestWaiting:
         share = make(4)
         for _ in range(100):
             share.release(take(share, "a", 2))
-        assert share._live == share._grants == share._granted_to == share._accounts == {}
+        assert share._live == share._accounts == {}
 
 
 class TestFairness:
     def test_peers_take_turns_and_a_peer_is_first_come_first_served(self):
         share = make(64)
         requests = [ask(share, peer, 1) for peer in "aaabbc"]
-        granted = share.advance(0.0).granted
-        assert [request.peer for request, _ in granted] == list("abcaba")
-        assert [request for request, _ in granted if request.peer == "a"] == requests[:3]
+        served = granted(share)
+        assert [request.peer for request, _ in served] == list("abcaba")
+        assert [request for request, _ in served if request.peer == "a"] == requests[:3]
 
     def test_the_turn_is_kept_between_calls(self):
         share = make(16)
@@ -194,18 +188,18 @@ class TestFairness:
         for peer in "aab":
             ask(share, peer, 1)
         share.release(first[0])
-        assert names(share.advance(0.0)) == ["a"]
+        assert names(share) == ["a"]
         share.release(first[1])
-        assert names(share.advance(0.0)) == ["b"]
+        assert names(share) == ["b"]
 
     def test_alone_a_peer_has_at_most_three_quarters(self):
         share = make(16)
         for _ in range(16):
             ask(share, "a", 1)
-        granted = share.advance(0.0).granted
-        assert len(granted) == 12
-        share.release(granted[5][1])
-        assert len(share.advance(0.0).granted) == 1
+        served = granted(share)
+        assert len(served) == 12
+        share.release(served[5][1])
+        assert len(granted(share)) == 1
 
     def test_a_first_request_beyond_the_cap_is_served(self):
         share = make(16)
@@ -219,16 +213,16 @@ class TestFairness:
         for peer in waiting:
             for _ in range(12):
                 ask(share, peer, 1)
-        assert sorted(names(share.advance(0.0))) == sorted(waiting * 4)
+        assert sorted(names(share)) == sorted(waiting * 4)
 
     def test_a_peer_is_served_in_the_order_in_which_it_asked(self):
         share, order = make(1), []
         held = take(share, "a", 1)
-        asked = [share.request("a", UNIT, now=0.0, deadline=math.inf) for _ in range(4)]
+        asked = [share.request("a", UNIT) for _ in range(4)]
         share.withdraw(asked[2])
         while share.snapshot().waiting_requests:
             share.release(held)
-            ((request, held),) = share.advance(0.0).granted
+            ((request, held),) = granted(share)
             order.append(asked.index(request))
         assert order == [0, 1, 3]
         kept = {name: books for name, books in vars(share._queue).items() if books}
@@ -240,10 +234,10 @@ class TestFairness:
         big = ask(share, "a", 14)
         ask(share, "b", 4)
         ask(share, "b", 1)
-        assert names(share.advance(0.0)) == ["b", "b"]
+        assert names(share) == ["b", "b"]
         assert share.snapshot().largest_gap_bytes > big.length
         share.release(first)
-        ((request, _),) = share.advance(0.0).granted
+        ((request, _),) = granted(share)
         assert request is big
 
     @pytest.mark.parametrize("most", [0, 3])
@@ -256,13 +250,13 @@ class TestFairness:
         for turn in range(10):
             ask(share, f"small{turn}", 1)
             if not at_once:
-                held += [extent for _, extent in share.advance(0.0).granted]
-        held += [extent for _, extent in share.advance(0.0).granted]
+                held += [extent for _, extent in granted(share)]
+        held += [extent for _, extent in granted(share)]
         assert [extent.peer for extent in held[3:]] == [f"small{turn}" for turn in range(most)]
-        assert share.advance(0.0).granted == []
+        assert granted(share) == []
         for extent in held:
             share.release(extent)
-        assert share.advance(0.0).granted[0][0] is large
+        assert granted(share)[0][0] is large
 
     def test_a_withdrawn_request_no_longer_blocks(self):
         share = make(16, max_overtakes=0)
@@ -270,7 +264,7 @@ class TestFairness:
         large = ask(share, "large", 16)
         ask(share, "small", 1)
         share.withdraw(large)
-        assert names(share.advance(0.0)) == ["small"]
+        assert names(share) == ["small"]
 
     @given(
         seed=st.integers(0, 2**32),
@@ -293,8 +287,7 @@ class TestFairness:
             for peer in range(peers):
                 while share._queue.waiting(str(peer)) < 2:
                     ask(share, str(peer), rng.randint(1, 6))
-            decisions = share.advance(0.0)
-            for request, extent in decisions.granted:
+            for request, extent in granted(share):
                 if request is victim:
                     return
                 grants += 1
@@ -315,9 +308,9 @@ class TestQuarantine:
         share.quarantine(one, "silent")
         ask(share, "s", 1)
         ask(share, "a", 1)
-        assert names(share.advance(0.0)) == ["a"]
+        assert names(share) == ["a"]
         share.settle(one)
-        assert names(share.advance(0.0)) == ["s"]
+        assert names(share) == ["s"]
 
     def test_what_only_the_end_of_a_quarantine_can_serve_blocks_nobody(self):
         share = make(16, max_overtakes=0)
@@ -325,13 +318,12 @@ class TestQuarantine:
         share.quarantine(silent, "silent")
         large = ask(share, "a", 13)
         ask(share, "b", 2)
-        decisions = share.advance(0.0)
-        assert names(decisions) == ["b"]
-        assert decisions.refused == []
+        ((request, extent),) = granted(share)
+        assert request.peer == "b"
         share.settle(silent)
-        assert share.advance(0.0).granted == []  # now it blocks, for b still holds two
-        share.release(decisions.granted[0][1])
-        ((request, _),) = share.advance(0.0).granted
+        assert granted(share) == []  # now it blocks, for b still holds two
+        share.release(extent)
+        ((request, _),) = granted(share)
         assert request is large
 
     def test_a_peer_with_a_little_in_quarantine_is_still_served_among_many(self):
@@ -339,9 +331,9 @@ class TestQuarantine:
         share.quarantine(take(share, "a", 2), "silent")
         for peer in "abcdefgh" * 2:
             ask(share, peer, 1)
-        granted = names(share.advance(0.0))
-        assert granted[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
-        assert granted[8:] == list("bcdefg")
+        served = names(share)
+        assert served[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
+        assert served[8:] == list("bcdefg")
 
     def test_snapshot_counts_bytes_by_state_and_peer(self):
         share = make(16)
@@ -383,8 +375,8 @@ class TestArena:
         arena = memory.Arena.split(0, 0)
         for share in (arena.sending, arena.receiving):
             with pytest.raises(ArenaError, match="arena_bytes=0"):
-                share.request("a", 1, now=0.0, deadline=1.0)
-            assert share.advance(0.0) == memory.Decisions([], [], [])
+                share.request("a", 1)
+            assert share.advance() == []
 
     @pytest.mark.parametrize(("base", "capacity"), [(0, 100), (0, -1), (511, 512)])
     def test_what_cannot_be_split_is_refused(self, base, capacity):

@@ -1,6 +1,5 @@
 """The books of a share against a naive model, in any order of calls."""
 
-import math
 from functools import partial
 from itertools import pairwise
 
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.errors import ArenaError
-from kvxfer.memory import TRANSITIONS, Decisions, Extent, ExtentState, InvariantError, Request, Share
+from kvxfer.memory import TRANSITIONS, Extent, ExtentState, InvariantError, Request, Share
 
 UNIT = 512
 BASE = 1 << 40
@@ -29,47 +28,41 @@ class Books(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.share = Share("receive", base=BASE, capacity=self.UNITS * UNIT + 100, max_overtakes=2)
-        self.now = 0.0
         self.waiting: dict[Request, None] = {}
         self.live: dict[Extent, ExtentState] = {}
-        self.grants: dict[Request, Extent] = {}
+        self.over: list[Request] = []
         self.released: list[Extent] = []
 
-    @rule(
-        peer=st.sampled_from("abcd"), nbytes=st.integers(1, UNITS * UNIT + 600), life=st.sampled_from([1.0, 3.0, None])
-    )
-    def request(self, peer, nbytes, life):
-        deadline = math.inf if life is None else self.now + life
+    @rule(peer=st.sampled_from("abcd"), nbytes=st.integers(1, UNITS * UNIT + 600))
+    def request(self, peer, nbytes):
         length = -(-nbytes // UNIT) * UNIT
         doubtful = sum(extent.length for extent, state in self.live.items() if state is QUARANTINED)
         hopeless = length > self.reachable() and 2 * doubtful > self.share.capacity
         if length > self.share.capacity or hopeless:
             with pytest.raises(ArenaError):
-                self.share.request(peer, nbytes, now=self.now, deadline=deadline)
+                self.share.request(peer, nbytes)
         else:
-            self.waiting[self.share.request(peer, nbytes, now=self.now, deadline=deadline)] = None
+            self.waiting[self.share.request(peer, nbytes)] = None
 
-    @rule(seconds=st.sampled_from([0.0, 0.0, 0.5, 2.0]))
-    def advance(self, seconds):
-        self.now += seconds
-        due = [request for request in self.waiting if request.deadline <= self.now]
-        self.decided(self.share.advance(self.now), due)
+    @rule()
+    def advance(self):
+        self.decided(self.share.advance())
         # a peer that waits alone and holds nothing is served whenever a gap is large enough
         if len({request.peer for request in self.waiting}) == 1:
             first = next(iter(self.waiting))
             if not self.share.held.get(first.peer, 0):
                 assert first.length > max(_gaps(self.used())) * UNIT
 
-    def decided(self, decisions: Decisions, due: list[Request]) -> None:
-        assert sorted(map(id, decisions.expired)) == sorted(map(id, due))
+    def decided(self, decisions: list[tuple[Request, Extent | ArenaError]]) -> None:
         doubtful = sum(extent.length for extent, state in self.live.items() if state is QUARANTINED)
-        for request in decisions.expired:
-            del self.waiting[request]
-        for request, _ in decisions.refused:
-            assert 2 * doubtful > self.share.capacity
-            assert request.length > self.reachable()
-            del self.waiting[request]
-        for request, extent in decisions.granted:
+        for request, error in decisions:
+            if isinstance(error, ArenaError):
+                assert 2 * doubtful > self.share.capacity
+                assert request.length > self.reachable()
+                del self.waiting[request]
+        for request, extent in decisions:
+            if isinstance(extent, ArenaError):
+                continue
             assert request is next(other for other in self.waiting if other.peer == request.peer)  # first come
             del self.waiting[request]
             held = [other for other in self.live if other.peer == extent.peer]
@@ -81,7 +74,7 @@ class Books(RuleBasedStateMachine):
             assert extent.nbytes == request.nbytes
             assert extent.generation > max((other.generation for other in self.released), default=0) or self.live
             self.live[extent] = RESERVED
-            self.grants[request] = extent
+            self.over.append(request)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "quarantine", "settle"]))
@@ -123,15 +116,14 @@ class Books(RuleBasedStateMachine):
         with pytest.raises(InvariantError, match="released already"):
             getattr(self.share, move)(self.released[pick % len(self.released)])
 
-    @precondition(lambda self: self.waiting or self.grants)
+    @precondition(lambda self: self.waiting or self.over)
     @rule(pick=st.integers(0, 1000))
     def withdraw(self, pick):
-        known = [*self.waiting, *self.grants]
+        known = [*self.waiting, *self.over]
         request = known[pick % len(known)]
-        extent = self.grants.get(request)
-        expected = extent if extent in self.live else None
-        assert self.share.withdraw(request) is expected
-        self.waiting.pop(request, None)
+        self.share.withdraw(request)
+        if self.waiting.pop(request, 0) is None:
+            self.over.append(request)
 
     def used(self) -> list[bool]:
         used = [False] * self.UNITS
@@ -179,9 +171,7 @@ class Books(RuleBasedStateMachine):
         )
 
     @invariant()
-    def the_next_deadline_is_the_earliest(self):
-        earliest = min((request.deadline for request in self.waiting), default=math.inf)
-        assert self.share.next_deadline() == (None if earliest == math.inf else earliest)
+    def who_waits_is_counted(self):
         assert self.share.snapshot().waiting_requests == len(self.waiting)
 
     def teardown(self):
@@ -190,8 +180,7 @@ class Books(RuleBasedStateMachine):
             for extent, state in list(self.live.items()):
                 (self.share.settle if state is QUARANTINED else self.share.release)(extent)
                 del self.live[extent]
-            due = [request for request in self.waiting if request.deadline <= self.now]
-            self.decided(self.share.advance(self.now), due)
+            self.decided(self.share.advance())
         assert not self.waiting
         assert not self.live
         assert self.share.snapshot().largest_gap_bytes == self.share.capacity

@@ -16,8 +16,8 @@ from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
-from kvxfer.mapped import unlike
-from kvxfer.memory import Custody, Extent, ExtentState, Request, Share
+from kvxfer.mapped.host import unlike
+from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
 from kvxfer.plans.planning import Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire

@@ -39,9 +39,9 @@ from kvxfer.errors import (
 from kvxfer.fabric import Memory, Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
-from kvxfer.mapped import Windows, elsewhere, here, may_be_elsewhere, own_number
-from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
-from kvxfer.memory.device import pci_bus_id
+from kvxfer.mapped.host import Windows, elsewhere, here, may_be_elsewhere, own_number
+from kvxfer.memory.books import Arena, Custody
+from kvxfer.memory.device import Backing, Kind, allocate, pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.peers.connections import Listener, Peers, Streams
 from kvxfer.peers.link import Link, admitted, succeeded

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import kvxfer
 from kvxfer.config import Config, FabricConfig, leaves
 from kvxfer.errors import ConfigError, TicketError
-from kvxfer.memory import Arena
+from kvxfer.memory.books import Arena
 from kvxfer.names import MAX_WORLD
 from kvxfer.tickets import RankCard
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kvxfer import ArenaError
-from kvxfer.memory import Share
+from kvxfer.memory.books import Share
 from kvxfer.site import Desk
 from kvxfer.telemetry import Metrics
 

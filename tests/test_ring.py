@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.copy.mover import _LATE_NS
 from kvxfer.decode.receiver import Grants
-from kvxfer.memory import Share
+from kvxfer.memory.books import Share
 from kvxfer.plans.routes import Estimates, profile_of
 from kvxfer.protocol.transfer import REPEAT_S
 from kvxfer.site import Desk

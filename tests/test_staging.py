@@ -12,7 +12,7 @@ from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.calls import Fabric
-from kvxfer.memory import Backing
+from kvxfer.memory.device import Backing
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.telemetry import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport

@@ -42,8 +42,8 @@ from kvxfer.geometry import (
     damage,
     selected,
 )
-from kvxfer.mapped import may_be_elsewhere
-from kvxfer.memory import Extent, ExtentState, Request
+from kvxfer.mapped.host import may_be_elsewhere
+from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
 from kvxfer.plans.routes import acceptable

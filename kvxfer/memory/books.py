@@ -637,7 +637,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arena:
-    """The books of the whole arena. It neither allocates nor frees memory: `kvxfer.memory.allocate` does."""
+    """The books of the whole arena. It neither allocates nor frees memory: `kvxfer.memory.device.allocate` does."""
 
     sending: Share  # where gathers put what is written to peers
     receiving: Share  # where peers write

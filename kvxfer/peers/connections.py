@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from kvxfer.config import Config, Contexts, Credentials
 from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
-from kvxfer.mapped import here
+from kvxfer.mapped.host import here
 from kvxfer.names import Endpoint
 from kvxfer.peers.link import Link
 from kvxfer.protocol.session import Role

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
-from kvxfer.mapped import process_of_stream
+from kvxfer.mapped.host import process_of_stream
 from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.mapped import elsewhere
+from kvxfer.mapped.host import elsewhere
 from kvxfer.peers.link import Link
 from kvxfer.prefill.offers import Entry, OfferBook, Withdrawn
 from kvxfer.prefill.sender import RETRY_MS, Sender

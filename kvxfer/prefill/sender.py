@@ -49,7 +49,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
-from kvxfer.memory import Extent, ExtentState
+from kvxfer.memory.books import Extent, ExtentState
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
     IN_PLACE,

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvxfer.errors import Code, FabricError
-from kvxfer.mapped import elsewhere
+from kvxfer.mapped.host import elsewhere
 from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire

@@ -42,10 +42,21 @@ from kvxfer.config import Config
 from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraError
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.mapped import Export, Window, Windows, check_process, export, joined, open_window, unlike
-from kvxfer.mapped.host import OpenFiles, create, handle_of, open_handle
-from kvxfer.memory import Backing, allocate
-from kvxfer.memory.device import upload
+from kvxfer.mapped.host import (
+    Export,
+    OpenFiles,
+    Window,
+    Windows,
+    check_process,
+    create,
+    export,
+    handle_of,
+    joined,
+    open_handle,
+    open_window,
+    unlike,
+)
+from kvxfer.memory.device import Backing, allocate, upload
 from kvxfer.names import MAX_TENSORS
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Capability

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.errors import FabricError
-from kvxfer.mapped import check_process, may_be_elsewhere, number_of, own_number, unlike
-from kvxfer.mapped.host import process_of
+from kvxfer.mapped.host import check_process, may_be_elsewhere, number_of, own_number, process_of, unlike
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.safety.fence import Lineage
 from kvxfer.telemetry import logger

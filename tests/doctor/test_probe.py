@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.mapped import here
+from kvxfer.mapped.host import here
 from kvxfer.tools.doctor import probe
 from kvxfer.tools.doctor.lanes import LaneLog
 from kvxfer.tools.doctor.probe import Probe, ProbeCache, judge

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from kvxfer.errors import ProtocolError, UnreachableError
-from kvxfer.mapped import here
+from kvxfer.mapped.host import here
 from kvxfer.names import Endpoint
 from kvxfer.tools.doctor import probe, remote
 from kvxfer.tools.doctor.examination import listening, pasted

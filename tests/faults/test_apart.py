@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from faults import Case, Ends, scene
 
-from kvxfer.mapped import number_of
+from kvxfer.mapped.host import number_of
 
 CASES = [
     Case("sender", "in the midst of the write", "staged", "kill", "tcp"),

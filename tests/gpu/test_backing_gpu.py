@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvxfer.errors import ArenaError, FabricError
-from kvxfer.memory import allocate
-from kvxfer.memory.device import pci_bus_id
+from kvxfer.memory.device import allocate, pci_bus_id
 from kvxfer.runtime import place
 
 pytestmark = [
@@ -127,7 +126,7 @@ def test_the_gpu_is_found_in_sysfs():
 def test_the_current_device_stays_and_no_context_appears_on_it():
     program = (
         "import torch\n"
-        "from kvxfer.memory import allocate\n"
+        "from kvxfer.memory.device import allocate\n"
         "memory = allocate('cuda', 4096, 1)\n"
         "has = [torch._C._cuda_hasPrimaryContext(index) for index in (0, 1)]\n"
         "memory.close()\n"

@@ -23,10 +23,13 @@ from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
-from kvxfer.mapped import Export, export, open_window  # noqa: E402
-from kvxfer.mapped.host import OpenFiles  # noqa: E402
-from kvxfer.memory import Backing, allocate  # noqa: E402
-from kvxfer.memory.device import call, load, upload  # noqa: E402
+from kvxfer.mapped.host import (  # noqa: E402
+    Export,
+    OpenFiles,
+    export,
+    open_window,
+)
+from kvxfer.memory.device import Backing, allocate, call, load, upload  # noqa: E402  # noqa: E402
 from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
 
 pytestmark = [

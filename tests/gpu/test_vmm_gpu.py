@@ -27,8 +27,11 @@ from test_workers_gpu import needs_nixl  # noqa: E402  # pyright: ignore[reportM
 
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError, KvxferError, MemoryInDoubtError  # noqa: E402
-from kvxfer.mapped import joined, open_window  # noqa: E402
-from kvxfer.mapped.host import OpenFiles  # noqa: E402
+from kvxfer.mapped.host import (  # noqa: E402
+    OpenFiles,
+    joined,
+    open_window,
+)
 from kvxfer.memory.device import call, lay_out, load  # noqa: E402
 
 pytestmark = mapped_gpu.pytestmark  # two GPUs

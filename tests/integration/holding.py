@@ -16,7 +16,7 @@ from standing import Standing
 
 from kvxfer.copy.port import Direction
 from kvxfer.errors import KvxferError
-from kvxfer.memory import ExtentState
+from kvxfer.memory.books import ExtentState
 
 KERNEL_CYCLES = 12_000_000_000
 """About six seconds of a GPU: several times as long as what is done meanwhile."""

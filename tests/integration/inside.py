@@ -27,7 +27,7 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
-from kvxfer.memory import ExtentState
+from kvxfer.memory.books import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import Bound

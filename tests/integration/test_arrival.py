@@ -10,8 +10,8 @@ from stage import Cache, quiet
 from kvxfer.copy.port import Direction
 from kvxfer.decode import receiver
 from kvxfer.decode.receiver import _by_nic
-from kvxfer.mapped import here
 from kvxfer.mapped import host as home_module
+from kvxfer.mapped.host import here
 
 
 @pytest.mark.parametrize("by_nic", [True, False])

@@ -13,7 +13,7 @@ from standing import Standing
 
 from kvxfer import FabricError, MemoryInDoubtError, MismatchError, TransferFailedError
 from kvxfer.copy.port import Direction
-from kvxfer.mapped import Window
+from kvxfer.mapped.host import Window
 from kvxfer.protocol.framing import encode_body
 
 IDS, INTO = [3, 1, 7], [2, 5, 9]

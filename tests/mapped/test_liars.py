@@ -9,8 +9,7 @@ import pytest
 
 from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
-from kvxfer.mapped import export, here
-from kvxfer.mapped.host import OpenFiles
+from kvxfer.mapped.host import OpenFiles, export, here
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvxfer.mapped import here
+from kvxfer.mapped.host import here
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.mapped import here, number_of, own_number, process_of_stream
 from kvxfer.mapped import host as numbers
+from kvxfer.mapped.host import here, number_of, own_number, process_of_stream
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo

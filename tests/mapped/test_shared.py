@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
-from kvxfer.mapped import Export, Window, Windows, export, open_window, unlike
 from kvxfer.mapped import host as home_module
-from kvxfer.mapped.host import OpenFiles, _files
+from kvxfer.mapped.host import Export, OpenFiles, Window, Windows, _files, export, open_window, unlike
 
 CONTEXT = mp.get_context("spawn")
 

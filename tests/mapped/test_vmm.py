@@ -17,8 +17,7 @@ from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
-from kvxfer.mapped import Windows, export, joined, open_window
-from kvxfer.mapped.host import OpenFiles
+from kvxfer.mapped.host import OpenFiles, Windows, export, joined, open_window
 from kvxfer.protocol.messages import MappedMemory
 from kvxfer.safety.fence import Exports, Mappings
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer import memory
 from kvxfer.errors import ArenaError, ConfigError
+from kvxfer.memory import books as memory
 from kvxfer.memory.books import Gaps
 
 UNIT = 512

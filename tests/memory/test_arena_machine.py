@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.errors import ArenaError
-from kvxfer.memory import TRANSITIONS, Extent, ExtentState, InvariantError, Request, Share
+from kvxfer.memory.books import TRANSITIONS, Extent, ExtentState, InvariantError, Request, Share
 
 UNIT = 512
 BASE = 1 << 40

@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
-from kvxfer.memory import InvariantError, Kind, allocate
 from kvxfer.memory import device as backing
-from kvxfer.memory.device import pci_bus_id
+from kvxfer.memory.books import InvariantError
+from kvxfer.memory.device import Kind, allocate, pci_bus_id
 
 
 def mapped(address: int) -> bool:
@@ -69,7 +69,7 @@ class TestPages:
     def test_a_forked_child_does_not_have_them(self):
         program = (
             "import os\n"
-            "from kvxfer.memory import allocate\n"
+            "from kvxfer.memory.device import allocate\n"
             "memory = allocate('cpu', 1 << 20)\n"
             "pid = os.fork()\n"
             "if pid == 0:\n"
@@ -95,7 +95,7 @@ class TestPages:
             "package = types.ModuleType('kvxfer')  # without its __init__, which may import more\n"
             "package.__path__ = importlib.util.find_spec('kvxfer').submodule_search_locations\n"
             "sys.modules['kvxfer'] = package\n"
-            "import kvxfer.memory\n"
+            "import kvxfer.memory.books, kvxfer.memory.device\n"
             "print(sorted({'torch', 'cuda', 'asyncio', 'nixl', 'kvxfer.copy'} & sys.modules.keys()))\n"
         )
         done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)

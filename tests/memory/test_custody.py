@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvxfer.errors import BlocksError
-from kvxfer.memory import Custody, InvariantError
+from kvxfer.memory.books import Custody, InvariantError
 
 
 def refused(custody: Custody, blocks) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from pair import CALLER, GONE, Pair
 
 from kvxfer.decode.receiver import Grants
-from kvxfer.memory import Custody, Extent, ExtentState, Share
+from kvxfer.memory.books import Custody, Extent, ExtentState, Share
 from kvxfer.protocol.messages import Accept, Grant, Route, Want
 from kvxfer.protocol.transfer import ReceiveState, SendState
 from kvxfer.site import Desk

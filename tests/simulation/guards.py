@@ -22,7 +22,7 @@ from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.errors import ProtocolError
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.memory import Custody, ExtentState
+from kvxfer.memory.books import Custody, ExtentState
 from kvxfer.prefill.offers import Entry
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender

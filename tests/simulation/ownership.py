@@ -27,7 +27,7 @@ from kvxfer.copy.mover import Flow, Mover, _Machine
 from kvxfer.copy.port import CopyJob, Operation
 from kvxfer.decode.receiver import Receiver, named
 from kvxfer.fabric.loopback import LoopbackNetwork, PostedPart
-from kvxfer.memory import Extent, ExtentState, Share
+from kvxfer.memory.books import Extent, ExtentState, Share
 from kvxfer.protocol.messages import WHOLE, Grant, Status
 from kvxfer.protocol.transfer import Receiving
 

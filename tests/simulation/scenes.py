@@ -19,7 +19,7 @@ from world import World
 from kvxfer import READY, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
 from kvxfer.decode.receiver import named
 from kvxfer.errors import BlocksError
-from kvxfer.memory import ExtentState
+from kvxfer.memory.books import ExtentState
 from kvxfer.prefill.offers import Ending
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel, Reserve

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.mapped import elsewhere, here, unlike
+from kvxfer.mapped.host import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
 from kvxfer.tools.bench.caches import Request, Slab, draw
 from kvxfer.tools.bench.device import available_bytes

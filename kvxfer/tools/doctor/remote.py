@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.errors import KvxferError, ProtocolError, UnreachableError, UsageError
-from kvxfer.mapped import elsewhere, here, unlike
+from kvxfer.mapped.host import elsewhere, here, unlike
 from kvxfer.names import Endpoint
 from kvxfer.tools import versions
 from kvxfer.tools.doctor.findings import Finding, fail, ok, warn

@@ -16,10 +16,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 
 from kvxfer.errors import KvxferError
-from kvxfer.mapped import Export, export, open_window
-from kvxfer.mapped.host import OpenFiles, files_of, shared_empty
-from kvxfer.memory import allocate
-from kvxfer.memory.device import call, in_thread, load
+from kvxfer.mapped.host import Export, OpenFiles, export, files_of, open_window, shared_empty
+from kvxfer.memory.device import allocate, call, in_thread, load
 from kvxfer.tools.bench.device import index_of
 from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn, words
 

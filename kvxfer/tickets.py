@@ -12,6 +12,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from string import digits
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -124,17 +125,15 @@ def _common(endpoints: Sequence[str]) -> tuple[str, str]:
     """Longest common prefix and suffix that end before a digit run, so that numbered endpoints stay whole numbers."""
     if len(endpoints) == 1:
         return endpoints[0], ""
-    low, high = min(endpoints), max(endpoints)
+    prefix = _beginning(endpoints)
+    return prefix, _beginning([endpoint[len(prefix) :][::-1] for endpoint in endpoints])[::-1]
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """What all of these begin with, but for digits at its end."""
+    low, high = min(texts), max(texts)
     at = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    while at and low[at - 1].isdigit():
-        at -= 1
-    prefix = low[:at]
-    rest = [endpoint[at:][::-1] for endpoint in endpoints]
-    low, high = min(rest), max(rest)
-    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    while end and low[end - 1].isdigit():
-        end -= 1
-    return prefix, low[:end][::-1]
+    return low[:at].rstrip(digits)
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -762,8 +762,6 @@ class BlockingTransfer:
         self._inner: Progress | None = None
         self._ended: Final[Future[FetchResult]] = Future()
         self._safe = False
-        self._lock: Final = threading.Lock()
-        self._layers: Final[dict[int, Future[bool]]] = {}
 
     def __repr__(self) -> str:
         return f"BlockingTransfer({self.id}, request={self.request!r}, {self.state.name})"
@@ -848,11 +846,12 @@ class BlockingTransfer:
         del stream  # it needs no event to wait for, see above
         limit = given_seconds(timeout, None)
         if not self._ended.done():
-            landed = self._landing(layer_range(layer, layer).start)
+            landed = self._thread.submit(self._landed(layer_range(layer, layer).start))
             either: set[Future[Any]] = {landed, self._ended}
-            wait_for_any(either, limit, FIRST_COMPLETED)
+            came, _ = wait_for_any(either, limit, FIRST_COMPLETED)
+            landed.cancel()
             if not self._ended.done():
-                if not landed.done():
+                if not came:
                     raise TimeoutError(f"layer {layer} of {self.request!r} did not land within {timeout:g} s")
                 if not landed.cancelled() and landed.result():
                     return
@@ -913,17 +912,6 @@ class BlockingTransfer:
             return True
         await follow(self._inner.spared)
         return self._inner.memory_safe or not self._inner.done
-
-    def _landing(self, layer: int) -> "Future[bool]":
-        """Resolves when a layer has landed or the fetch has ended; one for each layer, however often it is asked for.
-
-        Raises:
-            ClosedError: If the worker is closed.
-        """
-        with self._lock:
-            if layer not in self._layers:
-                self._layers[layer] = self._thread.submit(self._landed(layer))
-            return self._layers[layer]
 
     async def _landed(self, layer: int) -> bool:
         if self._inner is None:

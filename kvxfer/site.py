@@ -340,7 +340,7 @@ class Desk:
     def settle(self, extent: Extent) -> None:
         """Give a quarantined extent back: there is evidence now."""
         self.share.settle(extent)
-        self._metrics.settled(extent.length)
+        self._metrics.quarantined_bytes -= extent.length
         self.advance()
 
     def advance(self) -> None:
@@ -617,7 +617,7 @@ class Site:
         least = self.plans.least_chunk_bytes(peer, sending=sending)
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)
-        self.metrics.session_opened("send" if sending else "receive")
+        self.metrics.sessions_opened["send" if sending else "receive"] += 1
         self.lanes.wanted(peer)
         self.warm(peer, trusted=trusted, sending=sending)
 

@@ -31,8 +31,6 @@ __all__ = [
     "Observer",
     "RequestKey",
     "Side",
-    "SideSnapshot",
-    "Snapshot",
     "Stage",
     "TransferStats",
     "hears_info",
@@ -346,7 +344,7 @@ class TransferStats(Struct, frozen=True, kw_only=True):
 # --- counters of a worker
 
 _LABELS: Final = 64
-"""Distinct free-text labels that one counter keeps; what is over counts as `other`."""
+"""Reasons in free text that a counter keeps."""
 
 SECONDS: Final = tuple(digits * 10.0**power for power in range(-5, 2) for digits in (1.0, 2.5, 5.0))
 """Upper bounds of the buckets of durations: three in each power of ten, from 10 us to 50 s."""
@@ -404,43 +402,6 @@ class HistogramSnapshot(TypedDict):
     sum: float
 
 
-class SideSnapshot(TypedDict):
-    """What one side counted: transfers by outcome, bytes and durations by route, seconds of each stage."""
-
-    transfers: dict[str, int]
-    bytes: dict[str, int]
-    pieces: int
-    chunks: int
-    durations: dict[str, HistogramSnapshot]
-    stages: dict[str, HistogramSnapshot]
-
-
-class Snapshot(TypedDict):
-    """Counters by name; those with a label are dicts by label."""
-
-    receive: SideSnapshot
-    send: SideSnapshot
-    refusals_sent: dict[str, int]
-    refusals_received: dict[str, int]
-    fallbacks: dict[str, int]
-    memory_refused: dict[str, int]
-    results_dropped: dict[str, int]
-    chunks_checked: dict[str, int]
-    frames_sent: dict[str, int]
-    frames_received: dict[str, int]
-    sessions_opened: dict[str, int]
-    offers_ended: dict[str, int]
-    quarantined_bytes: int
-    quarantined_bytes_ever: int
-    agents_rebuilt: int
-    admission_waits: int
-    admission_wait_seconds: float
-    loop_lag: HistogramSnapshot
-    loop_blocked: int
-    loop_lag_max_seconds: float
-    loop_lag_recent_seconds: float
-
-
 class _Histogram:
     """Durations by bucket."""
 
@@ -468,7 +429,7 @@ class _Account:
         self.durations: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
         self.stages: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
 
-    def snapshot(self) -> SideSnapshot:
+    def snapshot(self) -> dict[str, Any]:
         return {
             "transfers": dict(self.transfers),
             "bytes": dict(self.bytes),
@@ -480,7 +441,9 @@ class _Account:
 
 
 class Metrics:
-    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now.
+    """Counters of one worker, by the names that `snapshot` gives; those with a label by label.
+
+    Everything only grows, but for `quarantined_bytes`, which is what is in custody now.
 
     Args:
         observer: Who hears of transfers and offers too.
@@ -488,25 +451,28 @@ class Metrics:
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._observer: Final = observer
-        self._sides: Final[dict[Side, _Account]] = {"receive": _Account(), "send": _Account()}
-        self._refusals_sent: Counter[str] = Counter()
-        self._refusals_received: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
-        self._memory_refused: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._checked: Counter[str] = Counter()
-        self.frames_sent: Counter[str] = Counter()
-        self.frames_received: Counter[str] = Counter()
-        self._sessions: Counter[str] = Counter()
-        self._offers: Counter[str] = Counter()
-        self._quarantined = 0
-        self._quarantined_ever = 0
-        self._rebuilt = 0
-        self._waits = 0
-        self._waited = 0.0
-        self._loop_lag = _Histogram()
-        self._loop_blocked = 0
-        self._loop_lag_max = 0.0
+        self.receive: Final = _Account()
+        self.send: Final = _Account()
+        self.refusals_sent: Final[Counter[str]] = Counter()  # requests that this side refused, by code
+        self.refusals_received: Final[Counter[str]] = Counter()
+        self.fallbacks: Final[Counter[str]] = Counter()  # see `fell_back`
+        # what CUDA or the transport refused and something slower replaced: a kind of arena, or `blocks` of the caller's
+        self.memory_refused: Final[Counter[str]] = Counter()
+        self.results_dropped: Final[Counter[str]] = Counter()  # those of peers that changed nothing, by why
+        # chunks that were compared with their source: `ok`, `damaged`, or `reported` by the peer as damaged
+        self.chunks_checked: Final[Counter[str]] = Counter()
+        self.frames_sent: Final[Counter[str]] = Counter()
+        self.frames_received: Final[Counter[str]] = Counter()
+        self.sessions_opened: Final[Counter[str]] = Counter()  # handshakes, by what this rank does in the session
+        self.offers_ended: Final[Counter[str]] = Counter()
+        self.quarantined_bytes = 0
+        self.quarantined_bytes_ever = 0
+        self.agents_rebuilt = 0
+        self.admission_waits = 0  # transfers that had to wait for memory
+        self.admission_wait_seconds = 0.0
+        self.loop_lag: Final = _Histogram()
+        self.loop_blocked = 0
+        self.loop_lag_max_seconds = 0.0
         self._loop_lags: Final[deque[tuple[float, float]]] = deque()  # when and how late, latenesses falling
 
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
@@ -515,7 +481,8 @@ class Metrics:
 
     def transfer_ended(self, ended: Ended) -> None:
         """Count one transfer: its outcome, its bytes, and if it succeeded where its time went."""
-        side, stats, code = self._sides[ended.side], ended.stats, ended.code
+        stats, code = ended.stats, ended.code
+        side = self.receive if ended.side == "receive" else self.send
         side.transfers["ok" if code is None else code.name.lower()] += 1
         if stats.bytes:
             side.bytes[stats.route] += stats.bytes
@@ -531,10 +498,6 @@ class Metrics:
         if self._observer is not None:
             self._observer.transfer_ended(ended)
 
-    def session_opened(self, side: Side) -> None:
-        """Count a handshake that was completed, by what this rank does in the session."""
-        self._sessions[side] += 1
-
     def offer_began(self, key: RequestKey, at: float) -> None:
         """Take note of an offer that can be found from now on."""
         if self._observer is not None:
@@ -542,57 +505,33 @@ class Metrics:
 
     def offer_ended(self, key: RequestKey, how: str, at: float) -> None:
         """Count an offer that is over, by how it ended: there are three ways."""
-        self._offers[how] += 1
+        self.offers_ended[how] += 1
         if self._observer is not None:
             self._observer.offer_ended(key, how, at)
 
     def quarantined(self, nbytes: int) -> None:
         """Count memory that went into custody because a peer may still touch it."""
-        self._quarantined += nbytes
-        self._quarantined_ever += nbytes
-
-    def settled(self, nbytes: int) -> None:
-        """Count memory that left custody."""
-        self._quarantined -= nbytes
-
-    def agent_rebuilt(self) -> None:
-        """Count that the transport's agent was destroyed and made anew, to end doubts."""
-        self._rebuilt += 1
-
-    def result_dropped(self, why: str) -> None:
-        """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
-        _count(self._dropped, why)
-
-    def chunk_checked(self, outcome: str) -> None:
-        """Count a chunk that was compared with its source: `ok`, `damaged`, or `reported` by the peer as damaged."""
-        self._checked[outcome] += 1
-
-    def refused(self, code: Code, *, by_peer: bool) -> None:
-        """Count a request that one side refused."""
-        (self._refusals_received if by_peer else self._refusals_sent)[code.name.lower()] += 1
+        self.quarantined_bytes += nbytes
+        self.quarantined_bytes_ever += nbytes
 
     def fell_back(self, reason: str) -> None:
-        """Count a transfer that took a slower route than the settings prefer."""
-        _count(self._fallbacks, reason)
+        """Count a transfer that took a slower route than the settings prefer.
 
-    def memory_refused(self, kind: str) -> None:
-        """Count memory that CUDA or the transport refused and something slower replaced.
-
-        Args:
-            kind: The kind of arena, or `blocks` for the caller's.
+        Reasons are free text, so very many of them count as `other`.
         """
-        _count(self._memory_refused, kind)
+        known = reason in self.fallbacks or len(self.fallbacks) < _LABELS
+        self.fallbacks[reason if known else "other"] += 1
 
     def admission_waited(self, seconds: float) -> None:
-        """Count a transfer that had to wait for admission or memory."""
-        self._waits += 1
-        self._waited += seconds
+        """Count a transfer that had to wait for memory."""
+        self.admission_waits += 1
+        self.admission_wait_seconds += seconds
 
     def loop_late(self, seconds: float, *, blocked: bool, at: float) -> None:
         """Count how late the loop came to a periodic callback `at`; `blocked` if so late that it stood still."""
-        self._loop_lag.add(max(0.0, seconds))
-        self._loop_lag_max = max(self._loop_lag_max, seconds)
-        self._loop_blocked += blocked
+        self.loop_lag.add(max(0.0, seconds))
+        self.loop_lag_max_seconds = max(self.loop_lag_max_seconds, seconds)
+        self.loop_blocked += blocked
         lags = self._loop_lags
         while lags and lags[-1][1] <= seconds:  # never again the latest
             lags.pop()
@@ -600,33 +539,14 @@ class Metrics:
         while lags[0][0] < at - RECENT_SECONDS:
             lags.popleft()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> dict[str, Any]:
         """All counters now, as plain numbers that later changes do not touch."""
-        return {
-            "receive": self._sides["receive"].snapshot(),
-            "send": self._sides["send"].snapshot(),
-            "refusals_sent": dict(self._refusals_sent),
-            "refusals_received": dict(self._refusals_received),
-            "fallbacks": dict(self._fallbacks),
-            "memory_refused": dict(self._memory_refused),
-            "results_dropped": dict(self._dropped),
-            "chunks_checked": dict(self._checked),
-            "frames_sent": dict(self.frames_sent),
-            "frames_received": dict(self.frames_received),
-            "sessions_opened": dict(self._sessions),
-            "offers_ended": dict(self._offers),
-            "quarantined_bytes": self._quarantined,
-            "quarantined_bytes_ever": self._quarantined_ever,
-            "agents_rebuilt": self._rebuilt,
-            "admission_waits": self._waits,
-            "admission_wait_seconds": self._waited,
-            "loop_lag": self._loop_lag.snapshot(),
-            "loop_blocked": self._loop_blocked,
-            "loop_lag_max_seconds": self._loop_lag_max,
-            "loop_lag_recent_seconds": max(0.0, self._loop_lags[0][1]) if self._loop_lags else 0.0,
-        }
-
-
-def _count(counter: Counter[str], label: str) -> None:
-    """Count under a label, or under `other` once there are very many: labels must not grow without bound."""
-    counter[label if label in counter or len(counter) < _LABELS else "other"] += 1
+        plain: dict[str, Any] = {"loop_lag_recent_seconds": max(0.0, self._loop_lags[0][1]) if self._loop_lags else 0.0}
+        for name, value in vars(self).items():
+            if isinstance(value, Counter):
+                plain[name] = dict(cast("Counter[str]", value))
+            elif isinstance(value, _Account | _Histogram):
+                plain[name] = value.snapshot()
+            elif not name.startswith("_"):
+                plain[name] = value
+        return plain

@@ -148,7 +148,7 @@ class Staging:
                 self.refused[kind] = str(error)
                 if kind == kinds[-1]:
                     raise type(error)(_refusals(self.refused)) from error
-                metrics.memory_refused(kind)
+                metrics.memory_refused[kind] += 1
                 _log.warning("arena_fell_back", kind=kind, value=kinds[number + 1], reason=str(error))
             else:
                 self.kind = kind
@@ -487,7 +487,7 @@ async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeome
     except FabricError as error:
         if config.route != "auto" or not config.arena_bytes:
             raise
-        metrics.memory_refused("blocks")
+        metrics.memory_refused["blocks"] += 1
         _log.warning("blocks_not_registered", reason=str(error), route="staged")
         return []
 

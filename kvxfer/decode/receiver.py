@@ -894,7 +894,7 @@ class Receiver:
         outcome = await self._copy(NOTHING, nbytes, sums=SumPlan.at_destination(part))
         self._go_on_if_moving()
         wrong = checking.compare(chunk, part, outcome.sums, self.peer.name)
-        self.site.metrics.chunk_checked("damaged" if wrong else "ok")
+        self.site.metrics.chunks_checked["damaged" if wrong else "ok"] += 1
         if wrong:
             self.stop(Failure(Status.FAILED, Code.INTEGRITY, wrong))
             if self.machine.state is ReceiveState.STOPPED:  # its last result has come, so there was nothing to ask
@@ -1020,7 +1020,7 @@ class Receiver:
 
     def refused(self, message: wire.Refuse) -> None:
         """The peer refused."""
-        self.site.metrics.refused(message.code, by_peer=True)
+        self.site.metrics.refusals_received[message.code.name.lower()] += 1
         self.machine.refused(message)
         self._settle()
 
@@ -1066,7 +1066,7 @@ class Receiver:
         """The peer, or its agent, says that it is through with chunks; None of what nothing waits for."""
         run, now = self._run, self.site.now()
         if chunks is None:
-            self.site.metrics.result_dropped("stale")
+            self.site.metrics.results_dropped["stale"] += 1
             return
         if self.route is Route.PULL:
             if not chunks:

@@ -459,7 +459,7 @@ class Decode:
         incoming = self._incoming.get(message.transfer)
         if incoming is None:
             if isinstance(message, (wire.Arrived, wire.KvAgentResult)):
-                self._site.metrics.result_dropped("stale")
+                self._site.metrics.results_dropped["stale"] += 1
             return
         if incoming.link is not link and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
             raise ProtocolError(f"transfer {message.transfer} belongs to another peer", peer=link.peer.name)

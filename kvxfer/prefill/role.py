@@ -230,7 +230,7 @@ class Prefill:
         elif not self._places.take(key[0]):
             refusal = Code.TOO_MANY
         if refusal is not None:
-            site.metrics.refused(refusal, by_peer=False)
+            site.metrics.refusals_sent[refusal.name.lower()] += 1
             reason = _REASONS.get(refusal, refusal.name.lower())
             link.send(wire.Refuse(message.transfer, refusal, reason, RETRY_MS.get(refusal, 0)))
             return
@@ -267,7 +267,7 @@ class Prefill:
         key = (link.peer.identity.incarnation, message.transfer)
         failure = Failure(Status.CANCELLED, message.code, _CANCELLED)
         if message.code is Code.INTEGRITY:
-            self._site.metrics.chunk_checked("reported")
+            self._site.metrics.chunks_checked["reported"] += 1
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
         if (sender := self._transfers.get(key)) is not None:
             sender.link = link

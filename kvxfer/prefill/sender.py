@@ -981,7 +981,7 @@ class Sender(Struct, eq=False):
         """End before anything moved."""
         if self.machine.state is SendState.PARKED:
             self._stopped_at = self.step
-            self.site.metrics.refused(code, by_peer=False)
+            self.site.metrics.refusals_sent[code.name.lower()] += 1
             self._say(self.machine.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
 
     def stop(self, failure: Failure) -> None:

@@ -343,7 +343,7 @@ class Rebuilding:
             self._consider()
         took = site.now() - began
         if done:
-            site.metrics.agent_rebuilt()
+            site.metrics.agents_rebuilt += 1
             _log.warning("agent_rebuilt", count=site.rebuilds.count, duration=took)
         elif not self._over:
             _log.warning("agent_not_rebuilt", reason=why)

@@ -161,8 +161,8 @@ async def test_every_query_of_the_dashboard_finds_what_metrics_serve(stage):
     prefill, decode, _ = await played(stage, route="staged", integrity="full")
     metrics = counters(prefill)  # what only misfortune counts, so that every series is there
     metrics.fell_back("x")
-    metrics.memory_refused("x")
-    metrics.result_dropped("x")
+    metrics.memory_refused["x"] += 1
+    metrics.results_dropped["x"] += 1
     served: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(await scrape(prefill, decode)):
         for sample in family.samples:

@@ -20,6 +20,7 @@ from kvxfer.memory.books import Custody, Extent, ExtentState, Share
 from kvxfer.protocol.messages import Accept, Grant, Route, Want
 from kvxfer.protocol.transfer import ReceiveState, SendState
 from kvxfer.site import Desk
+from kvxfer.telemetry import Metrics
 
 UNIT = 512
 ROUTES = (Route.STAGED, Route.STAGED, Route.DIRECT, Route.PULL)
@@ -36,9 +37,8 @@ class Books:
         self.receiving = Share("receive", base=1 << 41, capacity=6 * UNIT)
         self.custody = Custody()
         self._peers = itertools.count()
-        counts = SimpleNamespace(quarantined=lambda nbytes: None, settled=lambda nbytes: None)
         # nobody waits here, so there is neither a loop nor a clock
-        desk = Desk(self.receiving, lambda: 0.0, None, counts)
+        desk = Desk(self.receiving, lambda: 0.0, None, Metrics())
         self.site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda before: 1000 + before)
 
     def grants(self) -> Grants:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, assert_never, overload
+from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never, overload
 
 from kvxfer.config import Config
 from kvxfer.copy.port import as_event
@@ -54,7 +54,7 @@ from kvxfer.transfers import (
     layer_range,
     see_through,
 )
-from kvxfer.worker import Worker, given_config, given_groups, given_tensors
+from kvxfer.worker import Assembly, Service, Worker, given_config, given_groups, given_tensors
 
 __all__ = [
     "MAX_EVENTS",
@@ -99,15 +99,20 @@ class ServedWorker(Worker):
         self._assembly.placement.bind()
         return self
 
+    @property
+    def made(self) -> tuple[Assembly, Service | None]:
+        """What it is made of, and what runs on its loop, for whoever reads of it what may be read in any thread."""
+        return self._assembly, self._service
+
     def begin_fetch(
         self,
         ticket: Mapping[str, Any] | Ticket,
         blocks: Blocks,
         *,
         tokens: range,
-        after: Any,
-        timeout: float | None,
-        keep: bool,
+        after: Any = None,
+        timeout: float | None = None,
+        keep: bool = False,
     ) -> Progress:
         """`start_fetch` for whoever holds the fetch for its caller."""
         decode, parsed = self._shown(ticket)
@@ -306,22 +311,12 @@ class OwnLoopWorker(Worker):
     It may be used from any loop of the process, a `start_fetch` from a running one.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[CacheTensor],
-        config: Config | None = None,
-        *,
-        groups: Iterable[Group] = (),
-        transport: Transport | None = None,
-        runtime: Runtime | None = None,
-        loop: Literal["caller", "own"] = "own",
-    ) -> None:
-        del loop
+    def __init__(self, *given: Any, **options: Any) -> None:
         self._thread: LoopThread | None = None
-        super().__init__(tensors, config, groups=groups, transport=transport, runtime=runtime)
+        super().__init__(*given, **options)
         parts = self._assembly
         self._inner: Final = ServedWorker(
-            parts.tensors, parts.config, groups=parts.groups, transport=transport, runtime=parts.runtime
+            parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime
         )
 
     async def __aenter__(self) -> Self:
@@ -334,59 +329,25 @@ class OwnLoopWorker(Worker):
         except BaseException:
             await self.aclose(drain=False)
             raise
+        self._assembly, self._service = self._inner.made  # of which `card`, `engine` and others read, in any thread
         return self
 
-    def __del__(self) -> None:
-        if self._thread is not None and self._closing is None:
-            warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
-
     def __repr__(self) -> str:
-        state = "new" if self._thread is None else "closed" if self._closing is not None else "open"
-        config = self._assembly.config
-        return f"<kvxfer.Worker {config.engine}[{config.rank}/{config.world}] {state}, on its own loop>"
-
-    # --- identity
-
-    @property
-    def card(self) -> RankCard:
-        """See `Worker.card`."""
-        return self._inner.card
-
-    @property
-    def engine(self) -> Issuer:
-        """See `Worker.engine`."""
-        return self._inner.engine
+        return f"{super().__repr__()[:-1]}, on its own loop>"
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """See `Worker.join`."""
         self._served[0].call(lambda: self._inner.join(card, key=key))
 
-    # --- prefill
-
-    def offer(
-        self,
-        request: str,
-        blocks: Blocks | None = None,
-        *,
-        tokens: int | None = None,
-        after: Any = None,
-        attempt: int = 0,
-        streaming: bool = False,
-        payload: bytes = b"",
-    ) -> Offer:
+    def offer(self, request: str, blocks: Blocks | None = None, *, after: Any = None, **options: Any) -> Offer:
         """See `Worker.offer`."""
         thread, geometry = self._served
-        event = after if streaming else as_event(after, geometry)
+        event = after if options.get("streaming") else as_event(after, geometry)
 
         def make() -> OwnLoopOffer:
-            inner = self._inner.offer(
-                request, blocks, tokens=tokens, after=event, attempt=attempt, streaming=streaming, payload=payload
-            )
-            return OwnLoopOffer(inner, thread, geometry)
+            return OwnLoopOffer(self._inner.offer(request, blocks, after=event, **options), thread, geometry)
 
         return thread.call(make)
-
-    # --- decode
 
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
         """See `Worker.claim`."""
@@ -399,22 +360,14 @@ class OwnLoopWorker(Worker):
         return Claim(inner.ticket, close)
 
     def start_fetch(
-        self,
-        ticket: Mapping[str, Any] | Ticket,
-        blocks: Blocks,
-        *,
-        tokens: range,
-        after: Any = None,
-        timeout: float | None = None,
-        keep: bool = False,
+        self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, *, after: Any = None, **options: Any
     ) -> Transfer:
         """See `Worker.start_fetch`."""
         thread, geometry = self._served
         loop, event = asyncio.get_running_loop(), as_event(after, geometry)
 
         def start() -> OwnLoopTransfer:
-            inner = self._inner.begin_fetch(ticket, blocks, tokens=tokens, after=event, timeout=timeout, keep=keep)
-            return OwnLoopTransfer(inner, thread, loop)
+            return OwnLoopTransfer(self._inner.begin_fetch(ticket, blocks, after=event, **options), thread, loop)
 
         return thread.call(start)
 
@@ -422,20 +375,9 @@ class OwnLoopWorker(Worker):
         """See `Worker.decline`."""
         await self._served[0].awaits(self._inner.decline(ticket))
 
-    # --- watching and closing
-
-    def occupy(self, ctas: int) -> None:
-        """See `Worker.occupy`."""
-        self._inner.occupy(ctas)
-
     def describe(self) -> dict[str, Any]:
         """See `Worker.describe`."""
         return self._served[0].call(self._inner.describe)
-
-    def describe_soon(self) -> "Future[dict[str, Any]]":
-        """See `Worker.describe_soon`."""
-        _ = self._served
-        return self._inner.describe_soon()
 
     def begin_drain(self) -> None:
         """See `Worker.begin_drain`."""

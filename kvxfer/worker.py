@@ -1002,7 +1002,7 @@ class Worker:
         loop: Literal["caller", "own"] = "caller",
     ) -> None:
         del loop  # said which class this is
-        self._assembly: Final = Assembly.of(tensors, groups, config, transport, runtime)
+        self._assembly = Assembly.of(tensors, groups, config, transport, runtime)
         self._service: Service | None = None  # once it is open, and after
         self._draining: asyncio.Task[bool] | None = None
         self._hurried = False  # closes without draining
@@ -1254,7 +1254,7 @@ class Worker:
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        return soon(self._assembly.home.read(self._service).site.loop, self.describe)
+        return soon(self._assembly.home.read(self._service).site.loop, lambda: Worker.describe(self))
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.

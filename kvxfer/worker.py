@@ -587,14 +587,16 @@ class LoopWatch:
     How late each beat is goes into the metrics, which count those that are very late. The first one that is later still
     is logged; the incident is over, and the next may be logged, once a beat was in time again. A loop that stands still
     for `t` seconds makes a beat late by something between `t - 0.25` and `t`.
+
+    Args:
+        now: The worker's clock.
+        at: Calls a function on the loop at a time of this clock.
+        metrics: Where late beats are counted.
+        look: Called with each beat that comes in time.
+        own: Whether the loop has a thread of its own; decides which cause the log line names.
     """
 
-    def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
-        self._blocked = False
-
-    def start(
+    def __init__(
         self,
         now: Callable[[], float],
         at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
@@ -603,38 +605,33 @@ class LoopWatch:
         *,
         own: bool,
     ) -> None:
-        """Begin to watch.
-
-        Args:
-            now: The worker's clock.
-            at: Calls a function on the loop at a time of this clock.
-            metrics: Where late beats are counted.
-            look: Called with each beat that comes in time.
-            own: Whether the loop has a thread of its own; decides which cause the log line names.
-        """
-
-        def arm() -> None:
-            self._due = now() + _PERIOD_SECONDS
-            self._timer = at(self._due, beat)
-
-        def beat() -> None:
-            late = now() - self._due
-            metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
-            if late < _LATE_SECONDS:
-                self._blocked = False
-            if late >= _BLOCKED_SECONDS and not self._blocked:
-                self._blocked = True
-                _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=_OWN if own else _CALLER)
-            arm()  # first: whatever comes of a look, the next beat comes
-            if late < _LATE_SECONDS:
-                look()
-
-        arm()
+        self._now: Final = now
+        self._at: Final = at
+        self._metrics: Final = metrics
+        self._look: Final = look
+        self._reason: Final = _OWN if own else _CALLER
+        self._blocked = False
+        self._arm()
 
     def stop(self) -> None:
-        """No beat comes any more. Idempotent, and harmless before `start`."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """No beat comes any more. Idempotent."""
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._due = self._now() + _PERIOD_SECONDS
+        self._timer = self._at(self._due, self._beat)
+
+    def _beat(self) -> None:
+        late = self._now() - self._due
+        self._metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
+        if late < _LATE_SECONDS:
+            self._blocked = False
+        if late >= _BLOCKED_SECONDS and not self._blocked:
+            self._blocked = True
+            _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=self._reason)
+        self._arm()  # first: whatever comes of a look, the next beat comes
+        if late < _LATE_SECONDS:
+            self._look()
 
 
 class TransportWatch:
@@ -695,9 +692,8 @@ class Service:
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
         self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.renewed)
-        self._watch: Final = LoopWatch()
         look = TransportWatch(site, roles).look
-        self._watch.start(site.now, site.at, site.metrics, look, own=own_loop)
+        self._watch: Final = LoopWatch(site.now, site.at, site.metrics, look, own=own_loop)
 
     async def listen(self) -> Listener:
         """Let peers connect."""

@@ -19,16 +19,13 @@ def buckets(histogram):
 
 def test_counters():
     metrics = Metrics()
-    metrics.sessions_opened["send"] += 1
     metrics.offer_ended(("r", 0), "released", 1.0)
     metrics.quarantined(64)
     metrics.quarantined(32)
     metrics.quarantined_bytes -= 64
     metrics.agents_rebuilt += 1
     metrics.fell_back("no native atomics")
-    metrics.frames_sent["Fetch"] += 1
-    metrics.frames_received["Accept"] += 1
-    metrics.frames_received["Accept"] += 1
+    metrics.frames_received["Accept"] += 2
     metrics.admission_waited(0.25)
     metrics.admission_waited(0.5)
     metrics.loop_late(0.5, blocked=True, at=0.0)
@@ -37,18 +34,9 @@ def test_counters():
     metrics.loop_late(0.25, blocked=False, at=61.0)
     seen = metrics.snapshot()
     assert buckets(seen.pop("loop_lag")) == {1e-5: 1, 0.25: 1, 0.5: 1}
-    assert seen == {
-        "receive": EMPTY,
-        "send": EMPTY,
-        "refusals_sent": {},
-        "refusals_received": {},
+    assert {name: count for name, count in seen.items() if count not in (0, {}, EMPTY)} == {
         "fallbacks": {"no native atomics": 1},
-        "memory_refused": {},
-        "results_dropped": {},
-        "chunks_checked": {},
-        "frames_sent": {"Fetch": 1},
         "frames_received": {"Accept": 2},
-        "sessions_opened": {"send": 1},
         "offers_ended": {"released": 1},
         "quarantined_bytes": 32,
         "quarantined_bytes_ever": 96,

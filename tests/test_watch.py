@@ -70,9 +70,7 @@ def looks():
 
 @pytest.fixture
 def watch(loop, metrics, looks):
-    watch = LoopWatch()
-    watch.start(loop.now, loop.at, metrics, lambda: looks.append(loop.time), own=False)
-    return watch
+    return LoopWatch(loop.now, loop.at, metrics, lambda: looks.append(loop.time), own=False)
 
 
 def warnings(caplog):
@@ -123,7 +121,7 @@ def test_it_goes_on_though_a_look_fails(loop, metrics):
         if error := next(looks):
             raise error
 
-    LoopWatch().start(loop.now, loop.at, metrics, look, own=False)
+    LoopWatch(loop.now, loop.at, metrics, look, own=False)
     with pytest.raises(ValueError, match="a defect"):
         loop.beat()
     loop.beat()

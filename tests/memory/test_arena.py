@@ -158,14 +158,6 @@ class TestWaiting:
         take(share, "h", 4)
         assert "waited 4.000 s for the receive share" in str(share.expiry_error(ask(share, "c", 1), 4.0))
 
-    def test_many_departed_requests_leave_no_trace(self):
-        share = make(4)
-        take(share, "h", 4)
-        for _ in range(2000):
-            share.withdraw(ask(share, "a", 1))
-        assert share._queue._round == {}
-        assert share._queue.overtaken == {}
-
     def test_released_extents_leave_no_trace(self):
         share = make(4)
         for _ in range(100):

@@ -15,7 +15,7 @@ import socket
 import struct
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -587,29 +587,17 @@ def export_shared(spans: Sequence[range]) -> list[Export]:
     Raises:
         FabricError: If one lies in other memory.
     """
-    found = {file.address: file for file in _holding(spans)}
-    return [_export(found[address]) for address in sorted(found)]
-
-
-def _holding(spans: Sequence[range]) -> Iterator[_File]:
-    files = list(_files.copy().values())
+    files, found = list(_files.copy().values()), dict[int, _File]()
     for span in spans:
         file = next((f for f in files if f.address <= span.start and span.stop <= f.address + f.length), None)
         if file is None:
             raise FabricError("its memory is private to its process; allocate the cache with kvxfer.shared_empty(...)")
-        yield file
+        found[file.address] = file
+    return [_export(found[address]) for address in sorted(found)]
 
 
 def _export(file: _File) -> Export:
     return Export(CPU, "", file.address, file.length, handle_of(file.descriptor))
-
-
-def _find(given: Export) -> Window:
-    """A shared file of this process."""
-    file = _files.get(given.address)
-    if file is None or _export(file) != given:
-        raise FabricError(f"this process shares no memory at {given.address:#x} any more")
-    return Window(given.address, given.length, given.address, lambda: None)
 
 
 def open_shared(given: Export, *, own: bool) -> Window:
@@ -620,7 +608,10 @@ def open_shared(given: Export, *, own: bool) -> Window:
     """
     process = process_of(given.handle)
     if own:
-        return _find(given)
+        file = _files.get(given.address)
+        if file is None or _export(file) != given:
+            raise FabricError(f"this process shares no memory at {given.address:#x} any more")
+        return Window(given.address, given.length, given.address, lambda: None)
     if process == os.getpid():
         raise FabricError("it names memory of this process, which is not its own")
     descriptor = open_handle(given.handle, _NAME, given.length)

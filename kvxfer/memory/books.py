@@ -89,8 +89,7 @@ TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyT
 class Extent(Struct, eq=False):
     """A run of arena bytes that one peer holds. Only the `Share` that granted it changes it.
 
-    Two extents are equal only if they are the same grant: the same bytes granted again are another extent, with another
-    generation.
+    Two extents are equal only if they are the same grant: the same bytes granted again are another extent.
     """
 
     address: int  # first byte, as an absolute address in this process or on this device; a multiple of the alignment
@@ -98,7 +97,6 @@ class Extent(Struct, eq=False):
     length: int  # bytes that it occupies: `nbytes` rounded up to the alignment
     nbytes: int  # bytes that were asked for; the rest is padding, and no part of any grant to the peer
     peer: str
-    generation: int  # number of the grant within its share, from 1 upwards, never used twice
     state: ExtentState = ExtentState.RESERVED  # where it is in the table above; FREE for ever once it was released
     reason: str = ""  # why it was quarantined, else empty
 
@@ -335,34 +333,23 @@ class Share:
 
         Args:
             name: What messages and metrics call it.
-            base: Address of the first byte.
+            base: Address of the first byte, a multiple of `ALIGNMENT`.
             capacity: Bytes from there on; what exceeds a multiple of `ALIGNMENT` is left unused.
             max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
-
-        Raises:
-            ConfigError: an argument is negative, the base is not aligned, or the share does not fit into 64-bit
-                addresses.
         """
-        if base < 0 or base % ALIGNMENT:
-            raise ConfigError(f"the {name} share begins at address {base}, which is no multiple of {ALIGNMENT}")
-        if capacity < 0 or base + capacity > 1 << 64:
-            raise ConfigError(f"the {name} share of {capacity} bytes at address {base} is no range of 64-bit addresses")
-        if max_overtakes < 0:
-            raise ConfigError(f"max_overtakes={max_overtakes} must not be negative")
         self.name: Final = name
-        self.base: Final = operator.index(base)
-        self.capacity: Final = operator.index(capacity) // ALIGNMENT * ALIGNMENT
+        self.base: Final = base
+        self.capacity: Final = capacity // ALIGNMENT * ALIGNMENT
         self.max_overtakes: Final = max_overtakes
         self._alone = self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
-        self._live: dict[int, Extent] = {}
+        self._live: dict[Extent, None] = {}
         self.held: Final[dict[str, int]] = {}  # by peer, bytes that it holds, quarantined ones included
         self._accounts: dict[str, dict[ExtentState, int]] = {}  # the same by state
         self._doubtful: list[tuple[int, int]] = []
         self._doubt_grew = False
         self._reachable_cache: int | None = None
-        self._generation = 0
 
     # --- asking
 
@@ -499,11 +486,11 @@ class Share:
 
     def extents(self) -> list[Extent]:
         """Extents that are held, in the order in which they were granted."""
-        return list(self._live.values())
+        return list(self._live)
 
     def snapshot(self) -> ShareSnapshot:
         """What is where now, as plain numbers. It costs time in proportion to the extents and the waiting requests."""
-        extents = sorted(self._live.values(), key=lambda extent: extent.offset)
+        extents = sorted(self._live, key=lambda extent: extent.offset)
         peers = sorted(self._accounts.keys() | set(self._queue.peers))
         return ShareSnapshot(
             name=self.name,
@@ -563,9 +550,8 @@ class Share:
         offset = self._gaps.take(length)
         if offset is None:
             raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
-        self._generation += 1
-        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation, state)
-        self._live[extent.generation] = extent
+        extent = Extent(self.base + offset, offset, length, nbytes, peer, state)
+        self._live[extent] = None
         account = self._accounts.get(peer)
         if account is None:
             account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
@@ -576,7 +562,7 @@ class Share:
     def _move(self, extent: Extent, target: ExtentState) -> None:
         """Carry out one transition of an extent: beside `_reserve` the only place where a state and a count change."""
         source = extent.state
-        if self._live.get(extent.generation) is not extent:
+        if extent not in self._live:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
         if target not in TRANSITIONS[source]:
@@ -588,7 +574,7 @@ class Share:
             account[target] += extent.length
         else:
             self._gaps.give(extent.offset, extent.length)
-            del self._live[extent.generation]
+            del self._live[extent]
             self.held[extent.peer] -= extent.length
             if not self.held[extent.peer]:
                 del self.held[extent.peer], self._accounts[extent.peer]

@@ -374,11 +374,3 @@ class TestArena:
     def test_what_cannot_be_split_is_refused(self, base, capacity):
         with pytest.raises(ConfigError):
             memory.Arena.split(base, capacity)
-
-    @pytest.mark.parametrize(
-        ("base", "capacity", "most"),
-        [(1, 512, 8), (-512, 512, 8), (0, -512, 8), ((1 << 64) - 512, 1024, 8), (0, 512, -1)],
-    )
-    def test_what_is_no_share_is_refused(self, base, capacity, most):
-        with pytest.raises(ConfigError):
-            memory.Share("send", base=base, capacity=capacity, max_overtakes=most)

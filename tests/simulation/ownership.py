@@ -297,10 +297,10 @@ class _Staging:
                 if write and extent.state not in _WRITABLE:
                     return None
                 if self._hands is None:
-                    return extent.generation
+                    return extent
                 if write:
                     return self._hands.writer(address, length, peer)
-                return extent.generation if self._hands.who(address, length) is None else None
+                return extent if self._hands.who(address, length) is None else None
         return None
 
     def __str__(self):

@@ -4,8 +4,11 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import combinations, product
-from math import gcd
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.spec import (
@@ -32,31 +35,18 @@ __all__ = ["Bytes", "CacheGeometry", "CacheTensor", "Group", "group", "shared"]
 # Ranges of addresses do not tell: K and V packed in one tensor, slices by head, and layers inside of a block lie
 # between each other without a common byte. So the question is decided in two steps. Views whose largest strides are
 # equal are folded by that stride, and what then lies apart cannot meet; this leaves few pairs, however many layers
-# there are. For each of these it is decided exactly: is there an index into either view such that the two addresses
-# are closer than the runs are long? With equal strides that takes a few steps. With strides that have nothing to do
-# with each other it is a subset-sum problem, so the steps are counted, and a pair that is undecided when they are used
-# up counts as apart.
+# there are. For each of these numpy decides it exactly. With strides that have nothing to do with each other that is a
+# subset-sum problem, so work is counted, and what is undecided when it is used up counts as apart.
 
 _STEPS: Final = 50_000
-"""Steps for a whole list of views, beyond those that each view may take by itself: well under 0.1 s."""
+"""Steps for a whole list of views, beyond those that each view may take by itself: about 0.1 s."""
 _STEPS_A_VIEW: Final = 64
+_STEPS_A_PAIR: Final = 16
+_TRIED: Final[Any] = 1_000  # numpy's stubs know two numbers alone
+"""Indices that numpy tries for a pair."""
 
 _Axes: TypeAlias = tuple[tuple[int, int], ...]
 """(stride, count), the largest stride first."""
-
-
-class _UndecidedError(Exception):
-    """The steps are used up."""
-
-
-@dataclass(slots=True)
-class _Steps:
-    left: int
-
-    def take(self, number: int = 1) -> None:
-        self.left -= number
-        if self.left < 0:
-            raise _UndecidedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +86,43 @@ class Bytes:
         if one.stop > stride:
             yield Bytes(one.start - stride, one.axes, one.run)
 
+    def as_array(self, first: int) -> NDArray[np.uint8]:
+        """An array that lies so, counted from the address `first` on; its memory is never read."""
+        shape, strides = [count for _, count in self.axes], [stride for stride, _ in self.axes]
+        where = {"data": (self.start - first + 1, True), "shape": (*shape, self.run), "strides": (*strides, 1)}
+        return np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": "|u1", "version": 3}))
+
 
 def shared(views: Sequence[Bytes]) -> tuple[int, int] | None:
     """Positions of two views that have a byte in common; None if there are none, or it could not be decided."""
-    steps = _Steps(_STEPS + _STEPS_A_VIEW * len(views))
-    try:
-        for one, other in _suspects(list(enumerate(views)), steps):
-            if _meet(views[one], views[other], steps):
-                return min(one, other), max(one, other)
-    except _UndecidedError:
-        pass
+    left = _STEPS + _STEPS_A_VIEW * len(views)
+    waiting = [list(enumerate(views))]  # lists of views, or of what folding has left of them, with their positions
+    while waiting:
+        some = waiting.pop()
+        left -= len(some)
+        for close in _clusters(some):
+            stride, *others = {view.axes[0][0] if view.axes else 0 for _, view in close}
+            if stride and not others:
+                waiting.append([(at, part) for at, view in close for part in view.folded(stride)])
+                continue
+            for (one, _), (other, _) in combinations(close, 2):
+                left -= _STEPS_A_PAIR
+                if left < 0:
+                    return None
+                if one != other and _meet(views[one], views[other]):
+                    return min(one, other), max(one, other)
+        if left < 0:
+            return None
     return None
 
 
-def _suspects(views: list[tuple[int, Bytes]], steps: _Steps) -> Iterator[tuple[int, int]]:
-    """Pairs that may share a byte; all that do are among them."""
-    steps.take(len(views))
-    for close in _clusters(views):
-        strides = {view.axes[0][0] if view.axes else 0 for _, view in close}
-        stride = strides.pop()
-        if strides or not stride:
-            for (one, _), (other, _) in combinations(close, 2):
-                steps.take()
-                if one != other:
-                    yield one, other
-        else:
-            yield from _suspects([(at, part) for at, view in close for part in view.folded(stride)], steps)
+def _meet(one: Bytes, other: Bytes) -> bool:
+    """Whether two views have a byte in common."""
+    first = min(one.start, other.start)
+    try:
+        return np.shares_memory(one.as_array(first), other.as_array(first), max_work=_TRIED)
+    except (np.exceptions.TooHardError, OverflowError):
+        return False
 
 
 def _clusters(views: Iterable[tuple[int, Bytes]]) -> Iterator[list[tuple[int, Bytes]]]:
@@ -137,44 +138,6 @@ def _clusters(views: Iterable[tuple[int, Bytes]]) -> Iterator[list[tuple[int, By
         close.append((at, view))
     if len(close) > 1:
         yield close
-
-
-def _meet(one: Bytes, other: Bytes, steps: _Steps) -> bool:
-    """Whether two views have a byte in common: exact.
-
-    The distance from an address in `one` to an address in `other` is a fixed number and a multiple of each stride,
-    where a stride of both views counts once, with all differences of the two indices. They share a byte if a distance
-    lies between `-other.run` and `one.run`, neither included.
-    """
-    reach: dict[int, tuple[int, int]] = {}
-    for stride, count in one.axes:
-        reach[stride] = (1 - count, 0)
-    for stride, count in other.axes:
-        low, high = reach.get(stride, (0, 0))
-        reach[stride] = (low, high + count - 1)
-    terms = [(stride, *reach[stride]) for stride in sorted(reach, reverse=True)]
-    rest = [(0, 0, 0)]  # behind each term: least and largest sum of those after it, and what divides all of these
-    for stride, low, high in reversed(terms):
-        least, most, unit = rest[-1]
-        rest.append((least + stride * low, most + stride * high, gcd(unit, stride)))
-    rest.reverse()
-
-    def reachable(at: int, low: int, high: int) -> bool:
-        """Whether the terms from `at` on can sum up to something from `low` to `high`."""
-        steps.take()
-        least, most, unit = rest[at]
-        low, high = max(low, least), min(high, most)
-        if low > high or (unit and high // unit * unit < low):
-            return False
-        if at == len(terms):
-            return True
-        stride, first, last = terms[at]
-        least, most, _ = rest[at + 1]
-        factors = range(max(first, -((most - low) // stride)), min(last, (high - least) // stride) + 1)
-        return any(reachable(at + 1, low - factor * stride, high - factor * stride) for factor in factors)
-
-    distance = other.start - one.start
-    return reachable(0, 1 - other.run - distance, one.run - 1 - distance)
 
 
 # --- tensors

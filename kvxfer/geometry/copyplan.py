@@ -1,9 +1,9 @@
 """The plan of one copy: small tables from which every address is computed.
 
-Listing all of them costs tens of nanoseconds a piece, and there may be millions. A part is a stretch of neighbouring
-rows in the middle, because pieces merge across rows wherever blocks follow each other. What counts is how many pieces
-each row adds to those before it: even where all rows are one piece, a stretch then tells so. The first and the last row
-may be cut by the token range, and stand for themselves.
+Listing all pieces costs tens of nanoseconds each, and there may be millions. To count them, the first rows are looked
+at, and twice as many: what the second half adds to the first is taken for what all other rows do. So it is seen where
+pieces merge across rows, as they do wherever blocks follow each other, even if all rows are one piece. The last row may
+be cut by the token range, and stands for itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -421,12 +421,10 @@ def fold(
 
 # --- pieces, from a part of the rows
 
-F64: TypeAlias = NDArray[np.float64]
-
-_STRETCH: Final = 16
-"""Rows of a stretch at least: engines may count in blocks of so many kernel blocks, which follow each other."""
+_FEW: Final = 16
+"""Rows that are looked at first, at least: engines may count in blocks of so many kernel blocks, which follow on."""
 _AFFORDED: Final = 4
-"""For that a stretch may have so many times the pieces that were asked for."""
+"""For that there may be so many times the pieces that were asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -435,17 +433,7 @@ class Sample:
 
     count: float  # pieces of the copy, neighbours merged
     nbytes: I64  # bytes of those that were looked at
-    weights: F64  # how many pieces each of them stands for
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[Pieces, float]]) -> "Sample":
-        """Lists of pieces, each of which stands for so many."""
-        found = [(listed.nbytes, count) for listed, count in parts]
-        return cls(
-            sum(count for _, count in found),
-            np.concatenate([nbytes for nbytes, _ in found]),
-            np.concatenate([np.full(len(nbytes), count / max(1, len(nbytes))) for nbytes, count in found]),
-        )
+    weights: NDArray[np.float64]  # how many pieces each of them stands for
 
 
 def sample(plan: CopyPlan, pieces: int) -> Sample:
@@ -457,46 +445,41 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
     moved: dict[int, list[Segment]] = {}
     for segment in plan.segments:
         moved.setdefault(id(segment.stencil.rows), []).append(segment)
-    whole = CopyPlan(tuple(part for alike in moved.values() for part in _with(alike, _known(alike)).segments))
-    if whole.pieces == plan.pieces <= pieces:
-        listed = whole.enumerate().merged()
-        return Sample.of([(listed, float(len(listed)))])
-    parts: list[tuple[Pieces, float]] = []
-    for alike in moved.values():
-        known, every = _with(alike, _known(alike)), CopyPlan(tuple(alike)).pieces
-        if known.pieces:
-            found = _looked_at(known, known.segments[0].stencil.rows, pieces // len(moved))
-            parts += [(listed, count * every / known.pieces) for listed, count in found]
-        else:
-            parts.append((known.enumerate(), float(every)))
-    return Sample.of(parts)
+    known = [_of_rows(alike, _known(alike)) for alike in moved.values()]
+    if sum(one.pieces for one in known) == plan.pieces <= pieces:
+        nbytes = CopyPlan(tuple(part for one in known for part in one.segments)).enumerate().merged().nbytes
+        return Sample(float(len(nbytes)), nbytes, np.ones(len(nbytes)))
+    found = Sample(0.0, np.zeros(0, np.int64), np.zeros(0))
+    for alike, one in zip(moved.values(), known, strict=True):
+        every = CopyPlan(tuple(alike)).pieces
+        nbytes, count = _looked_at(one, pieces // len(moved)) if one.pieces else (found.nbytes[:0], 1.0)
+        count *= every / max(1, one.pieces)
+        weights = np.full(len(nbytes), count / max(1, len(nbytes)))
+        found = Sample(
+            found.count + count,
+            np.concatenate([found.nbytes, nbytes]),
+            np.concatenate([found.weights, weights]),
+        )
+    return found
 
 
-def _looked_at(plan: CopyPlan, rows: I64, pieces: int) -> list[tuple[Pieces, float]]:
-    """Pieces of some of the rows that all segments of a plan have, and how many of its pieces they stand for."""
-    each = plan.pieces // len(rows)
-    kept = max(pieces // each, min(_STRETCH, _AFFORDED * pieces // each))
-    if plan.pieces <= pieces or kept + 2 >= len(rows):
-        listed = plan.enumerate().merged()
-        return [(listed, float(len(listed)))]
-
-    def merged(some: I64) -> Pieces:
-        return _with(plan.segments, some).enumerate().merged()
-
-    begin = (len(rows) - kept) // 2
-    stretch = rows[begin : begin + max(1, kept)]
-    times = plan.pieces / _with(plan.segments, stretch).pieces
-    if not kept:  # so many pieces a row that one says enough
-        listed = merged(stretch)
-        return [(listed, len(listed) * times)]
-    first, more, last = merged(rows[:1]), merged(rows[begin - 1 : begin + kept]), merged(rows[-1:])
-    added = len(more) - len(merged(rows[begin - 1 : begin]))
-    inner = added * times * _with(plan.segments, rows[1:-1]).pieces / plan.pieces
-    ends = len(merged(rows[-2:])) - len(merged(rows[-2:-1]))
-    return [(first, float(len(first))), (more, inner), (last, float(ends))]
+def _looked_at(plan: CopyPlan, pieces: int) -> tuple[I64, float]:
+    """Sizes of some pieces of a plan whose segments have one table of rows, and how many pieces it has in all."""
+    rows = plan.segments[0].stencil.rows
+    asked = pieces * len(rows) // plan.pieces
+    few = max(1, asked, min(_FEW, _AFFORDED * asked))
+    if plan.pieces <= pieces or 2 * few >= len(rows):
+        nbytes = plan.enumerate().merged().nbytes
+        return nbytes, float(len(nbytes))
+    parts = rows[:few], rows[: 2 * few], rows[-2:-1], rows[-2:]
+    plans = [_of_rows(plan.segments, some) for some in parts]
+    half, begin, before, end = (part.enumerate().merged().nbytes for part in plans)
+    added = (len(begin) - len(half)) / (plans[1].pieces - plans[0].pieces)
+    rest = plan.pieces - plans[1].pieces - (plans[3].pieces - plans[2].pieces)
+    return np.concatenate([begin, end]), len(begin) + added * rest + len(end) - len(before)
 
 
-def _with(segments: Iterable[Segment], rows: I64) -> CopyPlan:
+def _of_rows(segments: Iterable[Segment], rows: I64) -> CopyPlan:
     return CopyPlan(tuple(replace(one, stencil=replace(one.stencil, rows=rows)) for one in segments))
 
 

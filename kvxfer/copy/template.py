@@ -25,7 +25,8 @@ from kvxfer.copy import binding, records
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
-from kvxfer.geometry.plan import MOST_BLANKS, ChunkGrid, PairPlan, Slice, TransferPlan
+from kvxfer.geometry.intersect import SegmentClass
+from kvxfer.geometry.plan import MOST_BLANKS, ChunkGrid, PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists
 from kvxfer.geometry.spec import RowSide
 from kvxfer.names import MAX_TOKENS, lazy
@@ -178,7 +179,7 @@ class _Shapes:
     slack: int  # words of a chunk at most that are neither of regions nor of rows, where no class is split
 
     @classmethod
-    def of(cls, kind: Kind, common: Sequence[I64], slices: Sequence[Slice]) -> "_Shapes":
+    def of(cls, kind: Kind, common: Sequence[I64], of_pair: Sequence[SegmentClass]) -> "_Shapes":
         """Look at each class."""
         meetings, groups, classes, edges = common
         groups_at = binding.HEAD + meetings.size
@@ -189,7 +190,7 @@ class _Shapes:
         axes: list[int] = []
         regions: list[I64] = []
         factors: list[I64] = []
-        for of in slices:
+        for of in of_pair:
             folded = (of.in_place, of.gathered, of.scattered)[kind]
             if folded.box.elements not in known:
                 known.append(folded.box.elements)
@@ -215,7 +216,7 @@ class _Shapes:
 
 
 def _box_words(
-    kind: Kind, of: Slice, outer: Sequence[tuple[int, int, int]], number: int, where: tuple[int, int, int]
+    kind: Kind, of: SegmentClass, outer: Sequence[tuple[int, int, int]], number: int, where: tuple[int, int, int]
 ) -> list[int]:
     """What a class is in copies of one kind.
 
@@ -278,26 +279,25 @@ class Template:
         names, meetings = pair.groups, pair.meetings
         if not pair.classes or not all(c.key.token_bytes for c in pair.classes):
             return None
-        slices = [Slice(number, c.key, c.bases, c.factors, c.places) for number, c in enumerate(pair.classes)]
         layers = np.asarray(pair.layers, np.int64)
         try:
             common = (
                 np.asarray([_meeting_words(names.index(group), src, dst) for group, src, dst in meetings], np.int64),
                 np.asarray([_limits(pair.src, name) + _limits(pair.dst, name) for name in names], np.int64),
                 np.asarray(
-                    [[at, of.token_bytes, of.row_bytes] for at, of in zip(pair.meeting_of, slices, strict=True)],
+                    [[at, of.token_bytes, of.row_bytes] for at, of in zip(pair.meeting_of, pair.classes, strict=True)],
                     np.int64,
                 ),
                 np.stack([np.append(np.searchsorted(c.layers, layers), len(c.layers)) for c in pair.classes]),
             )
-            shapes = {kind: _Shapes.of(kind, common, slices) for kind in Kind}
+            shapes = {kind: _Shapes.of(kind, common, pair.classes) for kind in Kind}
         except OverflowError:  # a peer may declare what no memory has room for
             return None
         if any(np.abs(found).max() > _LARGEST for one in shapes.values() for found in (one.regions, *common)):
             return None
         tokens = tuple(src.grid and src.tokens_per_row * src.common(dst) for _, src, dst in meetings)
         padded = any(src.null_block is not None for _, src, _ in meetings)
-        scratch = binding.scratch_words(len(meetings), len(slices))
+        scratch = binding.scratch_words(len(meetings), len(pair.classes))
         return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, scratch, shapes)
 
     def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int) -> "Fitted | None":

@@ -4,6 +4,7 @@ Each selected pair of tensors is intersected in global coordinates. Pairs with e
 form one class, whose members (regions) differ only in their base addresses, and in the two numbers of a conversion.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError, MismatchError
-from kvxfer.geometry.copyplan import BoxAxis, Elements, Patch, patches
+from kvxfer.geometry.copyplan import Box, BoxAxis, Elements, Patch, fold, patches
 from kvxfer.geometry.spec import KV_ORDER, Factor, Interleave, Place, RowSide, TensorSpec, axis_offsets
-from kvxfer.names import CONVERTIBLE, convertible
+from kvxfer.names import CONVERTIBLE, convertible, lazy
 
 if TYPE_CHECKING:
     from kvxfer.geometry.cache import CacheGeometry
 
 __all__ = [
     "Difference",
+    "Folded",
     "SegmentClass",
     "SegmentKey",
     "Selection",
@@ -378,6 +380,15 @@ class SegmentKey:
         """Bytes of one token row in one region, in staging."""
         return self.item_bytes * prod(axis.count for axis in (*self.heads, *self.dims))
 
+    def in_order(self, item_bytes: int) -> Iterator[tuple[BoxAxis, int]]:
+        """The axes of a row that is head, token, dim in C order, the innermost first, and the stride of each."""
+        stride = item_bytes
+        for own, gap in ((self.dims, self.grid), (self.heads, 1)):
+            for axis in reversed(own):
+                yield axis, stride
+                stride *= axis.count
+            stride *= gap
+
     def sort_key(self) -> tuple[object, ...]:
         """Total order; both sides sort by the same numbers."""
         return (self.group, self.part, self.elements, self.heads, self.dims, self.src_token, self.dst_token,
@@ -385,9 +396,22 @@ class SegmentKey:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SegmentClass:
-    """One class of a pair: its key and its regions, ordered by (layer, kv, head, dim)."""
+class Folded:
+    """Regions with the box that a row copies in each."""
 
+    box: Box
+    # int64 (R, 2): addresses at the source and destination; in staging they count from the place of the first row that
+    # their region has there
+    regions: I64
+    number: I64  # int64 (R,): which region of the class each belongs to
+    factors: F32 | None
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentClass:
+    """One class of a pair, or what a run of layers has of it: its key and its regions, by (layer, kv, head, dim)."""
+
+    number: int  # which class of the pair
     key: SegmentKey
     places: I64  # int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim
     bases: I64  # int64 (R, 2): address of the region's first selected element in block 0, at the source and destination
@@ -397,6 +421,63 @@ class SegmentClass:
     def layers(self) -> I64:
         """The layer of each region, ascending."""
         return self.places[:, 0]
+
+    def within(self, first: int, last: int) -> "SegmentClass | None":
+        """What layers up to `last` have of it; None if that is nothing."""
+        some = slice(bisect_left(self.layers, first), bisect_left(self.layers, last + 1))
+        places = self.places[some]
+        return (
+            SegmentClass(self.number, self.key, places, self.bases[some], self.factors[some]) if len(places) else None
+        )
+
+    @lazy
+    def token_bytes(self) -> int:
+        """Of a token row in a region, in staging."""
+        return self.key.token_bytes
+
+    @lazy
+    def row_bytes(self) -> int:
+        """Of a row in staging, where it is head, token, dim in C order and a full sub-block."""
+        return self.token_bytes * self.key.grid
+
+    @lazy
+    def in_place(self) -> Folded:
+        """From the blocks of one side into those of the other."""
+        key = self.key
+        return self._folded((*key.heads, *key.dims), self.bases, (key.src_token, key.dst_token), key.elements)
+
+    @lazy
+    def gathered(self) -> Folded:
+        """From blocks into staging."""
+        key = self.key
+        bases = np.stack([self.bases[:, 0], np.zeros(len(self.bases), np.int64)], axis=1)
+        axes = [BoxAxis(axis.count, axis.src, stride) for axis, stride in key.in_order(key.item_bytes)]
+        return self._folded(axes, bases, (key.src_token, self._staged_token), key.elements.gathered)
+
+    @lazy
+    def scattered(self) -> Folded:
+        """From staging into blocks."""
+        key = self.key
+        bases = np.stack([np.zeros(len(self.bases), np.int64), self.bases[:, 1]], axis=1)
+        axes = [BoxAxis(axis.count, stride, axis.dst) for axis, stride in key.in_order(key.item_bytes)]
+        return self._folded(axes, bases, (self._staged_token, key.dst_token), key.elements.scattered)
+
+    @property
+    def _staged_token(self) -> int:
+        """Bytes between tokens in staging."""
+        return self.key.item_bytes * prod(axis.count for axis in self.key.dims)
+
+    def _folded(self, axes: Iterable[BoxAxis], bases: I64, tokens: tuple[int, int], elements: Elements) -> Folded:
+        """These axes as a box, those beyond it unrolled into regions; `tokens` are the token strides of both sides."""
+        box, unrolled = fold(axes, *tokens, elements)
+        factors = self.factors if elements.converts else None
+        number = np.arange(len(bases), dtype=np.int64)
+        for axis in unrolled:
+            steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
+            bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
+            number = np.repeat(number, axis.count)
+            factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
+        return Folded(box, bases, number, factors)
 
 
 def intersect(
@@ -443,11 +524,11 @@ def intersect(
 
 
 def _collected(found: Mapping[SegmentKey, list[_Region]]) -> Iterator[SegmentClass]:
-    for key in sorted(found, key=SegmentKey.sort_key):
+    for number, key in enumerate(sorted(found, key=SegmentKey.sort_key)):
         regions = sorted(found[key])
         table = np.asarray([region[:6] for region in regions], np.int64)
         factors = np.asarray([region[6:] for region in regions], np.float32)
-        yield SegmentClass(key, table[:, :4], table[:, 4:], factors)
+        yield SegmentClass(number, key, table[:, :4], table[:, 4:], factors)
 
 
 def _places(selection: Selection) -> Iterator[Place]:

@@ -11,7 +11,7 @@ The planner is pure: numbers in, numbers out.
 
 import hashlib
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,6 @@ from kvxfer.errors import BlocksError, GeometryError, TokensError
 from kvxfer.geometry.copyplan import (
     STAGING_ALIGNMENT,
     Blank,
-    Box,
     BoxAxis,
     CopyPlan,
     Elements,
@@ -36,7 +35,7 @@ from kvxfer.geometry.copyplan import (
     fold,
     sample,
 )
-from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
+from kvxfer.geometry.intersect import Folded, SegmentClass, SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet
 from kvxfer.geometry.spec import KV_ORDER, RowSide
 from kvxfer.names import MAX_SUMS, MAX_TOKENS, lazy
@@ -52,7 +51,6 @@ __all__ = [
     "Damage",
     "ItemSums",
     "PairPlan",
-    "Slice",
     "SumPart",
     "SumPlan",
     "TransferPlan",
@@ -164,92 +162,10 @@ class ChunkGrid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Folded:
-    """Regions with the box that a row copies in each."""
-
-    box: Box
-    # int64 (R, 2): addresses at the source and destination; in staging they count from the place of the first row that
-    # their region has there
-    regions: I64
-    number: I64  # int64 (R,): which region of the slice each belongs to
-    factors: F32 | None
-
-
-@dataclass(frozen=True, eq=False)
-class Slice:
-    """What a run of layers has of one class: all that chunks of it share, whatever the request."""
-
-    number: int  # which class of the pair
-    key: "SegmentKey"
-    bases: I64  # int64 (R, 2): address of the first element in block 0, at the source and destination, of each region
-    factors: F32  # float32 (R, 2): by what its elements are multiplied, and then divided
-    places: I64  # int64 (R, 4): layer, half, first head and first dim of each region
-
-    @lazy
-    def token_bytes(self) -> int:
-        """Of a token row in a region, in staging."""
-        return self.key.token_bytes
-
-    @lazy
-    def row_bytes(self) -> int:
-        """Of a row in staging, where it is head, token, dim in C order and a full sub-block."""
-        return self.token_bytes * self.key.grid
-
-    @lazy
-    def in_place(self) -> _Folded:
-        """From the blocks of one side into those of the other."""
-        key = self.key
-        return self._folded((*key.heads, *key.dims), self.bases, (key.src_token, key.dst_token), key.elements)
-
-    @lazy
-    def gathered(self) -> _Folded:
-        """From blocks into staging."""
-        key = self.key
-        bases = np.stack([self.bases[:, 0], np.zeros(len(self.bases), np.int64)], axis=1)
-        return self._folded(self._staging_axes(1), bases, (key.src_token, self._staged_token), key.elements.gathered)
-
-    @lazy
-    def scattered(self) -> _Folded:
-        """From staging into blocks."""
-        key = self.key
-        bases = np.stack([np.zeros(len(self.bases), np.int64), self.bases[:, 1]], axis=1)
-        return self._folded(self._staging_axes(0), bases, (self._staged_token, key.dst_token), key.elements.scattered)
-
-    @property
-    def _staged_token(self) -> int:
-        """Bytes between tokens in staging."""
-        return self.key.item_bytes * prod(axis.count for axis in self.key.dims)
-
-    def _staging_axes(self, side: int) -> list[BoxAxis]:
-        """The box axes with one side replaced by staging."""
-        axes: list[BoxAxis] = []
-        stride = self.key.item_bytes
-        for own, gap in ((self.key.dims, self.key.grid), (self.key.heads, 1)):
-            for axis in reversed(own):
-                strides = (axis.src, stride) if side else (stride, axis.dst)
-                axes.append(BoxAxis(axis.count, *strides))
-                stride *= axis.count
-            stride *= gap
-        return axes
-
-    def _folded(self, axes: Iterable[BoxAxis], bases: I64, tokens: tuple[int, int], elements: Elements) -> _Folded:
-        """These axes as a box, those beyond it unrolled into regions; `tokens` are the token strides of both sides."""
-        box, unrolled = fold(axes, *tokens, elements)
-        factors = self.factors if elements.converts else None
-        number = np.arange(len(bases), dtype=np.int64)
-        for axis in unrolled:
-            steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
-            bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
-            number = np.repeat(number, axis.count)
-            factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
-        return _Folded(box, bases, number, factors)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChunkPart:
     """What a chunk takes of one class."""
 
-    slice: Slice  # the regions of its layers
+    slice: SegmentClass  # the regions of its layers
     rows: "Rows"  # where the block lists meet
 
     @property
@@ -288,7 +204,7 @@ class ChunkPart:
         if rest := -nbytes % STAGING_ALIGNMENT:
             yield Blank(staging + nbytes, rest)
 
-    def _staged(self, folded: _Folded, stencil: Stencil, side: int, staging: int) -> Segment:
+    def _staged(self, folded: Folded, stencil: Stencil, side: int, staging: int) -> Segment:
         """With the regions behind each other in staging, which is the source or destination as `side` says."""
         regions = folded.regions.copy()
         regions[:, side] += folded.number * (len(self.rows.table) * self.slice.row_bytes) + staging
@@ -465,13 +381,7 @@ def _part(part: ChunkPart, side: int, first_region: int, first_row: int) -> SumP
     token_bytes = item * prod(axis.count for axis in key.dims)
     row_bytes = token_bytes * grid * prod(axis.count for axis in key.heads)
     words = -(-row_bytes // _WORD)
-    axes: list[BoxAxis] = []
-    stride = item
-    for own, gap in ((key.dims, grid), (key.heads, 1)):
-        for axis in reversed(own):
-            axes.append(BoxAxis(axis.count, (axis.src, axis.dst)[side], stride))
-            stride *= axis.count
-        stride *= gap
+    axes = [BoxAxis(axis.count, (axis.src, axis.dst)[side], stride) for axis, stride in key.in_order(item)]
     elements = Elements(item, item) if side else key.elements
     box, _ = fold(axes, (key.src_token, key.dst_token)[side], token_bytes, elements, most=_ALL_AXES)
     table = np.zeros((len(rows), 5), np.int64)
@@ -600,7 +510,7 @@ class PairPlan:
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
         self.template: Any = None  # the same as compiled code reads it, if somebody has made that
-        self._slices: dict[tuple[int, int], list[Slice]] = {}
+        self._slices: dict[tuple[int, int], list[SegmentClass]] = {}
         self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
         self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does
         self._grids: dict[tuple[object, ...], ChunkGrid] = {}  # by what was asked of `grid`
@@ -721,16 +631,12 @@ class PairPlan:
         most, total = self._staged_bytes(rows * align)
         return min(total, grid.layers_per_chunk * most)
 
-    def slices(self, layers: Sequence[int]) -> Sequence[Slice]:
+    def slices(self, layers: Sequence[int]) -> Sequence[SegmentClass]:
         """What a run of the pair's layers has of each class that it has anything of; the same each time."""
         key = (layers[0], layers[-1]) if layers else (0, -1)
         found = self._slices.get(key)
         if found is None:
-            found = list[Slice]()
-            for number, c in enumerate(self.classes):
-                low, high = bisect_left(c.layers, key[0]), bisect_left(c.layers, key[1] + 1)
-                if low < high:
-                    found.append(Slice(number, c.key, c.bases[low:high], c.factors[low:high], c.places[low:high]))
+            found = [part for c in self.classes if (part := c.within(*key)) is not None]
             if len(self._slices) >= _KEPT_SLICES:
                 self._slices.clear()
             self._slices[key] = found
@@ -1005,7 +911,7 @@ class TransferPlan:
         return cut_digest(agreement, grid.layers_per_chunk, grid.tokens_per_chunk)
 
 
-def _two_rows(slices: Iterable[Slice]) -> ChunkPlan:
+def _two_rows(slices: Iterable[SegmentClass]) -> ChunkPlan:
     """Two full rows of each, in the first blocks."""
     parts: list[ChunkPart] = []
     for one in slices:

@@ -622,15 +622,6 @@ class PairPlan:
             window = min(window, align * min(touched, self._fitting(target_bytes // layers)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
-    def chunk_bytes(self, grid: ChunkGrid) -> int:
-        """Staging that a chunk of a grid takes at most; it may be a little more than any does."""
-        align, step = self.row_tokens, grid.tokens_per_chunk
-        rows = -(-grid.stop // align) - grid.start // align
-        if grid.windows > 1:
-            rows = min(rows, -(-step // align) + (step % align > 0))  # a window that cuts rows may cut one more
-        most, total = self._staged_bytes(rows * align)
-        return min(total, grid.layers_per_chunk * most)
-
     def slices(self, layers: Sequence[int]) -> Sequence[SegmentClass]:
         """What a run of the pair's layers has of each class that it has anything of; the same each time."""
         key = (layers[0], layers[-1]) if layers else (0, -1)
@@ -649,15 +640,8 @@ class PairPlan:
 
     @lazy
     def least_chunk_bytes(self) -> int:
-        """Staging that no chunk can do without, if all is fetched: the smallest window of the largest layer."""
-        found: Counter[int] = Counter()
-        for c in self.classes:
-            src, dst = c.key.src_rows, c.key.dst_rows
-            rows = src.block_ratio if src.is_state else min(src.most(self.row_tokens), dst.most(self.row_tokens))
-            regions_of: Counter[int] = Counter(c.layers.tolist())
-            for layer, regions in regions_of.items():
-                found[layer] += -(-regions * rows * c.key.token_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-        return max(found.values(), default=0)
+        """Staging that any chunk can do with, if all is fetched: the smallest window of the largest layer."""
+        return self._staged_bytes(self.row_tokens)[0]
 
     @lazy
     def joins_layers(self) -> bool:

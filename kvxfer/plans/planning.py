@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from operator import add, attrgetter
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -20,7 +21,6 @@ from kvxfer.errors import (
     Code,
     GeometryError,
     MismatchError,
-    MissingExtraError,
     ProtocolError,
     RefusedError,
 )
@@ -52,7 +52,6 @@ from kvxfer.plans.routes import Choice, Means
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route, pack_f32, pack_u32, unpack_f32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
     from kvxfer.copy.template import Batch, Cut, Template
@@ -289,7 +288,6 @@ def _ids(packed: bytes) -> Sequence[int]:
 
 # --- plans
 
-_log: Final = logger("kvxfer.plan")
 _incarnation_of: Final = attrgetter("identity.incarnation")
 IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
@@ -552,8 +550,7 @@ def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection
     """A plan, with all that requests will ask of it."""
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
-    if (compiled := _compiled()) is not None:
-        pair.template = compiled[0].of(pair)
+    pair.template = _compiled().Template.of(pair)
     return pair
 
 
@@ -569,14 +566,9 @@ class Agreed:
 
 
 @cache
-def _compiled() -> "tuple[type[Template], type[Cut]] | None":
-    """Where numba compiles nothing, all is planned by the planner."""
-    try:
-        from kvxfer.copy.template import Cut, Template
-    except MissingExtraError as error:
-        _log.warning("requests_not_compiled", reason=str(error))
-        return None
-    return Template, Cut
+def _compiled() -> ModuleType:
+    """What plans requests as compiled code; numba is imported with it."""
+    return import_module("kvxfer.copy.template")
 
 
 def bind(
@@ -604,7 +596,6 @@ class Bound:
     """
 
     def __init__(self, plan: TransferPlan, grid: ChunkGrid, before: "Bound | None" = None) -> None:
-        compiled = _compiled()
         self.plan: Final = plan
         self.grid: Final = grid
         # table rows of the class that has the most
@@ -612,7 +603,7 @@ class Bound:
         # contiguous runs in all, if no source block is padding
         self.pieces: Final[int] = plan.pieces if before is None else before.pieces
         # the chunks as compiled code makes them; None where the planner does
-        self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
+        self.cut: Final[Cut | None] = _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         # as many rows as take the planner the time of a chunk's tables
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
@@ -623,10 +614,7 @@ class Bound:
     @lazy
     def most_bytes(self) -> int:
         """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
-        plan, grid = self.plan, self.grid
-        # the smallest window may exceed what was aimed at, and state is counted with what fills it up
-        exact = plan.pair.has_state or grid.tokens_per_chunk <= plan.pair.row_tokens
-        return plan.largest_chunk_bytes(grid) if exact else plan.pair.chunk_bytes(grid)
+        return self.plan.largest_chunk_bytes(self.grid)
 
     @property
     def chunk_pieces(self) -> int:
@@ -695,7 +683,7 @@ class Bound:
                 made.append(pack(chunk.copy() if reached is None else chunk.copy().elsewhere(reached)))
             else:
                 made.append(pack(chunk.gather(address) if kind is Kind.GATHER else chunk.scatter(address)))
-        batch: Batch = import_module("kvxfer.copy.template").Batch.of(made, sizes, from_nic=from_nic)
+        batch: Batch = _compiled().Batch.of(made, sizes, from_nic=from_nic)
         return batch
 
     def listed(self, number: int) -> Pieces:
@@ -741,9 +729,7 @@ def fit_grid(
         )
     if limit_bytes is None:
         return grid
-    need = plan.staged_bytes if grid.chunks == 1 else plan.pair.chunk_bytes(grid)
-    if grid.chunks > 1 and (plan.pair.has_state or need > limit_bytes):
-        need = plan.largest_chunk_bytes(grid)
+    need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "

@@ -7,8 +7,7 @@ be long, and is copied neither into its frame nor out of it.
 import mmap
 import struct
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -17,12 +16,12 @@ from kvxfer.errors import ProtocolError
 from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
 
 __all__ = [
+    "CONTAINERS",
     "HANDSHAKE_FRAME_LIMIT",
     "LENGTH",
     "MAX_DEPTH",
     "SESSION_FRAME_LIMIT",
     "FrameReader",
-    "Item",
     "ScanError",
     "decode",
     "decode_body",
@@ -30,19 +29,17 @@ __all__ = [
     "encode_body",
     "encode_in_parts",
     "encoder",
-    "find",
     "fits",
     "head",
     "peek_tag",
-    "scan",
 ]
 
 # --- MessagePack, walked without building values
 #
-# Used where a decoder cannot help: to bound the nesting of a hostile frame, to read the tag of a message that this
-# version does not know, and to point at the byte at which a damaged frame goes wrong. Sans-I/O, standard library only.
+# Used where a decoder cannot help: to bound the nesting of a hostile frame, and to read the tag of a message that this
+# version does not know. `kvxfer inspect` also finds the byte by it at which a damaged frame goes wrong.
 
-_CONTAINERS: Final = ("array", "map")
+CONTAINERS: Final = ("array", "map")
 # first byte -> (kind, width of the size or value that follows); the ranges with a size in the first byte are below
 _WIDE: Final = {
     0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4),
@@ -67,24 +64,13 @@ class ScanError(ValueError):
         self.offset: Final = offset  # where the reader could not go on
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One value as it stands in the bytes."""
-
-    offset: int  # its first byte
-    depth: int  # containers around it
-    index: int  # its position in the container around it; keys and values of a map count each
-    kind: str  # `array`, `map`, `int`, `str`, `bin`, `ext`, `float`, `bool` or `nil`
-    # the number of an `int` (and of a `bool`), the entries of an `array` or a `map`, else the length of the data in
-
-    value: int
-
-
 def head(data: bytes | bytearray | memoryview, at: int) -> tuple[str, int, int]:
     """Read one value's head.
 
     Returns:
-        Its kind, its `Item.value`, and where the next value begins (after a container's head: its first entry).
+        Its kind: `array`, `map`, `int`, `str`, `bin`, `ext`, `float`, `bool` or `nil`; the number of an `int` (and of a
+        `bool`), the entries of an `array` or a `map`, else the length of the data in bytes; and where the next value
+        begins (after a container's head: its first entry).
 
     Raises:
         ScanError: If the bytes end too early, or no value begins so.
@@ -119,7 +105,7 @@ def _short(at: int, first: int) -> tuple[str, int, int]:
     if first < 0x80 or first >= 0xE0:
         return "int", first if first < 0x80 else first - 0x100, at + 1
     if first < 0xA0:
-        return _CONTAINERS[first < 0x90], first & 0x0F, at + 1
+        return CONTAINERS[first < 0x90], first & 0x0F, at + 1
     return "str", first & 0x1F, at + 1 + (first & 0x1F)
 
 
@@ -130,51 +116,9 @@ def _wide(data: bytes | bytearray | memoryview, at: int, first: int) -> tuple[st
     if start > len(data):
         raise ScanError(f"the bytes end inside the size of a {kind}", at)
     size = int.from_bytes(data[at + 1 : start], "big")
-    if kind in _CONTAINERS:
+    if kind in CONTAINERS:
         return kind, size, start
     return kind, size, start + size + (kind == "ext")
-
-
-def scan(data: bytes | memoryview, at: int = 0) -> Iterator[Item]:
-    """Yield the value that begins at `at`, and everything in it, in the order of the bytes.
-
-    Raises:
-        ScanError: Where the bytes are no MessagePack.
-    """
-    left, indices = [1], [0]  # entries still to come, and the next index, of every open container
-    while left:
-        if not left[-1]:
-            left.pop()
-            indices.pop()
-            continue
-        left[-1] -= 1
-        kind, value, end = head(data, at)
-        yield Item(at, len(left) - 1, indices[-1], kind, value)
-        indices[-1] += 1
-        at = end
-        if kind in _CONTAINERS:
-            left.append(value * 2 if kind == "map" else value)
-            indices.append(0)
-
-
-def find(data: bytes | memoryview, path: Sequence[int]) -> Item | None:
-    """The value at a path of indices from the outermost container, or None.
-
-    Raises:
-        ScanError: If the bytes before it are no MessagePack.
-    """
-    matched = 0
-    for item in scan(data):
-        if item.depth == 0:
-            if not path:
-                return item
-        elif item.depth <= matched:
-            return None
-        elif item.depth == matched + 1 and item.index == path[matched]:
-            matched += 1
-            if matched == len(path):
-                return item
-    return None
 
 
 def fits(data: bytes | bytearray | memoryview, *, depth: int, items: int) -> bool:
@@ -192,7 +136,7 @@ def fits(data: bytes | bytearray | memoryview, *, depth: int, items: int) -> boo
             left[-1] -= 1
             kind, value, at = head(data, at)
             items -= 1
-            if kind in _CONTAINERS:
+            if kind in CONTAINERS:
                 left.append(value * 2 if kind == "map" else value)
             if items < 0 or len(left) > depth + 1:
                 return False

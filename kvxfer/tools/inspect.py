@@ -12,6 +12,7 @@ Sans-I/O; works on hostile bytes.
 import re
 import struct
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, cast, get_args
 
@@ -19,20 +20,18 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import (
+    CONTAINERS,
     MAX_DEPTH,
     SESSION_FRAME_LIMIT,
-    Item,
     ScanError,
     decode,
     decode_body,
-    find,
     head,
     peek_tag,
-    scan,
 )
 from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_f32, unpack_u32
 
-__all__ = ["describe", "from_hex", "registry_name"]
+__all__ = ["Item", "describe", "find", "from_hex", "registry_name", "scan"]
 
 _LENGTH: Final = struct.Struct("<I")
 _SHOWN_RANGES: Final = 8
@@ -45,6 +44,65 @@ _UNITS: Final = {"_ms": "ms", "_us": "us", "_bytes": "bytes"}
 _BYTE_COUNTS: Final = frozenset({"bytes", "length"})
 _HEX: Final = re.compile(r"(?:0[xX])?([0-9a-fA-F]*)")
 _PATH: Final = re.compile(r"at `\$((?:\[\d+\])+)`")
+
+
+# --- MessagePack, value by value
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One value as it stands in the bytes."""
+
+    offset: int  # its first byte
+    depth: int  # containers around it
+    index: int  # its position in the container around it; keys and values of a map count each
+    kind: str  # as `framing.head` says, as is
+    value: int
+
+
+def scan(data: bytes | memoryview, at: int = 0) -> Iterator[Item]:
+    """Yield the value that begins at `at`, and everything in it, in the order of the bytes.
+
+    Raises:
+        ScanError: Where the bytes are no MessagePack.
+    """
+    left, indices = [1], [0]  # entries still to come, and the next index, of every open container
+    while left:
+        if not left[-1]:
+            left.pop()
+            indices.pop()
+            continue
+        left[-1] -= 1
+        kind, value, end = head(data, at)
+        yield Item(at, len(left) - 1, indices[-1], kind, value)
+        indices[-1] += 1
+        at = end
+        if kind in CONTAINERS:
+            left.append(value * 2 if kind == "map" else value)
+            indices.append(0)
+
+
+def find(data: bytes | memoryview, path: Sequence[int]) -> Item | None:
+    """The value at a path of indices from the outermost container, or None.
+
+    Raises:
+        ScanError: If the bytes before it are no MessagePack.
+    """
+    matched = 0
+    for item in scan(data):
+        if item.depth == 0:
+            if not path:
+                return item
+        elif item.depth <= matched:
+            return None
+        elif item.depth == matched + 1 and item.index == path[matched]:
+            matched += 1
+            if matched == len(path):
+                return item
+    return None
+
+
+# --- frames
 
 
 def registry_name(message: type[Any]) -> str:

@@ -357,36 +357,29 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     process: U64 = 0
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class _Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """What each side says of itself first."""
+
+    wire: U32
+    wire_min: U32
+    package: Name
+    engine: Name
+    epoch: Hash
+    incarnation: Bytes32
+    rank: U32
+    world: U32
+    capabilities: U64
+    nonce: Hash
+    heartbeat_ms: U32
+
+
+class Hello(_Greeting, frozen=True, array_like=True, tag=1):
     """First frame of the side that opened the stream (the decode rank)."""
 
-    wire: U32
-    wire_min: U32
-    package: Name
-    engine: Name
-    epoch: Hash
-    incarnation: Bytes32
-    rank: U32
-    world: U32
-    capabilities: U64
-    nonce: Hash
-    heartbeat_ms: U32
 
-
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Welcome(_Greeting, frozen=True, array_like=True, tag=2):
     """The answer to `Hello`; `proof` is empty when no secret is configured."""
 
-    wire: U32
-    wire_min: U32
-    package: Name
-    engine: Name
-    epoch: Hash
-    incarnation: Bytes32
-    rank: U32
-    world: U32
-    capabilities: U64
-    nonce: Hash
-    heartbeat_ms: U32
     proof: Hash = b""
 
 

@@ -73,20 +73,12 @@ MakeLink: TypeAlias = Callable[[Role, str], Link]
 class Listener:
     """A listening endpoint, where peers can connect: `unix:/path` or `tcp:host:port`.
 
-    The folder was made for the socket, and is removed with it; the lock says to others that it is in use.
+    What was opened and made for it goes with it.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        stop: Callable[[], None],
-        folder: Path | None = None,
-        lock: contextlib.ExitStack | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, opened: contextlib.ExitStack) -> None:
         self.endpoint: Final = endpoint
-        self._stop = stop
-        self._folder = folder
-        self._lock: Final = lock or contextlib.ExitStack()
+        self._opened: Final = opened.pop_all()
 
     def reached_at(self, advertised: str | None) -> str:
         """Where peers connect: the advertised endpoint, whose port 0 stands for the port that this one got."""
@@ -96,14 +88,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and remove the socket's file. Links stay open. Idempotent."""
-        self._stop()
-        kind, _, path = self.endpoint.partition(":")
-        if kind == "unix":
-            Path(path).unlink(missing_ok=True)
-        if self._folder is not None:
-            with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
-                self._folder.rmdir()
-        self._lock.close()
+        self._opened.close()
 
 
 class Streams:
@@ -147,37 +132,40 @@ class Streams:
     # --- listening
 
     async def _listen_unix(self, where: str) -> Listener:
-        folder: Path | None = None
-        with contextlib.ExitStack() as lock:
+        path = Path(where.removeprefix("unix:"))
+        with contextlib.ExitStack() as opened:
             if where == "unix":
                 await self._runtime.in_thread(_clear_abandoned)
                 folder, descriptor = _make_folder()
-                lock.callback(os.close, descriptor)
-            path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
+                opened.callback(os.close, descriptor)  # whose lock says to others that the folder is in use
+                opened.callback(_remove, folder)
+                path = folder / _SOCKET
             _clear_stale(path)
             loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
             server = await loop.create_unix_server(link, str(path), start_serving=False)
+            opened.callback(path.unlink, missing_ok=True)
+            opened.callback(server.close)
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-            listener = Listener(f"unix:{path}", server.close, folder, lock.pop_all())
-        return await _serving(listener, [server])
+            await server.start_serving()
+            return Listener(f"unix:{path}", opened)
 
     async def _listen_tcp(self, where: str) -> Listener:
-        loop = asyncio.get_running_loop()
+        loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
         sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
         endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
-        if self._config.tls.enabled:
-            for sock in sockets:
-                self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
-            return Listener(endpoint, self._stop_accepting)
-        link = partial(self._link, Role.SERVER, where)
-        servers = [await loop.create_server(link, sock=sock, start_serving=False) for sock in sockets]
-
-        def stop() -> None:
-            for server in servers:
-                server.close()
-
-        return await _serving(Listener(endpoint, stop), servers)
+        with contextlib.ExitStack() as opened:
+            if self._config.tls.enabled:
+                opened.callback(self._stop_accepting)
+                for sock in sockets:
+                    self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
+            else:
+                servers = [await loop.create_server(link, sock=sock, start_serving=False) for sock in sockets]
+                for server in servers:
+                    opened.callback(server.close)
+                for server in servers:
+                    await server.start_serving()
+            return Listener(endpoint, opened)
 
     async def _accept(self, sock: socket.socket, endpoint: str) -> None:
         """Accept streams for ever; each agrees on TLS in a task of its own.
@@ -343,17 +331,6 @@ async def _in_time(endpoint: str, seconds: float) -> AsyncGenerator[None, None]:
         raise UnreachableError(f"cannot connect to {endpoint}: {error}", peer=endpoint) from error
 
 
-async def _serving(listener: Listener, servers: list[asyncio.Server]) -> Listener:
-    """Begin to accept: the only step that waits while there is a server, so nothing that is cancelled leaves one."""
-    try:
-        for server in servers:
-            await server.start_serving()
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 def _addresses(where: Endpoint, flags: int = 0) -> list[_Address]:
     """Where a host is; may ask a name server."""
     found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=flags)
@@ -415,6 +392,11 @@ def _make_folder() -> tuple[Path, int]:
             if os.path.samestat(os.fstat(descriptor), folder.stat()):
                 unless_ours.pop_all()
                 return folder, descriptor
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
+        folder.rmdir()
 
 
 def _clear_abandoned() -> None:

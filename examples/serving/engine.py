@@ -22,9 +22,9 @@ from typing import Any, Literal, Self
 import torch
 
 import kvxfer
+from examples.serving.batch import decode_step
 from examples.serving.scheduler import Generation, OnLayer, Said, Scheduler, Step
 from examples.serving.tokenizer import VOCABULARY
-from kvxfer.integrations.batch import decode_step
 from kvxfer.integrations.transformers import Layout, PagedCache, Sequence, digests, prefill, tiny_llama, weights_digest
 
 _log = logging.getLogger("serving.engine")

@@ -13,8 +13,7 @@ Masks and positions follow from two numbers that the cache reports, tokens alrea
 added, so several tokens after a cached prefix (chunked prefill) and a single one (decode) need no code of
 their own; grouped queries are the attention function's affair, the pool stores the K and V heads once.
 
-One call runs one sequence. Sequences may be interleaved call by call in any order;
-`kvxfer.integrations.batch` runs one token each of several in one call.
+One call runs one sequence. Sequences may be interleaved call by call in any order.
 """
 
 import hashlib

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from examples.serving.batch import decode_step
 from kvxfer.errors import BlocksError, TokensError, UsageError
-from kvxfer.integrations.batch import decode_step
 from kvxfer.integrations.transformers import Sequence, decode, prefill, tiny_llama
 from tests.integrations.test_transformers import LENGTHS, SEED, pool, prompt
 

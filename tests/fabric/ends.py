@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import preloaded
+from rigs import memory_of
 
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
 from kvxfer.copy.tables import NOTHING
-from kvxfer.fabric import Memory, nixl
+from kvxfer.fabric import nixl
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.runtime import ThreadRuntime
@@ -31,7 +32,7 @@ class Agent:
         self.transport.setup()
         self.library = nixl.opened(nixl.find())
         self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
-        self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
+        self.tokens = [self.transport.register([memory_of(buffer)]) for buffer in self.buffers]
 
     @property
     def native(self) -> Native:
@@ -49,10 +50,6 @@ class Agent:
         for token in self.tokens:
             self.transport.deregister(token)
         self.transport.close()
-
-
-def memory(buffer: np.ndarray) -> Memory:
-    return Memory("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
 
 
 def descriptors(buffer: np.ndarray, *spans: tuple[int, int]) -> Descriptors:
@@ -83,7 +80,7 @@ class Side:
 
     async def open(self) -> "Side":
         await self.fabric.open()
-        self.token = await self.now(self.fabric.register([memory(self.buffer)]))
+        self.token = await self.now(self.fabric.register([memory_of(self.buffer)]))
         self.metadata = await self.now(self.fabric.metadata([self.token]))
         return self
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Copy, Mover
@@ -45,30 +46,17 @@ class ManualService:
         return True
 
 
-class Stepped:
-    """A runtime without threads: time moves, and whatever it runs steps, when the test says so."""
+class Served(Stepped):
+    """A runtime without threads, whose service runs when the test says so too."""
 
-    machine: Any
     service: ManualService | None = None
 
     def __init__(self) -> None:
+        super().__init__()
         self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
 
     def token(self, nbytes: int) -> bytes:
         return bytes(nbytes)
-
-    def drive(self, name: str, machine: Any) -> Any:
-        del name
-        self.machine = machine  # the test steps it
-        return self.stop, None
-
-    def stop(self, timeout: float) -> bool:
-        del timeout
-        self.machine.step()
-        return bool(self.machine.state[records.STOPPING])
 
     def start(self, name: str, step: Callable[[], float | None], *, setup: Any = None) -> ManualService:
         del name
@@ -76,10 +64,6 @@ class Stepped:
         if setup is not None:
             setup()
         return self.service
-
-    async def in_thread(self, work: Callable[[], Any]) -> Any:
-        await asyncio.sleep(0)
-        return work()
 
 
 class Way:
@@ -118,7 +102,7 @@ class Moving:
     """A mover that is stepped by hand, and what became of what it was asked for."""
 
     def __init__(self, **settings: Any) -> None:
-        self.runtime: Any = Stepped()
+        self.runtime: Any = Served()
         self.mover = Mover(self.runtime, **{"max_post_bytes": PART, **settings})
         self.machine: Any = self.runtime.machine
         self.results: dict[str, list[CopyOutcome]] = {}

@@ -42,6 +42,7 @@ async def test_calls_are_answered_in_order_and_errors_are_outcomes(rig):
     assert twice.result(timeout=0) is None
     assert b'"a"' in meta.result(timeout=0)
     assert made == ["deregister", "connect", "metadata"], "nobody is asked about what is not held"
+    assert int(rig.state[records.WANTED]) == 0, "the mover may call again"
 
 
 async def test_a_cancelled_call_is_not_made(rig):
@@ -212,24 +213,6 @@ async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
     assert int(rig.state[records.WANTED]) == 0
 
 
-async def test_a_call_that_waits_holds_up_no_cancel(rig):
-    copy = rig.post()
-    rig.step()
-    rig.mover.claim()
-    rig.mover.cancel(copy)
-    rig.step(2)
-    assert rig.result().outcome is Outcome.STOPPED
-    rig.mover.release_claim()
-
-
-async def test_after_a_call_that_raised_the_mover_may_call_again(rig, monkeypatch):
-    for error in (FabricError("no"), ZeroDivisionError("a bug")):
-        monkeypatch.setattr(rig.transport, "register", partial(fail, error))
-        rig.fabric.register([])
-        rig.serve()
-        assert int(rig.state[records.WANTED]) == 0
-
-
 async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
     transport, inside, most = threaded.transports[0], [0], [0]
     for name in ("post", "poll", "release", "progress", "metadata", "register", "deregister"):
@@ -397,72 +380,6 @@ async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(
     assert np.array_equal(rig.memory["b"][: 16 * PART], rig.source[: 16 * PART])
 
 
-@pytest.mark.parametrize("operation", Operation)
-async def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_more(rig, operation):
-    rig.network.hold("b")
-    rig.memory["b"][:] = 254
-    way = rig.way()
-    rig.post(operation=operation, way=way)
-    rig.step()
-    answer = asyncio.ensure_future(rig.fabric.rebuild(0.5))
-    await asyncio.sleep(0)
-    await turns(rig, 1, seconds=0.4)
-    assert not answer.done()
-    rig.runtime.time += 0.2
-    assert await rig.run(answer) is True
-    rig.step()
-    rig.ended(Outcome.IN_DOUBT, disconnected=True)  # this side has ended its own work
-    assert rig.transport.open_handles == 0
-    assert way.inside == (operation is Operation.WRITE), "what was written may still be under way"
-    ours = rig.source.copy()
-    rig.source[:] = 253
-    rig.network.release("b")
-    assert 253 not in rig.memory["b"], "it is not read any more"
-    if operation is Operation.READ:
-        assert (rig.source == 253).all(), "nor written"
-    else:
-        assert np.array_equal(rig.memory["b"][:PART], ours[:PART]), "what had left can still land"
-    assert await rig.close() is True, "nothing is left that may touch memory here"
-
-
-@pytest.mark.parametrize("operation", Operation)
-async def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(make, operation):
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.wedge("b")
-    way = rig.way()
-    copy = await rig.given_up(operation=operation, way=way)
-    assert way.inside
-    assert rig.late == []
-    assert await rig.rebuilt()
-    rig.step()
-    assert rig.late == [False], "memory of this side is not touched any more"
-    kept = operation is Operation.WRITE
-    assert (way.inside, way.lent, copy.left) == (kept, kept, kept)
-    rig.mover.forget(copy)
-    rig.step()
-    assert (way.inside, way.lent, rig.late) == (0, 0, [False])
-    assert rig.counted() == [0] * 5
-    assert await rig.close() is True
-
-
-async def test_a_post_that_falls_silent_while_a_rebuild_waits_for_it_keeps_no_handle(make, monkeypatch):
-    rig = await make(no_progress_timeout=2.0)
-    handles, polled = [], []
-    rig.network.wedge("b")
-    rig.post(nbytes=PART, way=rig.way())
-    rig.step()
-    renew = rig.transport.renew
-    monkeypatch.setattr(rig.transport, "renew", lambda: (handles.append(rig.transport.open_handles), renew())[1])
-    answer = asyncio.ensure_future(rig.fabric.rebuild(100.0))
-    await asyncio.sleep(0)
-    rig.step(12, seconds=0.4)
-    assert await rig.run(answer) is True
-    assert handles == [0], "each was given back before"
-    monkeypatch.setattr(rig.transport, "poll", polled.append)
-    rig.step(2, seconds=0.2)
-    assert (rig.result().outcome, rig.late, polled) == (Outcome.IN_DOUBT, [False], [])
-
-
 async def test_what_ends_late_forgets_no_peer_to_which_something_falls_silent_then(make):
     rig = await make(no_progress_timeout=2.0)
     rig.network.hold("b")
@@ -557,28 +474,6 @@ async def test_a_rebuild_is_answered_or_given_up_and_nothing_breaks(rig, end, gi
     assert "fabric_broken" not in caplog.text
 
 
-async def test_an_agent_that_cannot_be_destroyed_stays_as_it_is(make, monkeypatch):
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.wedge("b")
-    rig.post()
-    rig.step()
-    monkeypatch.setattr(rig.transport, "renew", lambda: False)
-    rig.runtime.time += 1.0
-    assert await rig.rebuilt(0.0) is False
-    rig.step()
-    error = rig.result().error
-    assert error is not None
-    assert not error.disconnected
-    assert rig.result().may_move
-    assert await rig.now(rig.fabric.metadata([rig.token]))
-    assert rig.transport.keys() == rig.keys
-    rig.network.mend("b")
-    rig.post("goes on", at=8 * PART)
-    rig.step(9)
-    assert rig.result("goes on").outcome is Outcome.DONE
-    assert await rig.close() is False
-
-
 @pytest.mark.parametrize("step", ["renew", "register"])
 async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeypatch, step):
     rig.network.hold("b")
@@ -662,24 +557,14 @@ async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeyp
 # ---- health ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(rig):
-    rig.fabric.metadata([])
-    rig.runtime.time += 3.0
-    rig.fabric.metadata([])
-    rig.runtime.time += 4.0
-    assert rig.fabric.health() == (7.0, "")
-    rig.serve()
-    assert rig.fabric.health() == (0.0, "")
-
-
-async def test_a_mover_that_does_not_come_is_late_by_the_oldest_post(rig):
+@pytest.mark.parametrize("what", ["calls", "posts"])
+async def test_whoever_does_not_come_is_late_by_the_oldest_that_waits(rig, what):
     rig.runtime.time += 1.0
-    rig.post()
-    rig.runtime.time += 3.0
-    rig.post("y")
-    rig.runtime.time += 4.0
-    late, why = rig.fabric.health()
-    assert (pytest.approx(7.0), "") == (late, why)
+    for number, seconds in enumerate((3.0, 4.0)):
+        rig.fabric.metadata([]) if what == "calls" else rig.post(str(number))
+        rig.runtime.time += seconds
+    assert rig.fabric.health() == (pytest.approx(7.0), "")
+    rig.serve()
     rig.step(30)
     assert rig.fabric.health() == (0.0, "")
 

@@ -58,15 +58,6 @@ async def test_steps_are_posted_one_behind_the_other(rig, way, doing):
     assert (way.inside, way.lent, rig.counted(), rig.late) == (0, 0, [0] * 5, [])
 
 
-async def test_what_is_not_allowed_is_not_posted(rig):
-    posting = Posting(rig, allowed=3)
-    rig.step(20)
-    assert (posting.landed(), posting.counts[-1], rig.moved()) == (3, 3, [PART] * 3)
-    rig.mover.cancel(posting.flow)
-    rig.step(2)
-    assert (rig.result().outcome, rig.result().steps, posting.landed()) == (Outcome.STOPPED, 3, 3)
-
-
 async def test_no_step_is_posted_after_its_own_lease(make):
     """Whatever the lease of those behind it, and of them all: that which ends first counts."""
     for ended, of_all, posted in ((3, 1e9, 3), (4, 200.0, 4), (4, 105.0, 3)):

@@ -235,46 +235,6 @@ async def test_what_fills_places_stops_where_none_was_emptied_though_more_is_cla
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 5, 1 << 33])
-async def test_what_empties_places_begins_when_it_is_told_that_they_are_full(side, first):
-    side.flow(SCATTER, turns=Turns(PLACES, first, TOKEN, "b"))
-    side.step(4)
-    assert side.done == 0
-    for steps, done in ((2, 2), (1, 2), (0, 2), (3, 3)):
-        say(side, note(first + steps, GATHER))
-        assert side.done == side.begun == done
-    side.hear(5)
-    side.step(4)
-    assert side.done == 5
-    if first:
-        say(side, note(6, GATHER))
-        assert side.done == 5, "both count from the first of all"
-    say(side, note(first + STEPS, GATHER))
-    assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
-    said = [("a", note(first + steps, SCATTER)) for steps in range(1, STEPS)]
-    assert told(side) == said, "of the last one nobody waits for the place"
-    assert told(side, whom="c") == []
-
-
-@pytest.mark.parametrize("first", [0, 5, 1 << 33])
-async def test_what_fills_places_goes_on_when_it_is_told_that_they_are_empty(side, first):
-    side.flow(GATHER, turns=Turns(PLACES, first, TOKEN, "b"))
-    side.step(4)
-    assert side.done == side.begun == PLACES
-    for steps, done in ((1, 4), (3, 6), (2, 6), (0, 6)):
-        say(side, note(first + steps, SCATTER))
-        assert side.done == side.begun == done
-    side.hear(4)
-    side.step(4)
-    assert side.done == 7
-    if first:
-        say(side, note(5, SCATTER))
-        assert side.done == 7
-    say(side, note(first + 5, SCATTER))
-    assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
-    assert told(side) == [("a", note(first + steps, GATHER)) for steps in range(1, STEPS + 1)]
-
-
 @pytest.mark.parametrize("how", ["notified", "heard"])
 async def test_no_more_is_emptied_at_once_than_there_are_places_though_more_is_claimed(side, how):
     side.flow(SCATTER)
@@ -350,21 +310,6 @@ async def test_what_nobody_can_have_done_changes_nothing(side, direction):
     for steps in (0, 8, 9, (1 << 63) - 1, 1 << 62):
         say(side, note(steps, other(direction)))
         assert (side.done, side.word(records.HEARD)) == (before, 0)
-
-
-async def test_of_many_notifications_at_once_each_goes_to_its_flow(side):
-    """Of two agents, to both directions, stale ones among them."""
-    side.flow(SCATTER)
-    first = side.begun_flow.slot
-    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN[::-1], "c"))
-    side.step(4)
-    for steps in (1, 4, 2, 3):
-        side.peers["b"].notify("a", note(steps, GATHER))
-        side.peers["c"].notify("a", note(steps, SCATTER, TOKEN[::-1]))
-        side.peers["c"].notify("a", note(STEPS, GATHER))
-    side.step(6)
-    assert int(side.machine.jobs[first][records.PASSED]) == 4
-    assert (side.done, side.mover.strange) == (PLACES + 4, 4)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

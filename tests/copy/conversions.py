@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from copy_plans import random_shape
+from copy_plans import nest, random_shape
 
 from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Elements, Segment, Stencil
 from kvxfer.names import CONVERTIBLE
@@ -63,12 +63,9 @@ def random_plan(seed: int, src_address: int, dst_address: int, nbytes: int, *, m
         shape = random_shape(rng, most_bytes=most)
         counts = {"region": shape.regions, "block": shape.rows, "token": shape.tokens + int(rng.integers(0, 3))}
         counts |= {str(n): count for n, count in enumerate(shape.outer)}
-        strides, extents = [], []
-        innermost = "token" if shape.token_in_run else None
-        for _side in range(2):
-            own, extent = _nest(rng, counts, shape.run, shape.unit, innermost)
-            strides.append(own)
-            extents.append(extent)
+        innermost = "token" if shape.token_in_run else None  # strides and extents are in elements
+        sides = [nest(rng, counts, shape.run, shape.unit, innermost=innermost) for _ in range(2)]
+        strides, extents = [side.strides for side in sides], [side.extent for side in sides]
         lengths = rng.integers(1, shape.tokens + 1, size=shape.rows)
         starts = [rng.integers(0, counts["token"] - lengths + 1) for _side in range(2)]
         rows = np.stack(
@@ -88,18 +85,6 @@ def random_plan(seed: int, src_address: int, dst_address: int, nbytes: int, *, m
         segments.append(Segment(bases, Stencil(rows, strides[0]["block"] * s, strides[1]["block"] * d, box), factors))
         src_at, dst_at = src_at + extents[0] * s, dst_at + extents[1] * d
     return CopyPlan(tuple(segments))
-
-
-def _nest(rng, counts: dict[str, int], run: int, unit: int, innermost: str | None) -> tuple[dict[str, int], int]:
-    """Strides in elements that keep axes apart, in a random order with random gaps."""
-    names = [name for name in counts if name != innermost]
-    rng.shuffle(names)
-    strides: dict[str, int] = {}
-    extent = run
-    for name in [*([innermost] if innermost else []), *names]:
-        strides[name] = extent + (0 if name == innermost else int(rng.choice([0, 0, 1, 3])) * unit)
-        extent += strides[name] * (counts[name] - 1)
-    return strides, extent
 
 
 def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):

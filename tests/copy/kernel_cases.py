@@ -7,7 +7,7 @@ import conversions
 import numpy as np
 import pytest
 import torch
-from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan
+from copy_plans import CANARY, expected, head_split, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,30 +97,6 @@ def test_every_width_is_used_where_it_fits(width):
         return CopyPlan((Segment(bases, Stencil(rows, 4 * room, 4 * room, box)),))
 
     assert check(make) == [width]
-
-
-def test_rows_of_132_bytes_travel_in_wide_words_where_whole_and_in_narrow_ones_where_cut():
-    def make(src, dst):
-        src, dst = src + -src % 16, dst + -dst % 16
-        box = Box((), 132, 132, 132, token_in_run=True)
-        rows = np.asarray([[3, 0, 0, 0, 16], [1, 0, 2, 0, 16], [0, 5, 1, 5, 11]], np.int64)
-        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 2112, 2112, box)),))
-
-    assert sorted(check(make)) == [4, 16]
-
-
-@pytest.mark.parametrize(
-    ("make", "tile"),
-    [
-        (lambda *at: contiguous_rows(*at, rows=3, regions=2, row_bytes=4096, pool=4), 4096),
-        (lambda *at: contiguous_rows(*at, rows=40, regions=2, row_bytes=48, pool=64), 512),
-        (lambda *at: head_split(*at, rows=3, regions=2, pool=3, row_bytes=64), 4096),
-        (lambda *at: hnd_to_nhd(*at, rows=2, regions=2, pool=3), 512),
-    ],
-    ids=["4 KiB", "48 bytes", "head split", "HND to NHD"],
-)
-def test_common_layouts(make, tile):
-    check(make, ctas=2, tile=tile)
 
 
 def test_more_axes_than_a_box_has_today():

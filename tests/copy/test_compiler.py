@@ -91,36 +91,41 @@ def test_a_disk_that_is_full_is_no_reason_not_to_copy(tmp_path):
     assert "compiled_code_not_kept" in said
 
 
+@pytest.fixture
+def kept_in(monkeypatch):
+    """In which folder code of a package would be kept."""
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
+
+    def folder(package=COMPILED):
+        compiler._folder.cache_clear()
+        return compiler._folder(package)
+
+    yield folder
+    compiler._folder.cache_clear()
+
+
 @pytest.mark.parametrize("place", ["", "kvxfer"])
-def test_a_folder_in_whose_place_others_may_put_one_is_not_used(tmp_path, monkeypatch, caplog, place):
+def test_a_folder_in_whose_place_others_may_put_one_is_not_used(tmp_path, monkeypatch, caplog, kept_in, place):
     parent = tmp_path / "home" / place
     parent.mkdir(parents=True)
     parent.chmod(0o777)
-    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder(COMPILED) is None
+        assert kept_in() is None
     assert f"others than this user may write to {parent}" in caplog.text
     parent.chmod(0o1777)  # as that for temporary files: what is there is its owner's
-    compiler._folder.cache_clear()
-    found = compiler._folder(COMPILED)
+    found = kept_in()
     assert found is not None
     assert found.stat().st_mode & 0o777 == 0o700
     found.chmod(0o777)
-    compiler._folder.cache_clear()
-    assert compiler._folder(COMPILED) is None
-    compiler._folder.cache_clear()
+    assert kept_in() is None
 
 
-def test_a_user_without_a_home_compiles_anew(monkeypatch, caplog):
-    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
+def test_a_user_without_a_home_compiles_anew(monkeypatch, caplog, kept_in):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
-    compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder(COMPILED) is None
-    compiler._folder.cache_clear()
+        assert kept_in() is None
     assert "no home" in caplog.text
 
 
@@ -130,37 +135,24 @@ def test_numba_that_may_not_compile_is_refused_by_name(monkeypatch):
         compiler.compiled("void()")
 
 
-def test_code_with_checks_of_bounds_is_other_code(tmp_path, monkeypatch):
-    compiler._folder.cache_clear()
-    monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler._config, "BOUNDSCHECK", None)
-    folders = {compiler._folder(COMPILED)}
-    compiler._folder.cache_clear()
-    monkeypatch.setattr(compiler._config, "BOUNDSCHECK", 1)
-    folders.add(compiler._folder(COMPILED))
-    compiler._folder.cache_clear()
-    assert len(folders) == 2
-
-
-def test_code_of_a_package_that_has_changed_is_other_code(tmp_path, monkeypatch):
+def test_code_with_checks_of_bounds_and_that_of_a_package_that_has_changed_is_other_code(
+    tmp_path, monkeypatch, kept_in
+):
     monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path / "kept"))
-    folders = {compiler._folder(COMPILED)}
-    source = tmp_path / "source.py"
+    folders = {kept_in()}
+    monkeypatch.setattr(compiler._config, "BOUNDSCHECK", 1)
+    folders.add(kept_in())
     for text in ("LINE = 1", "LINE = 2"):
-        source.write_text(text)
-        compiler._folder.cache_clear()
-        folders.add(compiler._folder(tmp_path))
-    compiler._folder.cache_clear()
-    assert len(folders) == 3
+        (tmp_path / "source.py").write_text(text)
+        folders.add(kept_in(tmp_path))
+    assert len(folders) == 4
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeypatch, caplog):
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeypatch, caplog, kept_in):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path / "file"))
-    compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder(COMPILED) is None
-    compiler._folder.cache_clear()
+        assert kept_in() is None
     assert "NUMBA_CACHE_DIR" in caplog.text
     assert str(tmp_path / "file") in caplog.text
 

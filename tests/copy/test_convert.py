@@ -76,25 +76,6 @@ def test_regions_have_numbers_of_their_own():
     assert made.view(3, 8).tolist() == [[0.5] * 8, [3.0] * 8, [0.5] * 8]
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_what_is_compiled_beforehand_is_what_is_launched(seed):
-    plan = conversions.random_plan(seed, 1 << 20, 1 << 30, 1 << 20)
-    packed = tables.pack(plan)
-    assert {launch.variant for launch in packed.launches} <= tables.variants([plan])
-    assert len({launch.variant for launch in packed.launches}) == len(packed.launches)
-    most = sum(
-        int((heads[:, 2] * heads[:, 5]).sum()) * launch.variant.width * launch.variant.elements.dst_bytes
-        for launch in packed.launches
-        for heads in [
-            packed.words[launch.first : launch.first + launch.headers * tables.HEADER_WORDS].reshape(
-                -1, tables.HEADER_WORDS
-            )
-        ]
-    )
-    assert most >= plan.bytes
-
-
 def test_a_usual_layout_needs_one_variant():
     plan = conversions.line("bfloat16", "float8_e4m3fn", 1 << 20, 1 << 30, 1024)
     expected = tables.Variant(8, Elements(2, 1, "bfloat16", "float8_e4m3fn"))

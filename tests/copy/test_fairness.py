@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepped import World
 
-from kvxfer.copy import Direction, records
+from kvxfer.copy import records
 
 
 async def test_who_waited_for_an_event_has_gained_nothing_by_it():
@@ -93,22 +93,3 @@ async def test_owners_of_long_ago_are_forgotten(world):
         world.step()
     assert len(world.mover._owners) <= records.MOST_OWNERS
     assert world.machine.state[records.TURN] >= 8
-
-
-async def test_both_directions_of_a_gpu_take_turns_by_themselves():
-    driver = Driver()
-    world = World(StubGpu(driver))
-    for number in range(3):
-        for direction in Direction:
-            world.submit((direction, number), direction=direction, owner=direction, nbytes=1 << 20)
-    await world.settle()
-    world.step()
-    assert [int(world.machine.state[records.LANE_AT + n * records.LANE_WORDS + records.COUNT]) for n in (0, 1)] == [
-        1,
-        1,
-    ]
-    for _ in range(8):
-        world.step()
-        driver.go()
-    assert len(world.order) == 6
-    await world.close()

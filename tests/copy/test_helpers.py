@@ -203,20 +203,6 @@ async def test_the_others_give_way_to_the_loop_and_stay_where_they_are_put():
     assert (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
 
 
-async def test_the_mover_itself_gives_way_to_nobody_and_stays_where_its_runtime_says():
-    cpu, before = min(os.sched_getaffinity(0)), {*threading.enumerate()}
-    mover = Mover(ThreadRuntime(frozenset({cpu})))
-    reports = Reports()
-    mover.submit(
-        CopyJob(pack(random_plan(1, SRC.ctypes.data, DST.ctypes.data, MIB)[0]), reports("a")), Direction.GATHER
-    )
-    await reports.wait(1)
-    (thread,) = [one.native_id or 0 for one in threading.enumerate() if one not in before]
-    assert os.sched_getaffinity(thread) == {cpu}
-    assert os.getpriority(os.PRIO_PROCESS, thread) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert await mover.close(10)
-
-
 @pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])
 def test_most_cpus_are_left_to_the_model(monkeypatch, cpus, threads):
     monkeypatch.setattr("kvxfer.copy.mover.allowed_cpus", lambda: frozenset(range(cpus)))

@@ -101,17 +101,6 @@ async def test_it_looks_without_a_pause_and_then_ever_less_often(scene):
     assert scene.order == ["a"]
 
 
-async def test_one_that_follows_another_begins_when_that_has_ended(scene):
-    scene.submit("a")
-    scene.submit("b", at=4096)
-    await scene.steps(2)
-    for time in (2.0, 3.0):
-        scene.runtime.time = time
-        scene.driver.go(GATHERS, marks=1)
-        await scene.steps(1)
-    assert [(one.started, one.finished) for one in scene.outcomes.values()] == [(1.0, 2.0), (2.0, 3.0)]
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_a_copy_stands_from_before_its_launch_to_its_end(scene, direction):
     """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
@@ -171,21 +160,6 @@ async def test_cuda_events_are_asked_by_the_machine_and_hold_up_nobody(scene):
     assert scene.written(at=4096)
 
 
-async def test_an_event_that_has_happened_is_not_asked_again(scene):
-    events = [scene.driver.event() for _ in range(3)]
-    scene.submit("a", after=AllOf(events))
-    await scene.steps()
-    scene.driver.fire(events[0])
-    await scene.steps(4)
-    scene.driver.fire(events[1])
-    scene.driver.fire(events[2])
-    await scene.steps(1)
-    asked = [handle for (handle,) in scene.driver.made("QUERY")]
-    assert asked.count(events[0].cuda_event) == 4
-    assert [asked.count(event.cuda_event) for event in events[1:]] == [5, 1]
-    assert scene.running() == 1
-
-
 async def test_torchs_newer_events_are_asked_too(scene):
     event: Any = scene.driver.event()
     newer: Any = type("Newer", (), {"event_id": event.cuda_event, "query": event.query})()
@@ -198,13 +172,6 @@ async def test_torchs_newer_events_are_asked_too(scene):
 
 
 # --- rings
-
-
-async def test_a_ring_that_is_empty_begins_anew(scene):
-    for number in range(5):
-        scene.submit(number)
-        await scene.finish()
-    assert int(scene.lane()[records.TAIL]) == int(scene.machine.jobs[1023, records.ROOM_END]) < 100
 
 
 async def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device():
@@ -226,38 +193,6 @@ async def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device
 # --- how much is launched
 
 
-async def test_no_more_than_a_queue_is_launched_and_its_events_are_used_in_turns():
-    scene = Scene(ring_bytes=1 << 20)
-    for number in range(200):
-        scene.submit(number, at=4096 * number)
-    await scene.steps(100)
-    assert scene.running() == records.QUEUE
-    scene.driver.go(GATHERS, marks=10)
-    await scene.steps(100)
-    assert len(scene.order) == 10
-    assert scene.running() == records.QUEUE
-    await scene.finish()
-    assert sorted(scene.order) == list(range(200))
-    assert len({event for event, _ in scene.driver.made("RECORD")}) == records.QUEUE
-    assert all(scene.written(at=4096 * number) for number in range(200))
-    await scene.close()
-
-
-async def test_half_a_gigabyte_is_launched_ahead_but_two_copies_at_least(scene):
-    for number in range(4):
-        scene.submit(("large", number), nbytes=1 << 30, owner="large")
-    for number in range(4):
-        scene.submit(("small", number), nbytes=200 << 20, owner="small", direction=Direction.SCATTER)
-    await scene.steps(10)
-    assert (scene.running(0), scene.running(1)) == (2, 3)
-    urgent = scene.submit("urgent", nbytes=64, owner="urgent")
-    scene.driver.go(GATHERS, marks=1)
-    await scene.steps(2)
-    assert scene.machine.runs_since(urgent.slot, float("inf")), "it is next, and three of the large ones behind it"
-    await scene.finish()
-    assert scene.order.index("urgent") < scene.order.index(("large", 3))
-
-
 async def test_copies_occupy_as_many_thread_blocks_as_they_may():
     scene = Scene(ring_bytes=1 << 20, ctas=3)
     scene.submit("many tiles", scene.plan(rows=8, row_bytes=65536))
@@ -272,25 +207,6 @@ async def test_copies_occupy_as_many_thread_blocks_as_they_may():
 
 
 # --- errors of the driver
-
-
-def two_widths(scene):
-    """A plan of two launches."""
-    both = [scene.plan(at=at).segments[0] for at in (0, 8192)]
-    both[1].regions[0, :] += 4
-    return CopyPlan(tuple(both))
-
-
-async def test_a_failed_launch_is_told_after_what_was_launched_before_it(scene):
-    scene.driver.codes["LAUNCH"] = [0, 701]
-    scene.submit("a", two_widths(scene))
-    scene.submit("b", at=65536)
-    await scene.steps()
-    assert scene.order == [], "the first width still runs"
-    await scene.finish()
-    assert scene.reports.kinds() == {"a": "TransferFailedError", "b": "done"}
-    assert "701" in str(scene.outcomes["a"].error)
-    assert scene.written()
 
 
 @pytest.mark.parametrize("name", ["UPLOAD", "CLEAR", "CLEAR_LINES", "LAUNCH", "DOWNLOAD"])
@@ -415,16 +331,6 @@ async def test_sums_follow_their_copy_and_are_read_when_it_has_run():
     assert [scene.outcomes[name].sums for name in ("copied", "summed")] == [expected] * 2
     del source, target
     await scene.close()
-
-
-async def test_what_was_not_allowed_has_no_sums(scene):
-    source, target, chunk = pair_of(2)
-    scene.submit("denied", chunk.copy(), sums=SumPlan.at_source(chunk), until=0.5)
-    await scene.finish()
-    assert scene.driver.names() == []
-    assert kind(scene.outcomes["denied"]) == "stopped"
-    assert scene.outcomes["denied"].sums == b""
-    del source, target
 
 
 # --- closing, and the thread

@@ -1,5 +1,6 @@
 """Packed tables: widths, divisions and bounds. What they mean to the kernel is tested with the kernel."""
 
+import conversions
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows, head_split, random_plan
@@ -27,20 +28,27 @@ def test_division_by_multiplication_is_exact(divisor, number, near):
         assert (high + x) >> shift == x // divisor
 
 
+@pytest.mark.parametrize("converting", [False, True])
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_a_plan_is_at_most_one_launch_for_each_width_and_carries_all_its_bytes(seed):
-    plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
+def test_a_plan_is_at_most_one_launch_of_each_variant_that_is_known_beforehand_and_carries_all_its_bytes(
+    converting, seed
+):
+    if converting:
+        plan = conversions.random_plan(seed, 1 << 20, 1 << 30, 1 << 20)
+    else:
+        plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
     packed = pack(plan)
-    used = [launch.variant.width for launch in packed.launches]
-    assert len(set(used)) == len(used)
-    assert {Variant(width) for width in used} <= variants([plan]) <= {Variant(width) for width in WIDTHS}
+    used = {launch.variant for launch in packed.launches}
+    assert len(used) == len(packed.launches)
+    assert used <= variants([plan])
+    assert converting or variants([plan]) <= {Variant(width) for width in WIDTHS}
     most = 0
     for launch in packed.launches:
         heads = packed.words[launch.first : launch.first + launch.headers * HEADER_WORDS].reshape(-1, HEADER_WORDS)
         assert heads[:, 0].sum() == launch.tiles
         np.testing.assert_array_equal(heads[:, 1], np.cumsum(heads[:, 0]) - heads[:, 0])
-        most += int((heads[:, 2] * heads[:, 5]).sum()) * launch.variant.width
+        most += int((heads[:, 2] * heads[:, 5]).sum()) * launch.variant.width * launch.variant.elements.dst_bytes
     assert most >= plan.bytes
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate
-from kvxfer.copy.tables import Tables, pack
+from kvxfer.copy.tables import pack
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import ThreadRuntime
@@ -84,26 +83,6 @@ class Threaded:
             self.mover.submit(job, direction)  # refuses it, and touches nothing of its loop
         else:
             self._wait(self._submit(job, direction), _GRACE_SECONDS)
-
-    def seconds(self, plan: CopyPlan, count: int, direction: Direction = Direction.GATHER) -> list[float]:
-        """How long each of so many copies takes, one after the other, from the loop that asks to the loop that hears.
-
-        Packing the plan, and waking a thread that waits, are no part of that.
-        """
-        return list(self._wait(self._seconds(pack(plan), count, direction), _START_SECONDS))
-
-    async def _seconds(self, tables: Tables, count: int, direction: Direction) -> list[float]:
-        took: list[float] = []
-        for _ in range(count):
-            ended: asyncio.Future[CopyOutcome] = self._loop.create_future()
-            began = time.perf_counter()
-            self.mover.submit(CopyJob(tables, ended.set_result, nbytes=tables.nbytes), direction)
-            outcome = await ended
-            took.append(time.perf_counter() - began)
-            if outcome.error is not None:
-                raise outcome.error
-            assert not outcome.stopped
-        return took
 
     async def _submit(self, job: CopyJob, direction: Direction) -> None:
         self.mover.submit(job, direction)

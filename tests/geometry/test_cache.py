@@ -148,19 +148,10 @@ def test_memory_that_does_not_hold_the_values_is_refused(make: Callable[[], torc
     assert words in refused([CacheTensor(make(), "block dim", layers=[0])])
 
 
-def test_complex_elements_are_plain_memory() -> None:
-    plain = CacheTensor(torch.zeros(4, 8, dtype=torch.complex64), "block dim", layers=[0])
-    assert plain.spec().item_bytes == 8
-
-
 def test_two_devices_are_refused() -> None:
     spec = cache().spec()
     with pytest.raises(GeometryError, match=r"must be on one device, not on \[\('cpu', 0\), \('cuda', 1\)\]"):
         CacheGeometry((spec, replace(spec, layers=(1,), kind="cuda", device=1)))
-
-
-def test_nothing_is_refused() -> None:
-    assert refused([]) == "a cache needs 1 to 16384 tensors, not 0"
 
 
 def test_the_same_coordinates_twice_are_refused() -> None:
@@ -195,12 +186,6 @@ def test_tensors_of_a_group_that_share_memory_are_refused() -> None:
     assert len(CacheGeometry.of(views(a=(apart[0], "block token dim"), b=(apart[1], "block token dim"))).tensors) == 2
     layers = [CacheTensor(pool, "block token dim", layers=[layer]) for layer in (0, 1)]
     assert "layer 1) shares memory with cache tensor (group 'default', kv -, layer 0)" in refused(layers)
-
-
-def test_tensors_of_different_groups_may_share_memory() -> None:
-    pool = torch.zeros(6, 4, 32)
-    shared = [CacheTensor(pool, "block token dim", layers=[0], group=group) for group in "ab"]
-    assert len(CacheGeometry.of(shared).tensors) == 2
 
 
 def test_tensors_that_lie_between_each_other_do_not_share_memory() -> None:
@@ -334,14 +319,6 @@ def test_interleavings_meet_where_some_token_is_in_both() -> None:
     held = [{token for token in range(400) if token // one.chunk % one.of == one.rank} for one in every]
     for one, mine in zip(every, held, strict=True):
         assert [one.meets(other) for other in every] == [not mine.isdisjoint(theirs) for theirs in held]
-
-
-def test_messages_name_group_part_half_and_layers() -> None:
-    tensor = cache((3, 6, 4, 2, 8), f"layer {NHD}", layers=[5, 0, 2], group="g", part="p")
-    assert tensor.spec().name == "cache tensor (group 'g', part 'p', kv k, layers 0..5)"
-    assert cache((6, 4, 8), "block token dim", kv=None, heads=None).spec().name == (
-        "cache tensor (group 'default', kv -, layer 0)"
-    )
 
 
 def test_a_peers_description_is_checked_like_ours() -> None:

@@ -166,19 +166,6 @@ def test_state_alone_does_not_shred_the_tokens() -> None:
     assert len(mixed.grid(range(64), target_bytes=64 * 32)) == 5 * 2
 
 
-def test_where_no_token_is_missing_one_chunk_will_do() -> None:
-    assert len(pair_of(16, 16).grid(range(32, 32), target_bytes=1000)) == 1
-
-
-def test_filling_counts_where_segments_do_not_end_at_a_multiple_of_16() -> None:
-    sizes = {"layer": 2, "block": 3, "token": 4, "dim": 3}
-    tensors = [contiguous("layer block token dim", sizes, layers=range(2)) for _ in range(2)]
-    source, target = (rank(tensor, blocks={}) for tensor in tensors)
-    pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
-    assert pair.grid(range(4), target_bytes=2 * (4 * 6 + 16)).layers_per_chunk == 2
-    assert pair.grid(range(4), target_bytes=2 * (4 * 6 + 16) - 1).layers_per_chunk == 1
-
-
 # staging
 
 

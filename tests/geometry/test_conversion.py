@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import conversions
 import numpy as np
 import oracle
 import pytest
@@ -30,21 +31,7 @@ from kvxfer.geometry import (
     resolve,
 )
 
-FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 GUARD = 64
-NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def converted(data: torch.Tensor, dst: str, multiply: float, divide: float) -> torch.Tensor:
-    """What torch makes of elements, as bytes (n, size)."""
-    target = getattr(torch, dst)
-    values = data.float() * torch.tensor([multiply]) / torch.tensor([divide])
-    if target.itemsize == 1:
-        values = values.clamp(-torch.finfo(target).max, torch.finfo(target).max)
-    bits = values.to(target).view(INTEGERS[target.itemsize])
-    bits = torch.where(values.isnan(), NAN[dst], bits).to(bits.dtype)
-    return bits.view(torch.uint8).reshape(-1, target.itemsize)
 
 
 def expect(source: Rank, target: Rank, selections: list[oracle.Selection], tokens: tuple[int, int]) -> Any:
@@ -61,7 +48,8 @@ def expect(source: Rank, target: Rank, selections: list[oracle.Selection], token
         size, room = getattr(torch, src).itemsize, getattr(torch, dst).itemsize
         data = source.memory[at[:, None] + np.arange(size)]
         if (src, multiply) != (dst, divide):
-            data = converted(torch.from_numpy(data).view(getattr(torch, src))[:, 0], dst, multiply, divide).numpy()
+            elements = torch.from_numpy(data).view(getattr(torch, src))[:, 0]
+            data = conversions.reference(elements, dst, multiply, divide).view(torch.uint8).numpy().reshape(-1, room)
         result[to[:, None] + np.arange(room)] = data
         moved += len(to)
     return result, moved
@@ -168,8 +156,7 @@ def pair(src: TensorSpec, dst: TensorSpec, *, convert: bool = True) -> PairPlan:
     return PairPlan(CacheGeometry((src,)), CacheGeometry((dst,)), EVERYTHING, convert=convert)
 
 
-@pytest.mark.parametrize("dst", FLOATS)
-@pytest.mark.parametrize("src", FLOATS)
+@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
 def test_dtypes_that_differ_are_refused_unless_asked_for(src: str, dst: str) -> None:
     one, other = spec(src), spec(dst)
     both = CacheGeometry((one,)), CacheGeometry((other,))

@@ -93,17 +93,6 @@ def test_pieces_are_what_the_tables_say(segments: list[Segment]) -> None:
         assert column.flags.c_contiguous
 
 
-def test_rows_in_any_order_are_listed_by_destination() -> None:
-    """What makes merging cheap: one ascending run for the rows of one length."""
-    rng = np.random.default_rng(0)
-    rows = np.stack([rng.permutation(50), np.zeros(50), rng.permutation(50), np.zeros(50), np.full(50, 4)], 1)
-    for regions, stride in (([[0, 9000], [50_000, 0]], 64), ([[0, 32], [50_000, 0]], 64)):  # apart, and inside blocks
-        box = Box((), 8, 8, 8, token_in_run=True)
-        found = Segment(np.asarray(regions), Stencil(rows.astype(np.int64), 64, stride, box)).enumerate()
-        assert (np.diff(found.dst) > 0).all()
-        assert len(found) == 100
-
-
 # merged
 
 

@@ -34,13 +34,6 @@ def test_splits_that_divide_each_other_are_one_patch(src: int, dst: int, counts:
     assert [tuple(axis.count for axis in patch.axes) for patch in found] == [counts]
 
 
-def test_a_range_that_starts_inside_a_stretch_needs_few_patches() -> None:
-    src, dst = axis_offsets(split(24, 8, gap=2), 3, 24), axis_offsets(split(21, 21), 0, 21)
-    found = patches(src, dst)
-    assert [pair for patch in found for pair in offsets_of(patch)] == list(zip(src.tolist(), dst.tolist(), strict=True))
-    assert len(found) <= 3
-
-
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
 def test_patches_are_the_offsets_in_order(data: st.DataObject) -> None:

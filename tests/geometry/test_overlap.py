@@ -46,16 +46,6 @@ def test_it_is_exact(views: list[View]) -> None:
     assert found is None or found in pairs
 
 
-@settings(max_examples=80, deadline=None)
-@given(drawn_views())
-def test_the_form_without_gaps_holds_the_same_bytes(view: View) -> None:
-    short = Bytes.of(*view)
-    strides, counts = [stride for stride, _ in short.axes], [count for _, count in short.axes]
-    starts = addresses((short.start, counts, strides, 1))
-    assert {at + byte for at in starts for byte in range(short.run)} == addresses(view)
-    assert short.stop == max(addresses(view)) + 1
-
-
 def cross_layer(layers: int) -> list[Bytes]:
     """K and V of many layers in one tensor, blocks outermost: every range of addresses meets every other."""
     size = 16 * 8 * 128 * 2

@@ -52,12 +52,6 @@ def test_heads_go_by_overlap(prefill: int, decode: int, expected: list[list[list
     assert [shares(need, have, turn) for turn, need in enumerate(even(8, decode))] == expected
 
 
-def test_layers_go_by_stage() -> None:
-    have = [rank(layers=(0, 1, 2)), rank(layers=(5, 4, 3))]
-    found = resolve(rank(layers=(4, 1, 2)), have)
-    assert found == [(Selection("default", "", "k", (1, 2), 0, 8),), (Selection("default", "", "k", (4,), 0, 8),)]
-
-
 @pytest.mark.parametrize("heads", [None, (0, 1)])
 def test_replicated_data_has_one_owner_which_rotates(heads: tuple[int, int] | None) -> None:
     have = [rank(heads) for _ in range(4)]
@@ -67,19 +61,6 @@ def test_replicated_data_has_one_owner_which_rotates(heads: tuple[int, int] | No
         assert len(given) == 1
         owners[given[0]] += 1
     assert owners == {0: 2, 1: 2, 2: 2, 3: 2}
-
-
-def test_replicated_heads_beside_each_other() -> None:
-    have = [rank((0, 1)), rank((0, 1)), rank((1, 2)), rank((1, 2))]
-    assert shares(rank((0, 2)), have, 0) == [[(0, 1)], [], [(1, 2)], []]
-    assert shares(rank((0, 2)), have, 1) == [[], [(0, 1)], [], [(1, 2)]]
-    assert shares(rank((1, 2)), have, 1) == [[], [], [], [(1, 2)]]
-
-
-def test_unequal_overlapping_holders_are_cut_at_every_edge() -> None:
-    have = [rank((0, 5)), rank((3, 8))]
-    assert shares(rank(), have, 0) == [[(0, 5)], [(5, 8)]]
-    assert shares(rank(), have, 1) == [[(0, 3)], [(3, 8)]]
 
 
 def test_every_residue_of_an_interleaving_has_an_owner() -> None:

@@ -191,14 +191,6 @@ def test_neighbours_share_sums_where_there_are_many(monkeypatch: pytest.MonkeyPa
     assert found.blocks == {"default": (1, 3, 7)}  # 7 is the fourth of the list
 
 
-def test_items_larger_than_what_is_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, part = two()
-    at_once = at_source(part)
-    for words in (1, 20, 100, 300):
-        monkeypatch.setattr("kvxfer.copy.walk._AT_ONCE_WORDS", words)
-        assert at_source(part) == at_destination(part) == at_once
-
-
 def test_keys_are_those_of_splitmix64() -> None:
     # its first outputs for the seed 0, as its authors' C code gives them
     assert keys(3).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1, 0x06C45D188009454F]

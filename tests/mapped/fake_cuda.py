@@ -10,11 +10,18 @@ import itertools
 import mmap
 import os
 import sys
+import threading
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 GRANULE = 64 << 10
+LEAST = 4 << 20
+"""What memory that is made must be a multiple of."""
 FILE, FABRIC = 1, 8
+PINNED, PORTABLE = 16, 1
+FABRIC_SUPPORTED = "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED"
+RDMA_SUPPORTED = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -35,6 +42,8 @@ class Result(enum.IntEnum):
 class Code(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInvalidDevice = 101
     cudaErrorPeerAccessAlreadyEnabled = 704
 
 
@@ -49,12 +58,13 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Memory:
-    """What cuMemCreate made: a file, and how many handles and mappings keep it."""
+    """What cuMemCreate made: a file, and how many handles and mappings keep it; or what was allocated on a device."""
 
     descriptor: int
     size: int
     kinds: int
     users: int = 0
+    device: int = 0
 
     def leave(self):
         self.users -= 1
@@ -64,7 +74,11 @@ class Memory:
 
 @dataclass
 class State:
-    """Everything that this process has open. `fails`: name of a call, and how many succeed before it is refused."""
+    """Everything that this process has open.
+
+    `fails`: name of a call, and how many succeed before it is refused. `refuses`: the code of another refusal, or what
+    the call raises.
+    """
 
     handles: dict[int, Memory] = field(default_factory=dict)
     mappings: dict[int, tuple[int, Memory]] = field(default_factory=dict)
@@ -73,6 +87,10 @@ class State:
     admitted: list[tuple[int, int, int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
+    refuses: dict[str, Any] = field(default_factory=dict)
+    threads: set[int] = field(default_factory=set)
+    made: list[Any] = field(default_factory=list)  # of what properties memory was
+    attributes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((FABRIC_SUPPORTED, RDMA_SUPPORTED), 1))
     peers: bool = True
     atomics: bool = True
 
@@ -101,7 +119,12 @@ def answering(results, errors):
         def call(self, *arguments):
             name = function.__name__
             self.state.calls.append(name)
+            self.state.threads.add(threading.get_ident())
             try:
+                if isinstance(refused := self.state.refuses.get(name), Exception):
+                    raise refused
+                if refused is not None:
+                    raise Refusal(refused)
                 if self.state.fails.get(name, 1 << 30) <= 0:
                     raise Refusal(errors)
                 if name in self.state.fails:
@@ -123,6 +146,9 @@ runtime_call = answering(Code.cudaSuccess, Code.cudaErrorInvalidValue)
 
 
 class Driver(ModuleType):
+    CUdevice_attribute = SimpleNamespace(**{name: name for name in (FABRIC_SUPPORTED, RDMA_SUPPORTED)})
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned")
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM="minimum")
     CUmemAllocationHandleType = Kinds
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device")
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write")
@@ -134,6 +160,32 @@ class Driver(ModuleType):
 
     def CUmemAccessDesc(self):
         return SimpleNamespace(location=SimpleNamespace())
+
+    def CUmemAllocationProp(self):
+        return SimpleNamespace(location=SimpleNamespace(), allocFlags=SimpleNamespace())
+
+    @driver_call
+    def cuInit(self, flags):
+        return None
+
+    @driver_call
+    def cuDeviceGet(self, index):
+        return f"gpu {index}"
+
+    @driver_call
+    def cuDeviceGetAttribute(self, name, gpu):
+        return self.state.attributes[name]
+
+    @driver_call
+    def cuMemGetAllocationGranularity(self, properties, which):
+        return LEAST
+
+    @driver_call
+    def cuMemCreate(self, size, properties, flags):
+        if size % LEAST:
+            raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+        self.state.made.append(properties)
+        return self.create(size, properties.requestedHandleTypes)
 
     def _handle(self, memory):
         memory.users += 1
@@ -245,13 +297,18 @@ class Runtime(ModuleType):
     def __init__(self, state):
         super().__init__("cuda.bindings.runtime")
         self.state = state
+        self.current = threading.local()
 
     def cudaIpcMemHandle_t(self):
         return SimpleNamespace(reserved=b"")
 
     @runtime_call
     def cudaSetDevice(self, device):
-        return None
+        self.current.device = device
+
+    @runtime_call
+    def cudaDeviceGetPCIBusId(self, length, device):
+        return f"0000:{device:02X}:00.0\0".encode().ljust(length)
 
     @runtime_call
     def cudaGetDeviceCount(self):
@@ -277,18 +334,35 @@ class Runtime(ModuleType):
     def cudaGetLastError(self):
         return None
 
-    @runtime_call
-    def cudaMalloc(self, size):
-        memory = Memory(new_file(size), size, 0, users=1)
+    def _allocate(self, size, kinds):
+        memory = Memory(new_file(size), size, kinds, users=1, device=getattr(self.current, "device", 0))
         address = place(None, size, _READ_WRITE, memory.descriptor)
         self.state.allocated[address] = (size, memory)
         return address
 
-    @runtime_call
-    def cudaFree(self, address):
-        size, memory = self.state.allocated.pop(address)
+    def _free(self, address, kinds):
+        size, memory = self.state.allocated[address]
+        if (memory.kinds, memory.device) != (kinds, getattr(self.current, "device", 0)):
+            raise Refusal(Code.cudaErrorInvalidValue)
+        del self.state.allocated[address]
         _libc.munmap(address, size)
         memory.leave()
+
+    @runtime_call
+    def cudaMalloc(self, size):
+        return self._allocate(size, 0)
+
+    @runtime_call
+    def cudaFree(self, address):
+        self._free(address, 0)
+
+    @runtime_call
+    def cudaHostAlloc(self, size, flags):
+        return self._allocate(size, PINNED | flags)
+
+    @runtime_call
+    def cudaFreeHost(self, address):
+        self._free(address, PINNED | PORTABLE)
 
     @runtime_call
     def cudaMemcpy(self, target, source, size, kind):

@@ -1,7 +1,6 @@
 """The arena's books: extents, gaps, fairness between peers, quarantine."""
 
 import random
-from dataclasses import astuple
 from itertools import groupby
 
 import pytest
@@ -46,10 +45,6 @@ def names(share: memory.Share) -> list[str]:
 
 
 class TestStates:
-    def test_the_table_is_the_documented_one(self):
-        ends = {RESERVED: {WRITING, FREE, QUARANTINED}, WRITING: {FREE, QUARANTINED}, QUARANTINED: {FREE}}
-        assert {source: set(targets) for source, targets in memory.TRANSITIONS.items()} == {FREE: {RESERVED}, **ends}
-
     def test_an_extent_of_another_share_is_refused(self):
         extent = take(make(), "a", 4)
         other = make()
@@ -143,14 +138,6 @@ class TestRefusals:
         assert isinstance(error, ArenaError)
         assert share.advance() == []
 
-    def test_numbers_of_numpy_and_odd_sizes_become_aligned_ints(self):
-        np = pytest.importorskip("numpy")
-        share = make(8)
-        share.request("a", np.int64(513))
-        ((_, extent),) = granted(share)
-        assert (extent.nbytes, extent.length) == (513, 1024)
-        assert all(type(value) is int for value in (extent.address, extent.offset, extent.length, extent.nbytes))
-
 
 class TestWaiting:
     def test_who_has_waited_in_vain_is_told_for_what(self):
@@ -172,17 +159,6 @@ class TestFairness:
         served = granted(share)
         assert [request.peer for request, _ in served] == list("abcaba")
         assert [request for request, _ in served if request.peer == "a"] == requests[:3]
-
-    def test_the_turn_is_kept_between_calls(self):
-        share = make(16)
-        first = take(share, "x", 1), take(share, "y", 1)
-        take(share, "z", 14)
-        for peer in "aab":
-            ask(share, peer, 1)
-        share.release(first[0])
-        assert names(share) == ["a"]
-        share.release(first[1])
-        assert names(share) == ["b"]
 
     def test_alone_a_peer_has_at_most_three_quarters(self):
         share = make(16)
@@ -206,19 +182,6 @@ class TestFairness:
             for _ in range(12):
                 ask(share, peer, 1)
         assert sorted(names(share)) == sorted(waiting * 4)
-
-    def test_a_peer_is_served_in_the_order_in_which_it_asked(self):
-        share, order = make(1), []
-        held = take(share, "a", 1)
-        asked = [share.request("a", UNIT) for _ in range(4)]
-        share.withdraw(asked[2])
-        while share.snapshot().waiting_requests:
-            share.release(held)
-            ((request, held),) = granted(share)
-            order.append(asked.index(request))
-        assert order == [0, 1, 3]
-        kept = {name: books for name, books in vars(share._queue).items() if books}
-        assert kept == {}, "of who asks no more nothing is kept"
 
     def test_over_its_fair_share_a_peer_waits_until_it_holds_nothing_and_blocks_nobody(self):
         share = make(32, max_overtakes=0)
@@ -291,19 +254,6 @@ class TestFairness:
 
 
 class TestQuarantine:
-    def test_over_a_quarter_in_quarantine_suspends_the_peer_alone(self):
-        share = make(16)
-        silent = take(share, "s", 4), take(share, "s", 1)
-        share.quarantine(silent[0], "silent")
-        share.release(silent[1])
-        one = take(share, "s", 1)  # a quarter is not over a quarter
-        share.quarantine(one, "silent")
-        ask(share, "s", 1)
-        ask(share, "a", 1)
-        assert names(share) == ["a"]
-        share.settle(one)
-        assert names(share) == ["s"]
-
     def test_what_only_the_end_of_a_quarantine_can_serve_blocks_nobody(self):
         share = make(16, max_overtakes=0)
         silent = take(share, "s", 4)
@@ -326,29 +276,6 @@ class TestQuarantine:
         served = names(share)
         assert served[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
         assert served[8:] == list("bcdefg")
-
-    def test_snapshot_counts_bytes_by_state_and_peer(self):
-        share = make(16)
-        extents = [take(share, "a", 1), take(share, "a", 2), take(share, "b", 3), take(share, "b", 4)]
-        share.write(extents[1])
-        share.write(extents[2])
-        share.quarantine(extents[3], "the stream closed")
-        ask(share, "c", 16)
-        shot = share.snapshot()
-        assert (shot.reserved_bytes, shot.writing_bytes) == (UNIT, 5 * UNIT)
-        assert (shot.quarantined_bytes, shot.free_bytes, shot.largest_gap_bytes) == (4 * UNIT, 6 * UNIT, 6 * UNIT)
-        assert (shot.waiting_requests, shot.waiting_bytes) == (1, 16 * UNIT)
-        assert shot.extents == [
-            (0, UNIT, RESERVED, "a"),
-            (UNIT, 2 * UNIT, WRITING, "a"),
-            (3 * UNIT, 3 * UNIT, WRITING, "b"),
-            (6 * UNIT, 4 * UNIT, QUARANTINED, "b"),
-        ]
-        assert shot.reasons == {6 * UNIT: "the stream closed"}
-        assert [astuple(shot.peers[peer])[:2] for peer in "abc"] == [(UNIT, 2 * UNIT), (0, 3 * UNIT), (0, 0)]
-        assert (shot.peers["b"].quarantined_bytes, shot.peers["c"].waiting_requests) == (4 * UNIT, 1)
-        assert (share.quarantined_bytes(), share.quarantined_bytes("a"), share.held.get("b", 0)) == (2048, 0, 7 * UNIT)
-        assert share.extents() == extents
 
 
 class TestArena:

@@ -1,11 +1,11 @@
 """A peer that names memory or gates of another process: nothing of that one is opened, and its end is no evidence."""
 
 import asyncio
-import multiprocessing as mp
 import os
-from contextlib import contextmanager
+from contextlib import suppress
 
 import pytest
+from elsewhere import elsewhere
 
 from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
@@ -17,8 +17,6 @@ from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import Keys, LockFile, Mappings
 from kvxfer.safety.processes import Processes
 
-CONTEXT = mp.get_context("spawn")
-
 
 def cache():
     tensor = shared_empty((4, 4, 2, 8))
@@ -26,35 +24,21 @@ def cache():
 
 
 def victim(pipe):
-    """Another process, with memory to map and gates of its own, until it hears that it may end."""
+    """Another process, with memory to map and gates of its own, until nobody is at the other end of its pipe."""
     geometry, tensor = cache()
     gates = LockFile(4)
     span = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
     pipe.send((geometry, export("cpu", 0, [span], OpenFiles()), gates.handle))
-    pipe.recv()
+    with suppress(EOFError):
+        pipe.recv()
     gates.close()
-
-
-@contextmanager
-def another_process():
-    ours, its = CONTEXT.Pipe()
-    child = CONTEXT.Process(target=victim, args=(its,))
-    child.start()
-    its.close()
-    try:
-        yield child, *ours.recv()
-        ours.send("end")
-    finally:
-        child.join(60)
-        child.kill()
-        child.join()
-        ours.close()
 
 
 @pytest.fixture(scope="module")
 def told():
     """The process that a peer may name, and a peer that is (by the word of the kernel) this process."""
-    with another_process() as (child, geometry, exports, locks):
+    with elsewhere(victim) as (child, pipe):
+        geometry, exports, locks = pipe.recv()
 
         def peer(process):
             mapped = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]

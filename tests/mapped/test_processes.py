@@ -139,16 +139,6 @@ async def test_closing_ends_every_watch(one):
     leave()
 
 
-async def test_the_last_one_to_hold_a_process_ends_the_watch(watched, one):
-    watched.met(peer(one.number), one.opened)
-    leaves = [watched.hold(peer(one.number)) for _ in range(2)]
-    watched.forget(peer(one.number))
-    leaves[0]()
-    assert not is_closed(one.descriptor)
-    leaves[1]()
-    assert is_closed(one.descriptor)
-
-
 async def test_who_passes_the_stream_on_is_not_the_peer(watched, one):
     """Its end would say nothing of the process that speaks."""
     watched.met(peer(one.number + 1), one.opened)
@@ -319,18 +309,10 @@ def test_no_number_is_told_where_all_processes_have_the_same(monkeypatch):
 
 
 def test_a_number_that_the_wire_has_no_room_for_is_not_told(monkeypatch):
-    monkeypatch.setattr(numbers, "_MAX", own_number() - 1)
-    assert own_number() == 0
-    monkeypatch.setattr(numbers, "_MAX", own_number_of_kernel())
-    assert own_number() == own_number_of_kernel()
-
-
-def own_number_of_kernel():
-    descriptor = os.pidfd_open(os.getpid())
-    try:
-        return os.fstat(descriptor).st_ino
-    finally:
-        os.close(descriptor)
+    number = own_number()
+    for most, told in ((number, number), (number - 1, 0)):
+        monkeypatch.setattr(numbers, "_MAX", most)
+        assert own_number() == told
 
 
 def test_a_system_without_pidfds_has_no_numbers(monkeypatch):

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import multiprocessing as mp
 import os
 import struct
 from dataclasses import replace
@@ -10,12 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from elsewhere import elsewhere
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import host as home_module
 from kvxfer.mapped.host import Export, OpenFiles, Window, Windows, _files, export, open_window, unlike
-
-CONTEXT = mp.get_context("spawn")
 
 
 def exported(*tensors):
@@ -32,25 +30,14 @@ def add_one(given, elements, answer):
     answer.send(window.local != window.address)
 
 
-def elsewhere(*arguments):
-    """Run `add_one` in a process of its own."""
-    here, there = CONTEXT.Pipe()
-    child = CONTEXT.Process(target=add_one, args=(*arguments, there))
-    child.start()
-    there.close()
-    try:
-        return here.recv()
-    finally:
-        child.join()
-
-
 def test_another_process_writes_into_it():
     tensor = shared_empty((3, 5), dtype=torch.int32)
     assert torch.equal(tensor, torch.zeros(3, 5, dtype=torch.int32))
     tensor[:] = torch.arange(15).reshape(3, 5)
     (given,) = exported(tensor, tensor[1])
     assert (given.address, given.length) == (tensor.data_ptr(), 60)
-    assert elsewhere(given, 15)
+    with elsewhere(add_one, given, 15) as (_, pipe):
+        assert pipe.recv(), "it lies elsewhere in the other process"
     assert torch.equal(tensor, torch.arange(1, 16, dtype=torch.int32).reshape(3, 5))
 
 
@@ -143,17 +130,6 @@ def open_elsewhere(given, answer):
             answer.send("mapped")
 
 
-def said_elsewhere(*given):
-    here, there = CONTEXT.Pipe()
-    child = CONTEXT.Process(target=open_elsewhere, args=(given, there))
-    child.start()
-    there.close()
-    try:
-        return [here.recv() for _ in given]
-    finally:
-        child.join()
-
-
 def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     tensor = shared_empty((4,))
     (given,) = exported(tensor)
@@ -166,7 +142,7 @@ def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     os.ftruncate(unsealed, 16)
     with (tmp_path / "file").open("w") as file:
         private, other = os.fstat(file.fileno()), os.fstat(unsealed)
-        said = said_elsewhere(
+        asked = (
             given,
             named(number, device, inode + 1),
             named(number, device, inode, length=1 << 30),
@@ -174,6 +150,8 @@ def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
             named(unsealed, other.st_dev, other.st_ino),
             named(99_999, device, inode),
         )
+        with elsewhere(open_elsewhere, asked) as (_, pipe):
+            said = [pipe.recv() for _ in asked]
     os.close(unsealed)
     assert said[0] == "mapped"
     for told in (said[1], said[2], said[4]):
@@ -231,11 +209,6 @@ def test_numbers_beyond_all_memory_are_refused(address, length):
     ):
         with pytest.raises(FabricError, match="are no memory of a process"):
             use()
-
-
-def test_without_windows_nothing_is_found():
-    with pytest.raises(FabricError, match="lies in none"):
-        Windows([]).local(np.asarray([1]))
 
 
 def test_only_the_same_host_and_namespace_will_do(monkeypatch):

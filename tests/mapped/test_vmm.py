@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import multiprocessing as mp
 import os
 import resource
 import struct
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import fake_cuda
 import pytest
+from elsewhere import elsewhere
 from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 
 from kvxfer import Config, FabricError
@@ -20,8 +20,6 @@ from kvxfer.errors import ArenaError
 from kvxfer.mapped.host import OpenFiles, Windows, export, joined, open_window
 from kvxfer.protocol.messages import MappedMemory
 from kvxfer.safety.fence import Exports, Mappings
-
-CONTEXT = mp.get_context("spawn")
 
 
 @pytest.fixture
@@ -48,23 +46,6 @@ def pattern(size, seed=0):
 
 def open_files():
     return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-
-
-@contextlib.contextmanager
-def elsewhere(work, *arguments):
-    """A process that runs `work` with what is left of a pipe to it."""
-    here, there = CONTEXT.Pipe()
-    child = CONTEXT.Process(target=work, args=(*arguments, there), daemon=True)
-    child.start()
-    there.close()
-    try:
-        yield child, here
-    finally:
-        here.close()
-        child.join(20)
-        if child.is_alive():
-            child.kill()
-            child.join()
 
 
 def owner(mapped, kinds, spans, device, pipe):
@@ -293,12 +274,6 @@ def test_a_tensor_with_a_hole_is_refused(cuda, files, mapped):
     pool = Pool(cuda, mapped)
     with pytest.raises(FabricError, match=r"cuMemGetAddressRange\(.*NOT_FOUND"):
         export("cuda", 0, [range(pool.base, pool.base + pool.size)], files)
-
-
-def test_an_odd_answer_ends_the_search(cuda, files):
-    cuda.cuMemGetAddressRange = lambda address: (Result.CUDA_SUCCESS, address, 0)
-    with pytest.raises(FabricError, match="CUDA says that 0x1000 lies in the 0 bytes at 0x1000"):
-        export("cuda", 0, [range(4096, 8192)], files)
 
 
 def test_more_pieces_than_open_files_are_refused_by_the_name_of_the_limit(cuda, files):

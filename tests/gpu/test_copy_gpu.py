@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "tests" / "copy"))
 
 import conversions  # noqa: E402  # pyright: ignore[reportMissingImports]
 from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan  # noqa: E402  # pyright: ignore[reportMissingImports]
-from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
+from threaded import Outcome, Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import READY, Direction, tables, walk  # noqa: E402
 from kvxfer.copy.port import as_event  # noqa: E402
@@ -73,17 +73,9 @@ class Runner:
         assert enough, f"{len(self.outcomes)} of {count}"
 
     def copy(self, plan, direction=Direction.GATHER):
-        ended = threading.Event()
-        outcomes = []
-
-        def done(outcome):
-            outcomes.append(outcome)
-            ended.set()
-
-        self.copies.submit(plan, done, direction)
-        assert ended.wait(60)
-        if outcomes[0].error is not None:
-            raise outcomes[0].error
+        outcome = Outcome()
+        self.copies.submit(plan, outcome, direction)
+        outcome.get()
 
     def errors(self):
         return [outcome.error for outcome in self.outcomes.values() if outcome.error is not None]

@@ -23,13 +23,8 @@ from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
-from kvxfer.mapped.host import (  # noqa: E402
-    Export,
-    OpenFiles,
-    export,
-    open_window,
-)
-from kvxfer.memory.device import Backing, allocate, call, load, upload  # noqa: E402  # noqa: E402
+from kvxfer.mapped.host import Export, OpenFiles, export, joined, open_window  # noqa: E402
+from kvxfer.memory.device import Backing, allocate, call, load, upload  # noqa: E402
 from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
 
 pytestmark = [
@@ -203,7 +198,7 @@ def process(work, *arguments):
 
 
 def opened(exports, device=0):
-    return [open_window(given, "cuda", device) for given in exports]
+    return [open_window(given, "cuda", device) for given in joined(exports)]
 
 
 def located(windows, address):

@@ -131,7 +131,7 @@ def segments(monkeypatch):
 
 @contextlib.contextmanager
 def windows_onto(exports, device=0):
-    opened = [open_window(given, "cuda", device) for given in joined(exports)]
+    opened = mapped_gpu.opened(exports, device)
     try:
         yield opened
     finally:
@@ -284,24 +284,11 @@ def test_the_owner_dies_under_a_kernel_that_writes_its_memory(segments):
             assert torch.equal(kept, source)  # it is still there, and still what was written
 
 
-def writer(exports, memory, words, answer):
-    """Write the memory of another process over and over."""
-    source = torch.zeros(mapped_gpu.SIZE, dtype=torch.uint8, device="cuda:1")
-    torch.cuda.synchronize(1)
-    windows = [open_window(given, "cuda", 1) for given in joined(exports)]
-    what = mapped_gpu.plan(source.data_ptr(), mapped_gpu.located(windows, memory))
-    gate = Gate(mapped_gpu.located(windows, words), mapped_gpu.GENERATION)
-    with mapped_gpu.copies(1) as made:
-        made.run(what, gate)
-        answer.send("writing")
-        while True:
-            for ended, _ in [made.begin(what, gate) for _ in range(50)]:
-                ended.wait(60)
-
-
 def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
     pieces, files = by_hand(0, BEFORE + mapped_gpu.SIZE), OpenFiles()
-    mapped_gpu.nothing_lands_after_the_death_of(writer, pieces.memory[BEFORE : BEFORE + mapped_gpu.SIZE], files=files)
+    mapped_gpu.nothing_lands_after_the_death_of(
+        mapped_gpu.writer, pieces.memory[BEFORE : BEFORE + mapped_gpu.SIZE], files=files
+    )
     files.close()
     pieces.free()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from copy_plans import CANARY
-from driver import FAULT, Driver, Event, StubGpu, word
+from driver import FAULT, Driver, Event, StubGpu
 from stepped import Flag, World, kind, until
 from sum_plans import pair_of
 
@@ -84,23 +84,6 @@ async def test_a_copy_is_told_when_its_event_has_happened(scene):
     assert scene.machine.step() is None, "nothing to do: it sleeps until a record comes"
 
 
-async def test_it_looks_without_a_pause_and_then_ever_less_often(scene):
-    scene.machine.state[records.SPIN] = 200_000
-    scene.submit("a")
-    await scene.steps(2)
-    delays = []
-    for _ in range(1400):
-        scene.runtime.time += 25e-6
-        delays.append(scene.step())
-    assert delays[:6] == [0.0] * 6
-    assert delays == sorted(delays)
-    assert delays[9] > 0
-    assert delays[-1] == 1e-3
-    scene.driver.go()
-    await scene.steps(1)
-    assert scene.order == ["a"]
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_a_copy_stands_from_before_its_launch_to_its_end(scene, direction):
     """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
@@ -172,22 +155,6 @@ async def test_torchs_newer_events_are_asked_too(scene):
 
 
 # --- rings
-
-
-async def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device():
-    scene = Scene(ring_bytes=1 << 20)
-    host, device = scene.gpu._rings[0]
-    many_tiles = scene.plan(rows=65, row_bytes=4096)
-    many_tiles = replace(many_tiles, segments=many_tiles.segments * 20)
-    for name, plan in (("few", scene.plan()), ("rows", scene.plan(rows=200)), ("tiles", many_tiles)):
-        scene.submit(name, plan)
-        await scene.steps(1)
-        table = word(word(scene.driver.made("LAUNCH")[-1][9]).value).value
-        assert (host if name == "few" else device).data_ptr() <= table
-        assert len(scene.driver.made("UPLOAD")) == {"few": 0, "rows": 1, "tiles": 2}[name]
-    await scene.finish()
-    assert set(scene.reports.kinds().values()) == {"done"}
-    await scene.close()
 
 
 # --- how much is launched

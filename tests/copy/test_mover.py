@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, Permit
-from kvxfer.testing import simulate
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -158,44 +156,6 @@ async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
     assert world.order[-1] == "cancelled" or kind(world.outcomes["cancelled"]) == "stopped"
     assert [name for name in world.order if name != "cancelled"] == list(range(700))
     assert len(world.machine._unsent) == 0
-
-
-def test_on_uvloop():
-    uvloop = pytest.importorskip("uvloop")
-
-    async def scenario():
-        mover, reports, dst, flag = Mover(ThreadRuntime()), Reports(), canvas(), Flag()
-        for number in range(2000):
-            mover.submit(CopyJob(pack(small_plan(dst, row_bytes=64)), reports(number)), Direction.GATHER)
-        mover.submit(CopyJob(pack(small_plan(dst)), reports("late"), flag), Direction.GATHER)
-        await reports.wait(2000)
-        flag.fired = True
-        await reports.wait(2001)
-        assert await mover.close(10)
-        return set(reports.kinds().values())
-
-    assert uvloop.run(scenario()) == {"done"}
-
-
-def test_in_a_simulation_the_same_seed_gives_the_same_run():
-    async def scenario(runtime):
-        mover, reports, dst = Mover(runtime), Reports(), canvas()
-        flags = [Flag() for _ in range(5)]
-        loop = asyncio.get_running_loop()
-        for number, flag in enumerate(flags):
-            loop.call_later(0.01 * number, setattr, flag, "fired", True)
-            mover.submit(CopyJob(pack(small_plan(dst)), reports(number), flag, owner=number % 2), Direction.GATHER)
-        late = mover.submit(CopyJob(pack(small_plan(dst)), reports("late"), until=runtime.now()), Direction.GATHER)
-        await reports.wait(6)
-        assert not mover.standing(math.inf)
-        mover.cancel(late)
-        assert await mover.close(1.0)
-        return [(name, kind(one), one.started, one.finished) for name, one in reports.outcomes.items()]
-
-    first, again, other = (simulate(scenario, seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-    assert {name: what for name, what, *_ in first} == {**dict.fromkeys(range(5), "done"), "late": "stopped"}
 
 
 # --- leases and cancelling

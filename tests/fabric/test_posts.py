@@ -421,16 +421,6 @@ async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_no
     assert rig.result("after").outcome is Outcome.DONE
 
 
-async def test_more_posts_than_the_machine_has_rows_are_all_done(rig):
-    for number in range(records.JOBS + 40):
-        rig.post(str(number), 8, at=8 * number)
-    for _ in range(40):
-        rig.step(100)
-        await rig.settle()
-    assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
-    assert np.array_equal(rig.memory["b"][: 8 * (records.JOBS + 40)], rig.source[: 8 * (records.JOBS + 40)])
-
-
 # ---- gathered, then posted -------------------------------------------------------------------------------------------
 
 

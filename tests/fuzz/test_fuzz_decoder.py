@@ -11,9 +11,9 @@ import pytest
 from mutation import INVALID, SPOKEN, VALID, Mutator, decoded, frame, pack, pieces
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.framing import FrameReader, ScanError, decode, encode, encode_body, fits, peek_tag, scan
+from kvxfer.protocol.framing import FrameReader, ScanError, decode, encode, encode_body, fits, peek_tag
 from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody
-from kvxfer.tools.inspect import describe
+from kvxfer.tools.inspect import describe, scan
 
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])
 LIMIT = 4096

@@ -14,6 +14,7 @@ import socket
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from apart import Apart, knows_apart
@@ -135,11 +136,17 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
 def turn_deaf(worker: Any) -> Callable[[], Awaitable[None]]:
     """Nobody connects to it, where it is still said to listen; until what is returned has been awaited."""
     listener = worker._service.listener
-    listener._stop()
+    listener.close()
 
     async def listen_again() -> None:
-        loop, path = asyncio.get_running_loop(), listener.endpoint.removeprefix("unix:")
-        listener._stop = (await loop.create_unix_server(lambda: worker._service._link(Role.SERVER, "unix"), path)).close
+        path = Path(listener.endpoint.removeprefix("unix:"))
+        if not path.parent.exists():
+            path.parent.mkdir(0o700)
+            listener._opened.callback(path.parent.rmdir)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_unix_server(lambda: worker._service._link(Role.SERVER, "unix"), path)
+        listener._opened.callback(path.unlink)
+        listener._opened.callback(server.close)
 
     return listen_again
 

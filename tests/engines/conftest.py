@@ -77,15 +77,15 @@ def start():
 @pytest.fixture(scope="session")
 def answers(model, tmp_path_factory):
     """What an engine that does everything itself makes of prompts, one at a time, as a list of token ids each."""
-    from pd import Engine, gathered, prompts, routed, shorter
+    from pd import LENGTHS, Engine, gathered, prompts, routed, shorter
 
     known = {}
 
-    async def ask(name, dtype):
+    async def ask(name, dtype, lengths=LENGTHS, *args):
         if (name, dtype) in known:
             return known[name, dtype]
-        engine = Engine("plain", model(name), tmp_path_factory.mktemp("plain"), ("--dtype", dtype))
-        every = [prompt for seed in range(3) for prompt in prompts(seed)]
+        engine = Engine("plain", model(name), tmp_path_factory.mktemp("plain"), ("--dtype", dtype, *args))
+        every = [prompt for seed in range(3) for prompt in prompts(seed, lengths)]
         every += shorter(every)
         try:
             engine.start()

@@ -27,6 +27,16 @@ COMMON = {
     "initializer_range": 0.3,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+STILL = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 1e9,
+    "original_max_position_embeddings": 1,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""By no angle that matters. Of models that have heads as an axis vLLM 0.32.0 rotates on CPUs as many heads as there are
+tokens in a step, so that their answers would depend on how a prompt is cut."""
 MODELS = {
     "llama": ("Llama", {"num_key_value_heads": 4, "head_dim": 32}),
     # K is not stored as K of the others is: its heads are no multiple of 32
@@ -50,7 +60,44 @@ MODELS = {
             "num_experts_per_tok": 2,
         },
     ),
-    "recurrent": ("Mamba", {"state_size": 16, "conv_kernel": 4}),
+    "short-conv": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 4,
+            "layer_types": ["conv", FULL] * 2,
+            "conv_dim": 256,
+            "block_dim": 256,
+            "rope_parameters": STILL,
+        },
+    ),
+    "mamba2": (
+        "FalconH1",
+        {
+            "num_key_value_heads": 4,
+            "mamba_d_ssm": 512,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 32,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    "delta-rule": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", FULL] * 2,
+            "rope_parameters": STILL,
+        },
+    ),
 }
 """By name: transformers' class, and what it has besides `COMMON`."""
 

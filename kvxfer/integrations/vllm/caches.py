@@ -5,12 +5,16 @@ is: strides tell. Content is K and V side by side; of latent attention (MLA) it 
 
 That is what the view says, and an attention backend may store something else in it: nothing fails then, and the tokens
 are wrong. So each is made to show where it has K and V, and if that is elsewhere, that is what is described.
+
+Recurrent state (Mamba, short convolution, a gated delta rule) has no tokens: a block is a page that holds what a layer
+remembers of all tokens so far, and the layer is bound to views of its parts. These are described, each as it is.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 from kvxfer.errors import GeometryError
@@ -21,6 +25,7 @@ from kvxfer.telemetry import logger
 __all__ = ["BlockGroup", "block_groups", "describe"]
 
 _WINDOWED: Final = "SlidingWindowSpec"
+_RECURRENT: Final = "MambaSpec"
 _KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", _WINDOWED})
 """vLLM's classes of caches that hold every token of a request, or the last ones."""
 
@@ -35,6 +40,7 @@ class BlockGroup:
     index: int  # in vLLM's lists of groups
     block_tokens: int
     window: int | None  # so many tokens up to the one that is computed are read; none: all
+    state: bool = False  # what is left of all tokens so far is, and lies in the block that the last of them would be in
 
     def live(self, tokens: int, *, whole: bool) -> int:
         """The first token that is still held once so many are computed; or the first of the block that holds it."""
@@ -53,20 +59,29 @@ def block_groups(config: Any) -> list[BlockGroup]:
     seen: Counter[str] = Counter()
     for at, group in held:
         spec = group.kv_cache_spec
-        windows = {_window(one) for one in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+        every = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+        windows = {_window(one) for one in every}
         if len(windows) != 1:
             raise GeometryError(f"layers of one group of cache blocks have windows of {windows} tokens")
         (window,) = windows
-        name = "full" if window is None else f"window-{window}"
+        state = _is_state(every[0])
+        name = "state" if state else "full" if window is None else f"window-{window}"
         seen[name] += 1
         name = "default" if len(held) == 1 else f"{name}.{seen[name]}"
-        found.append(BlockGroup(name, at, spec.block_size, window))
+        found.append(BlockGroup(name, at, spec.block_size, window, state))
     return found
 
 
 def _window(spec: Any) -> int | None:
     """What vLLM keeps of a request for these layers: with tokens that are read again by what speculates."""
+    if _is_state(spec):
+        return 2  # the next token needs what is left of the one before it
     return spec.sliding_window + spec.extra_retained_tokens if type(spec).__name__ == _WINDOWED else None
+
+
+def _is_state(spec: Any) -> bool:
+    """Whether these layers are recurrent, so that a block of theirs holds no tokens."""
+    return type(spec).__name__ == _RECURRENT
 
 
 def describe(
@@ -105,6 +120,10 @@ def describe(
         for name, number in numbers.items():
             spec = getattr(of.kv_cache_spec, "kv_cache_specs", {}).get(name, of.kv_cache_spec)
             held = {"layers": [number], "group": group.name}
+            if group.state:
+                found[name], how = _states(name, caches[name], spec, place, layers.get(name), held)
+                shown[how] += 1
+                continue
             said = _said(name, caches[name], spec, config.num_blocks, place, total_heads, held)
             if trusted:
                 found[name] = said
@@ -171,6 +190,43 @@ def _shown(
     if not probe.shows(found):
         raise probe.refusal("the next time they were elsewhere")
     return found, (probe.backend, ", ".join(f"{one.kv or ''} {one.axes}".strip() for one in found))
+
+
+def _states(
+    name: str, pages: Any, spec: Any, place: Place, layer: Any, held: dict[str, Any]
+) -> tuple[list[CacheTensor], tuple[str, str]]:
+    """The parts of a recurrent layer's state, once each is shown to lie inside of its page; and who has them how."""
+    if spec.num_speculative_blocks:
+        raise GeometryError(
+            f"the cache of {name} is a {_RECURRENT} with num_speculative_blocks={spec.num_speculative_blocks}: of the "
+            "states of guessed tokens this connector cannot tell which is a request's; run vLLM without speculation"
+        )
+    kind: str = spec.mamba_type.name.lower()
+    size, step = pages[0].numel() * pages.element_size(), pages.stride(0) * pages.element_size()
+    due: list[tuple[Any, ...]] = []
+    end = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        due.append(((pages.shape[0], *shape), dtype, end))
+        end += prod(shape) * dtype.itemsize
+    views: list[Any] = list(getattr(layer, "kv_cache", ()))
+    seen = [(tuple(view.shape), view.dtype, view.data_ptr() - pages.data_ptr()) for view in views]
+    whole = all(view[0].is_contiguous() and view.stride(0) * view.element_size() == step for view in views)
+    if seen != due or not whole or end > size:
+        raise GeometryError(
+            f"the state of {name} ({kind}) is not part by part in its pages of {size} bytes, {step} apart: it is "
+            f"bound to {seen} of strides {[view.stride() for view in views]}, not {due} (shape, dtype, first byte)"
+        )
+    # a rank has a part of it that only as many ranks cut alike, or all of it
+    held["heads"] = range(1) if spec.tp_replicated else range(place.rank, place.rank + 1)
+    parts = [f"{kind}.{at} {'x'.join(map(str, shape))}" for at, shape in enumerate(spec.shapes)]
+    tensors = [
+        CacheTensor(view.flatten(1), "block dim", part=part, **held) for part, view in zip(parts, views, strict=True)
+    ]
+    backend = layer.get_attn_backend()
+    return tensors, (
+        f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})",
+        "state: " + ", ".join(parts),
+    )
 
 
 def _number(name: str) -> int:

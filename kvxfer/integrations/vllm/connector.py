@@ -161,6 +161,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         groups = block_groups(kv_cache_config)
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
         simple = [group.window for group in groups] == [None] and len(kv_cache_config.kv_cache_groups) == 1
+        stateful = any(group.state for group in groups)
+        if stateful and vllm_config.cache_config.use_replayssm:
+            raise ConfigError(
+                "with --use-replayssm a request has state beside its cache: this connector cannot hand over"
+            )
         if role is KVConnectorRole.SCHEDULER:
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
             # vLLM counts the blocks of a load inside of a step as cached before they are: another request may hit them,
@@ -170,8 +175,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
             self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
             if layerwise and not in_steps:
-                why = "prefix caching is on" if simple else "there are several groups of blocks, or windows"
-                _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers are by layer")
+                why = "prefix caching is on" if simple else "there are several groups of blocks, windows or state"
+                offers = "as well" if stateful else "are by layer"
+                _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
             return
         from kvxfer.config import Config
         from kvxfer.integrations.vllm.worker import WorkerSide
@@ -193,7 +199,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
         config = Config.load(**settings | ours)
-        self._worker = WorkerSide(config, held, layerwise=layerwise, by_block=simple, patience=patience)
+        # of a layer with attention and state vLLM says only when the attention is through
+        by_layer = layerwise and not stateful
+        self._worker = WorkerSide(config, held, layerwise=by_layer, by_block=simple, patience=patience)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -57,6 +57,8 @@ class _Produced:
     attempt: int = 0
     offered: int = 0
     blocks: Counter[str] = field(default_factory=Counter[str])  # that it has got so far, by group
+    # those of state, which is the prompt's only once all of it is computed: before that nobody may read them
+    states: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
 
 class SchedulerSide:
@@ -218,6 +220,7 @@ class SchedulerSide:
             orders.preempted.append(request)
             produced.attempt, produced.offered = produced.attempt + 1, 0
             produced.blocks.clear()
+            produced.states.clear()
 
     def _advance(self, request: str, ids: Any, computed: int, orders: Orders) -> None:
         """Offer what this step computes of a prompt."""
@@ -225,6 +228,7 @@ class SchedulerSide:
         if produced is None or produced.offered == produced.prompt_tokens:
             return
         stop = min(computed, produced.prompt_tokens)
+        last = stop == produced.prompt_tokens
         blocks: Blocks = {}
         for group in self._groups:
             fresh: list[int] = list(ids[group.index]) if ids else []
@@ -232,8 +236,12 @@ class SchedulerSide:
             kept = group.live(produced.prompt_tokens, whole=True)
             gone = max(0, kept // group.block_tokens - produced.blocks[group.name])
             produced.blocks[group.name] += len(fresh)
-            blocks[group.name] = (fresh[gone:], 0 if produced.offered else kept)
-        last = stop == produced.prompt_tokens
+            given = fresh[gone:]
+            if group.state:
+                states = produced.states.setdefault(group.name, [])
+                states += given
+                given = states if last else []
+            blocks[group.name] = (given, 0 if produced.offered else kept)
         orders.steps.append(OfferStep(request, produced.name, produced.attempt, blocks, produced.offered, stop, last))
         produced.offered = stop
 
@@ -309,9 +317,10 @@ class SchedulerSide:
 def _shorten(request: Any) -> None:
     """Take the last token off a prompt, as the decode engine computes that one itself.
 
-    vLLM lets go of what the next token does not see: with all tokens computed, of what the last one sees.
+    vLLM lets go of what the next token does not see: with all tokens computed, of what the last one sees. State is then
+    that of all tokens, too, and a token more would make it another one.
     """
     if request.num_prompt_tokens > 1:
         del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001 - as vLLM's own connectors do
         request.num_prompt_tokens -= 1
-        request.max_tokens = 1  # what follows that shorter prompt is nobody's answer
+    request.max_tokens = 1  # what follows is nobody's answer

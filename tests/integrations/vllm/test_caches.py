@@ -1,5 +1,7 @@
 """What vLLM calls a cache, in kvxfer's words."""
 
+import enum
+import math
 from functools import partial
 
 import pytest
@@ -118,12 +120,12 @@ def test_packed_caches_are_refused_by_name(odd):
 
 
 def test_other_kinds_are_refused_by_name():
-    class MambaSpec:
+    class CircularBufferSpec:
         block_size = 16
         head_size_v = 0
 
-    with pytest.raises(GeometryError, match="MambaSpec"):
-        described(MambaSpec(), (BLOCKS, 2, 16, 16))
+    with pytest.raises(GeometryError, match="CircularBufferSpec"):
+        described(CircularBufferSpec(), (BLOCKS, 2, 16, 16))
 
 
 def windowed(tokens=48, **fields):
@@ -170,6 +172,110 @@ def test_groups_may_share_memory_and_each_is_shown():
     layers = {"model.layers.0.attn": layer(cache=view), "model.layers.1.attn": layer(stores=raises, cache=view)}
     with pytest.raises(GeometryError, match=r"cannot write into the cache of model\.layers\.1"):
         describe(views, grouped(spec(), windowed()), Place(0, 1), 2, layers)
+
+
+# --- state
+
+SHAPES, DTYPES = ((3, 20), (2, 5, 4)), (torch.bfloat16, torch.float32)
+"""Of what a recurrent layer remembers, in 120 and 160 bytes."""
+KIND = enum.Enum("MambaAttentionBackendEnum", ["MAMBA2"]).MAMBA2
+
+
+def stateful(**fields):
+    usual = {"block_size": 16, "shapes": SHAPES, "dtypes": DTYPES, "mamba_type": KIND}
+    return make("MambaSpec", **(usual | {"num_speculative_blocks": 0, "tp_replicated": False} | fields))
+
+
+def bound(pages, starts=(0, 120)):
+    """The layer, and its parts where they begin in each page."""
+    flat = pages.flatten(1)
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+    parts = [flat[:, at : at + size] for at, size in zip(starts, sizes, strict=True)]
+    views = [part.view(of).view(-1, *shape) for part, of, shape in zip(parts, DTYPES, SHAPES, strict=True)]
+    return make("MambaBase", kv_cache=tuple(views), get_attn_backend=layer().get_attn_backend)
+
+
+def pages(size=288):
+    """Pages of a layer that others lie between."""
+    return torch.zeros(BLOCKS, 3, size, dtype=torch.int8)[:, 1].view(BLOCKS, 1, 1, size)
+
+
+def described_state(one, memory, of, place=None):
+    names = ["model.layers.0.mamba"]
+    group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=one, enable_kv_transfer=True)
+    groups = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
+    (tensors,) = describe({names[0]: memory}, groups, place or Place(0, 1), 2, {names[0]: of}).values()
+    return CacheGeometry.of(tensors).tensors
+
+
+def test_state_is_described_part_by_part_where_its_layer_has_it(caplog):
+    caplog.set_level("INFO", "kvxfer")
+    memory = pages()
+    found = described_state(stateful(), memory, bound(memory), Place(1, 2))
+    assert [(one.part, one.dtype, one.shape, one.heads, one.is_state) for one in found] == [
+        ("mamba2.0 3x20", "bfloat16", (BLOCKS, 60), range(1, 2), True),
+        ("mamba2.1 2x5x4", "float32", (BLOCKS, 40), range(1, 2), True),
+    ]
+    assert [one.base - memory.data_ptr() for one in found] == [0, 120]
+    assert {one.stride("block") for one in found} == {3 * 288}
+    assert "layout_proved" in caplog.text
+    (replicated, _) = described_state(stateful(tp_replicated=True), memory, bound(memory), Place(1, 2))
+    assert replicated.heads == range(1)
+
+
+def without_parts(memory):
+    return make("MambaBase", kv_cache=())
+
+
+def of_other_pages(memory):
+    return bound(torch.zeros_like(memory))
+
+
+def by_columns_inside(memory):
+    found = bound(memory)
+    found.kv_cache = (found.kv_cache[0].view(BLOCKS, 20, 3).transpose(1, 2), found.kv_cache[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        without_parts,
+        of_other_pages,
+        by_columns_inside,
+        lambda memory: bound(memory, (4, 120)),
+        lambda memory: bound(pages()[:BLOCKS]),
+        lambda memory: bound(memory[:-1]),
+        lambda memory: None,
+    ],
+)
+def test_state_that_is_not_in_its_pages_is_refused_with_what_was_seen(of):
+    memory = pages()
+    with pytest.raises(
+        GeometryError, match=r"state of model\.layers\.0\.mamba \(mamba2\) is not part by part in its pages of 288"
+    ):
+        described_state(stateful(), memory, of(memory))
+
+
+def test_state_that_ends_beyond_its_pages_is_refused():
+    memory = pages()
+    with pytest.raises(GeometryError, match="is not part by part in its pages of 272 bytes"):
+        described_state(stateful(), memory[..., :272], bound(memory))
+
+
+def test_states_of_guessed_tokens_are_refused_by_name():
+    memory = pages()
+    with pytest.raises(GeometryError, match="num_speculative_blocks=3"):
+        described_state(stateful(num_speculative_blocks=3), memory, bound(memory))
+
+
+def test_state_is_in_the_block_of_the_last_token():
+    (only,) = block_groups(config([stateful()]))
+    assert (only.name, only.state) == ("default", True)
+    full, state = block_groups(grouped(spec(), stateful(block_size=64)))
+    assert [(one.name, one.state) for one in (full, state)] == [("full.1", False), ("state.1", True)]
+    assert [state.live(tokens, whole=False) for tokens in (1, 64, 65, 100)] == [0, 63, 64, 99]
+    assert [state.live(tokens, whole=True) for tokens in (1, 64, 65, 130)] == [0, 0, 64, 128]
 
 
 @pytest.mark.parametrize("name", ["model.attn", "model.layers.1.experts.2.attn"])

@@ -15,6 +15,7 @@ from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
 FULL = [BlockGroup("default", 0, 16, None)]
 MIXED = [BlockGroup("window", 1, 4, 8), BlockGroup("full", 0, 16, None)]
+STATEFUL = [BlockGroup("full", 0, 16, None), BlockGroup("state", 1, 8, 2, state=True)]
 STATUS = vllm_stand_in.stock("RequestStatus")
 
 
@@ -433,3 +434,56 @@ def test_of_a_window_only_what_the_next_token_sees_is_loaded_or_whole_blocks_of_
     coming.num_computed_tokens = 21
     (load,) = scheduler.build_connector_meta(step()).loads
     assert load.blocks == {"window": window, "full": ([5, 6][held // 16 :], held)}
+
+
+# --- state
+
+
+def test_state_is_on_offer_once_it_is_that_of_the_whole_prompt_and_not_after_a_preemption():
+    going = request({"do_remote_decode": True}, tokens=22, max_tokens=9)
+    going.prompt_token_ids, going._all_token_ids = list(range(22)), list(range(22))
+    scheduler, _ = announced(going, groups=STATEFUL)
+    assert (going.num_prompt_tokens, going.max_tokens) == (21, 1), "the last token is the decode engine's"
+    outputs = [
+        step(new=[("r", ([3], [4]), 0, 8)]),
+        step(cached=[("r", ([5], [6, 7]), 8, 10)]),  # the last block, of which something is still to be computed
+        step(preempted=["r"]),
+        step(cached=[("r", ([3], [0, 5]), 8, 8)]),  # a block before that vLLM has let go of
+        step(cached=[("r", ([8], [9]), 16, 4)]),
+        step(cached=[("r", None, 20, 1)]),
+    ]
+    steps = [one for output in outputs for one in scheduler.build_connector_meta(output).steps]
+    assert [(one.attempt, one.blocks["state"][0], one.start, one.stop) for one in steps] == [
+        (0, [], 0, 8),
+        (0, [], 8, 18),
+        (1, [], 0, 16),
+        (1, [], 16, 20),
+        (1, [9], 20, 21),
+    ]
+
+
+def test_a_prompt_of_one_token_is_not_gone_on_with_since_its_state_would_be_anothers():
+    going = request({"do_remote_decode": True}, tokens=1, max_tokens=9, prompt_token_ids=[7])
+    announced(going, groups=STATEFUL)
+    assert (going.num_prompt_tokens, going.max_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held", "size", "table", "slot"),
+    [
+        (22, 0, 512, [4], 4),  # one block for all, where prefixes are not cached
+        (22, 0, 8, [0, 0, 4], 4),
+        (17, 0, 8, [0, 4], 4),  # all of a block
+        (22, 16, 8, [0, 9, 4], 4),  # behind the state of a prefix that was cached here
+    ],
+)
+def test_state_is_loaded_into_the_block_that_the_next_token_takes_it_from(tokens, held, size, table, slot):
+    coming = wanted(tokens - 1)
+    coming.num_prompt_tokens = tokens
+    groups = [STATEFUL[0], BlockGroup("state", 1, size, 2, state=True)]
+    scheduler, _ = announced(coming, groups=groups, cached=size == 8)
+    assert scheduler.get_num_new_matched_tokens(coming, held) == (tokens - 1 - held, True)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, more=[table]), tokens - 1 - held)
+    coming.num_computed_tokens = tokens - 1
+    (load,) = scheduler.build_connector_meta(step()).loads
+    assert load.blocks["state"][0] == [slot]

@@ -24,6 +24,7 @@ CALLED = {
     "KVCacheBlocks",
     "MLAAttention",
     "MLAAttentionImpl",
+    "MambaBase",
     "ModelConfig",
     "SupportsHMA",
 }
@@ -40,6 +41,7 @@ CLASSES = {
     "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm/model_executor/layers/attention/attention.py": ("Attention",),
     "vllm/model_executor/layers/attention/mla_attention.py": ("MLAAttention",),
+    "vllm/model_executor/layers/mamba/abstract.py": ("MambaBase",),
     "vllm/v1/attention/backend.py": ("AttentionBackend", "MLAAttentionImpl"),
     "vllm/v1/attention/backends/flash_attn.py": ("FlashAttentionBackend", "FlashAttentionImpl"),
     "vllm/v1/attention/backends/mla/flashmla.py": ("FlashMLABackend",),
@@ -52,6 +54,7 @@ CLASSES = {
         "KVCacheGroupSpec",
         "KVCacheSpec",
         "MLAAttentionSpec",
+        "MambaSpec",
         "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs",
     ),

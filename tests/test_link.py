@@ -247,6 +247,22 @@ async def test_what_is_long_goes_out_a_slice_a_turn_and_the_next_behind_it(link)
     assert wrote[-2:] == [b"one", b"by one"]
 
 
+async def test_what_may_wait_goes_in_its_order_once_and_before_what_is_sent_until_then(link):
+    link.send(b"1", soon=True)
+    link.send(b"2", soon=True)
+    assert link.stream.wrote == []
+    link.send(b"3")
+    assert link.stream.wrote == [b"1", b"2", b"3"]
+    link.send(b"4", soon=True)
+    link.send(b"5", soon=True)
+    await turns()
+    assert link.stream.wrote[3:] == [b"4", b"5"]
+    link.send(b"6", soon=True)
+    link.close()
+    await turns()
+    assert b"".join(link.stream.wrote) == b"123456" + GOODBYE
+
+
 @pytest.mark.parametrize("paused", [False, True])
 async def test_a_link_that_is_closed_says_what_it_had_to_say(link, paused):
     link.send(LONG)

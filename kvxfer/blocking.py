@@ -411,6 +411,10 @@ class OwnLoopWorker(Worker):
         return self._thread, self._assembly.geometry
 
 
+for _method in ("__init__", "offer", "start_fetch"):  # whose arguments `help` shows, as those of `Worker`
+    setattr(getattr(OwnLoopWorker, _method), "__wrapped__", getattr(Worker, _method))  # noqa: B010 - of functions
+
+
 class OwnLoopOffer(Offer):
     """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop."""
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast, get_args
 
@@ -198,7 +199,8 @@ class Intervals(list[tuple[float, float]]):
         return total
 
 
-class TransferStats(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
     """What one transfer did and where its time went, as one side saw it.
 
     Times are seconds; a stage's time is the union of its chunks' intervals, so stages may add up to more than the
@@ -253,7 +255,9 @@ class TransferStats(Struct, frozen=True, kw_only=True):
     def log_fields(self) -> dict[str, object]:
         """What the one line of a transfer says: durations instead of instants."""
         instants = {"started", "first_byte", "finished"}
-        said: dict[str, object] = {name: getattr(self, name) for name in self.__struct_fields__ if name not in instants}
+        said: dict[str, object] = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in instants
+        }
         said |= {"peers": ",".join(self.peers), "duration": self.duration, "gbps": self.gbps}
         if self.first_byte is not None:
             said["first_byte_after"] = self.first_byte - self.started

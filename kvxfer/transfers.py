@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
@@ -199,7 +199,6 @@ class Progress:
     state = TransferState.CONNECTING
     done = False
     memory_safe = False
-    failed_blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
     report: FailureReport | None = None
 
     def __init__(
@@ -216,6 +215,7 @@ class Progress:
         self.loop: Final = loop
         self.blocks: Final = blocks
         self.watched: Final[dict[asyncio.Future[None], range]] = {}  # layers that somebody waits for, by who does
+        self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self._cancel = cancel
         self._watch = watch
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()

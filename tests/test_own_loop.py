@@ -1,6 +1,7 @@
 """`loop="own"`: the same awaitable worker, served by a thread, whatever the caller's loop does meanwhile."""
 
 import asyncio
+import inspect
 import threading
 import time
 from typing import Any
@@ -84,6 +85,11 @@ def no_new_threads(before):
 
 
 # --- which worker it is
+
+
+@pytest.mark.parametrize("name", ["__init__", "offer", "start_fetch"])
+def test_help_shows_what_it_takes(name):
+    assert inspect.signature(getattr(OwnLoopWorker, name)) == inspect.signature(getattr(Worker, name))
 
 
 def test_the_argument_chooses():

@@ -180,7 +180,8 @@ class Link(asyncio.Protocol):
 
         Args:
             *messages: Which.
-            soon: They may wait for the end of this turn of the loop, and go before what is sent until then.
+            soon: They may wait for the end of this turn of the loop, and go before what is sent until then, unless the
+                link fails first.
 
         Returns:
             False if the link is gone; who must know hears it from `LinkHandler.lost`.
@@ -418,7 +419,7 @@ class Link(asyncio.Protocol):
         """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
         if self.failure is not None:
             return
-        self.failure, self.is_open = error, False
+        self.failure, self.is_open, self._later = error, False, ()
         if self._timer is not None:
             self._timer.cancel()
         if self._session is not None:

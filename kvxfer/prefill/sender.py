@@ -354,6 +354,9 @@ class Sender(Struct, eq=False):
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
             self._patience = site.at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
 
+    def __repr__(self) -> str:
+        return f"<Sender {self.name}>"
+
     # --- a transfer, in order
 
     async def run(self) -> None:

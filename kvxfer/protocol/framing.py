@@ -64,7 +64,7 @@ class ScanError(ValueError):
         self.offset: Final = offset  # where the reader could not go on
 
 
-def head(data: bytes | bytearray | memoryview, at: int) -> tuple[str, int, int]:
+def head(data: bytes | memoryview, at: int) -> tuple[str, int, int]:
     """Read one value's head.
 
     Returns:
@@ -84,7 +84,7 @@ def head(data: bytes | bytearray | memoryview, at: int) -> tuple[str, int, int]:
     return kind, value, end
 
 
-def _head(data: bytes | bytearray | memoryview, at: int, first: int) -> tuple[str, int, int]:
+def _head(data: bytes | memoryview, at: int, first: int) -> tuple[str, int, int]:
     if first < 0xC0 or first >= 0xE0:
         return _short(at, first)
     if first in _WIDE:
@@ -109,7 +109,7 @@ def _short(at: int, first: int) -> tuple[str, int, int]:
     return "str", first & 0x1F, at + 1 + (first & 0x1F)
 
 
-def _wide(data: bytes | bytearray | memoryview, at: int, first: int) -> tuple[str, int, int]:
+def _wide(data: bytes | memoryview, at: int, first: int) -> tuple[str, int, int]:
     """A value whose size follows."""
     kind, width = _WIDE[first]
     start = at + 1 + width
@@ -121,7 +121,7 @@ def _wide(data: bytes | bytearray | memoryview, at: int, first: int) -> tuple[st
     return kind, size, start + size + (kind == "ext")
 
 
-def fits(data: bytes | bytearray | memoryview, *, depth: int, items: int) -> bool:
+def fits(data: bytes | memoryview, *, depth: int, items: int) -> bool:
     """Whether the value at the start is nested at most `depth` containers deep and holds at most `items` values.
 
     Costs about half a microsecond a value. Bytes that are no MessagePack fit: the decoder says it better.
@@ -258,7 +258,7 @@ class FrameReader:
                 if self._filled < len(long):
                     return
                 self._long, self._filled = None, 0
-                payload: bytearray | memoryview = long.toreadonly()
+                payload: bytes | memoryview = long.toreadonly()
             elif len(buffer) < LENGTH.size:
                 return
             else:
@@ -274,7 +274,8 @@ class FrameReader:
                         self._fill(buffer[LENGTH.size :])
                         buffer.clear()
                     return
-                payload = buffer[LENGTH.size : end]
+                with memoryview(buffer) as view:
+                    payload = bytes(view[LENGTH.size : end])
                 del buffer[:end]
             try:
                 if len(payload) > _SAFE_RECURSION:
@@ -294,7 +295,7 @@ class FrameReader:
         self._filled = end
         return end - begin
 
-    def _leave_out(self, payload: bytearray | memoryview, error: Exception) -> None:
+    def _leave_out(self, payload: bytes | memoryview, error: Exception) -> None:
         """Go on behind a frame that cannot be decoded: its tag is unknown, and may be ignored.
 
         Raises:
@@ -322,7 +323,7 @@ def decode(payload: bytes | memoryview) -> Message | None:
     return next(FrameReader(len(payload)).feed(LENGTH.pack(len(payload)) + payload), None)
 
 
-def peek_tag(payload: bytes | bytearray | memoryview) -> int | None:
+def peek_tag(payload: bytes | memoryview) -> int | None:
     """The integer tag of a MessagePack array without decoding the rest, or None."""
     try:
         kind, entries, at = head(payload, 0)
@@ -334,7 +335,7 @@ def peek_tag(payload: bytes | bytearray | memoryview) -> int | None:
     return tag if kind == "int" else None
 
 
-def _refuse_nesting(payload: bytes | bytearray | memoryview) -> None:
+def _refuse_nesting(payload: bytes | memoryview) -> None:
     if len(payload) <= _SAFE_RECURSION or sys.getrecursionlimit() <= _SAFE_RECURSION:
         return
     if not fits(payload, depth=MAX_DEPTH, items=_MAX_ITEMS):

@@ -6,10 +6,12 @@ for step n + 1 before the workers have answered step n; nothing here counts on a
 """
 
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from hashlib import blake2b
 from typing import Any, Final
 
 from kvxfer.errors import RequestError, TicketError
@@ -24,6 +26,8 @@ TICKET: Final = "ticket"
 """Where `kv_transfer_params` hold the ticket."""
 _TOKENS: Final = "remote_num_tokens"
 _NAME: Final = "transfer_id"
+_DIGEST: Final = "remote_tokens_digest"
+"""Of what tokens a next turn must begin with: a client sends text, which may have become others."""
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 """Names of vLLM's statuses of a request whose cache is worth handing over."""
 
@@ -126,6 +130,10 @@ class SchedulerSide:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
         data: dict[str, Any] = dict(ticket or {})
+        if _DIGEST in params and params[_DIGEST] != _digest(request, tokens):
+            _log.warning("ticket_refused", request=request.request_id, error="the prompt begins with other tokens")
+            self._orders.declines[request.request_id] = data
+            return
         if produces and self._windowed:  # what can be loaded of a window begins before what is on offer of it
             self._orders.declines[request.request_id] = data
             return
@@ -286,16 +294,19 @@ class SchedulerSide:
 
     def _answer(self, request: Any, ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
-        name, tokens = request.request_id, min(request.num_computed_tokens, request.num_tokens - 1)
-        params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
-        if params is None or name in self._names:
+        name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
+        params, digest = (
+            self._params(request, _Produced(name, tokens, offered=tokens), back=True),
+            _digest(request, tokens),
+        )
+        if params is None or name in self._names or not digest:
             return False, None
         self._names[name] = name
         blocks: Blocks = {
             group.name: (list(ids[group.index][: -(-tokens // group.block_tokens)]), 0) for group in self._groups
         }
         self._orders.steps.append(OfferStep(name, name, 0, blocks, 0, tokens, last=True, computed=True))
-        return True, params
+        return True, params | {_DIGEST: digest}
 
     def _params(self, request: Any, produced: _Produced, *, back: bool = False) -> dict[str, Any] | None:
         """What the decode engine needs, or a prefill engine later on (`back`), if there is something to fetch."""
@@ -312,6 +323,13 @@ class SchedulerSide:
             TICKET: ticket,
             _TOKENS: produced.prompt_tokens,
         }
+
+
+def _digest(request: Any, tokens: int) -> str:
+    """What tells the first tokens of a request from others; empty where more than tokens decides what is cached."""
+    if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+        return ""
+    return blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16).hexdigest()
 
 
 def _shorten(request: Any) -> None:

@@ -9,10 +9,9 @@ what else the machine does meets both.
 import asyncio
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import numpy as np
 
 import kvxfer
@@ -110,7 +109,7 @@ def stages(stats: TransferStats | None) -> dict[str, Any] | None:
     """Seconds by stage, as one side saw them."""
     if stats is None:
         return None
-    found = msgspec.structs.asdict(stats)
+    found = asdict(stats)
     first = None if stats.first_byte is None else stats.first_byte - stats.started
     names = ("queued", "gathering", "posting", "wire", "scattering", "descriptors")
     return {name: found[name] for name in names} | {"duration": stats.duration, "first_byte_after": first}

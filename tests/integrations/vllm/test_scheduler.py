@@ -254,8 +254,17 @@ def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
 def answered(scheduler, coming, ids=(7, 8, 9, 5), *, status="FINISHED_STOPPED", computed=50, tokens=50):
     """What the client gets of a request that has loaded its prompt and ends with so many tokens."""
     scheduler.update_connector_output(received("r"))
-    coming.status, coming.num_computed_tokens, coming.num_tokens = STATUS[status], computed, tokens
+    coming.status, coming.num_computed_tokens = STATUS[status], computed
+    said(coming, range(tokens))
     return scheduler.request_finished(coming, [list(ids)])
+
+
+def said(one, ids, **changes):
+    """A request of these tokens, and of nothing else."""
+    one.prompt_token_ids, one.all_token_ids, one.mm_features, one.lora_request = [*ids], [*ids], [], None
+    for name, value in changes.items():
+        setattr(one, name, value)
+    return one
 
 
 def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed():
@@ -266,13 +275,15 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
     assert params is not None
     handed = params.pop("ticket")
     assert Ticket.parse(handed).request == "r"
+    digest = params.pop("remote_tokens_digest")
     assert params == {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 49}
     given = OfferStep("r", "r", 0, blocks(7, 8, 9, 5), 0, 49, last=True, computed=True)
     assert scheduler.build_connector_meta(step()).steps == [given]
 
     # the next turn: what the decode engine held is loaded whole, and the prompt is on offer again
     scheduler = side(layerwise=True)
-    turn = request(params | {"ticket": handed}, tokens=80)
+    params |= {"ticket": handed, "remote_tokens_digest": digest}
+    turn = said(request(params, tokens=80), range(80))
     scheduler.on_new_request(turn)
     assert scheduler.get_num_new_matched_tokens(turn, 32) == (17, True)
     scheduler.update_state_after_alloc(turn, Blocks(1, 2, 3, 4, 5), 17)
@@ -281,6 +292,14 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
     assert (load.start, load.stop, load.in_step) == (32, 49, False)
     (offered,) = scheduler.build_connector_meta(step(new=[("r", [1, 2, 3, 4, 5], 49, 31)])).steps
     assert (offered.blocks, offered.start, offered.stop, offered.last) == (blocks(1, 2, 3, 4, 5), 0, 80, True)
+
+    # one that begins with other tokens, or of which tokens do not tell all, is computed
+    others = ({"all_token_ids": [*range(20), 999, *range(21, 80)]}, {"all_token_ids": [*range(48)]})
+    for changes in (*others, {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_token_ids": None}):
+        scheduler, turn = side(), said(request(params, tokens=80), range(80), **changes)
+        scheduler.on_new_request(turn)
+        assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
+        assert scheduler.build_connector_meta(step()).declines == {"r": handed}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that is described, and read by the attention again: what it makes of both is equ
 # vLLM is not installed where types are checked
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,9 @@ from kvxfer.integrations.vllm.layout import Probe
 
 BLOCKS, HEADS, TOKENS = 9, 2, 200
 NAME = "model.layers.0.self_attn.attn"
+wide = pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="this build has tiles for processors with AVX-512"
+)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +128,7 @@ def test_without_the_proof_another_prompt_is_read(folder):
     assert not after.allclose(before, rtol=0.1)
 
 
+@wide
 @pytest.mark.parametrize("dim", [32, 128])
 def test_tiles_are_refused_with_what_was_seen(folder, dim):
     with pytest.raises(GeometryError, match=r"CPU_ATTN.*no axes say where K lies: .* token 16, dim 0 is .*--dtype"):
@@ -135,7 +140,9 @@ def test_an_instruction_set_that_this_processor_lacks_is_refused(folder):
         Cache(folder, "float32", 32, 32, "neon").described()
 
 
-@pytest.mark.parametrize(("backend", "kind"), [(CPUMLABackend, CPUMLAImpl), (AMXMLABackend, AMXMLAImpl)])
+@pytest.mark.parametrize(
+    ("backend", "kind"), [(CPUMLABackend, CPUMLAImpl), pytest.param(AMXMLABackend, AMXMLAImpl, marks=wide)]
+)
 def test_latent_attention_is_as_its_view_says(backend, kind):
     view = torch.zeros(BLOCKS, 1, 32, 96, dtype=torch.bfloat16)
     layer = SimpleNamespace(

@@ -295,10 +295,8 @@ class SchedulerSide:
     def _answer(self, request: Any, ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
         name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
-        params, digest = (
-            self._params(request, _Produced(name, tokens, offered=tokens), back=True),
-            _digest(request, tokens),
-        )
+        params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
+        digest = _digest(request, tokens)
         if params is None or name in self._names or not digest:
             return False, None
         self._names[name] = name

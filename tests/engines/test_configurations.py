@@ -74,9 +74,6 @@ FULL = {
         model="sliding", layerwise=("prefill", "decode"), cached=False, decode=("--block-size", "64")
     ),
     "short convolution": Configuration(model="short-conv", cached=False),
-    "short convolution, bfloat16": Configuration(
-        model="short-conv", dtype="bfloat16", cached=False, concurrencies=(1,), args=("--max-num-seqs", "1")
-    ),
     "short convolution, chunked prefill, layerwise": Configuration(
         model="short-conv",
         cached=False,
@@ -90,6 +87,14 @@ FULL = {
     ),
     "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,)),
     # in bfloat16 a last token that is computed apart, as a decode engine does it, may give another answer, alone too
+    "short convolution, bfloat16": Configuration(
+        model="short-conv",
+        dtype="bfloat16",
+        cached=False,
+        concurrencies=(1,),
+        lengths=(300,) * 5,
+        alone=("--max-num-batched-tokens", "299", "--no-enable-prefix-caching"),
+    ),
     "gated delta rule": Configuration(
         model="delta-rule",
         dtype="bfloat16",

@@ -6,17 +6,17 @@ hides what lies beyond the others, which is whatever those blocks hold.
 
     tokens = decode_step(model, cache, [first, second], [17, 4])      # the next token of each
 
-`kvxfer.integrations.transformers` says how a model is made to read through tables, and runs prompts.
+`kvxfer.tools.demo.model` says how a model is made to read through tables, and runs prompts.
 """
 
 from collections.abc import Sequence as ListOf
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from kvxfer.errors import GeometryError, TokensError, UsageError
-from kvxfer.integrations.paged import PagedCache, Sequence
-from kvxfer.integrations.transformers import Cache, PoolLayer
+from kvxfer.tools.demo.model import PagedCache, PoolLayer, Sequence
 
 __all__ = ["decode_step"]
 
@@ -63,7 +63,7 @@ def decode_step(model: Any, cache: PagedCache, sequences: ListOf[Sequence], toke
     an exception none has grown, and the same tokens may be run again.
 
     Args:
-        model: As for `kvxfer.integrations.transformers.forward`.
+        model: As for `kvxfer.tools.demo.model.forward`.
         cache: The pool that holds the sequences.
         sequences: At least one, each with at least one token, none of them twice.
         token_ids: The next token of each.

@@ -30,7 +30,7 @@ from examples.serving.engine import EngineError, EngineSettings, Room
 from examples.serving.node import Handover, Node, prompt_digest
 from examples.serving.ranks import OpenWorker, combined
 from examples.serving.scheduler import Said
-from kvxfer.integrations.paged import Sequence
+from kvxfer.tools.demo.model import Sequence
 
 _log = logging.getLogger("serving.decode")
 

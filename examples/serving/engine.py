@@ -25,7 +25,7 @@ import kvxfer
 from examples.serving.batch import decode_step
 from examples.serving.scheduler import Generation, OnLayer, Said, Scheduler, Step
 from examples.serving.tokenizer import VOCABULARY
-from kvxfer.integrations.transformers import Layout, PagedCache, Sequence, digests, prefill, tiny_llama, weights_digest
+from kvxfer.tools.demo.model import Layout, PagedCache, Sequence, prefill, rows_by_layer, tiny_llama, weights_digest
 
 _log = logging.getLogger("serving.engine")
 
@@ -175,8 +175,11 @@ class Engine:
 
     def digest(self, sequence: Sequence) -> str:
         """One digest of all K and V of a sequence, the same whatever the layout. Reads all of it: not on the loop."""
-        layers = digests(self.cache, sequence)
-        return hashlib.blake2b(b"".join(half for layer in layers for half in layer), digest_size=16).hexdigest()
+        found = hashlib.blake2b(digest_size=16)
+        for layer in rows_by_layer(self.cache, sequence):
+            for half in layer:
+                found.update(half)
+        return found.hexdigest()
 
     # --- on the loop: rooms
 

@@ -28,7 +28,7 @@ from examples.serving.api import HANDLERS, PATHS, ApiError, Order, new_name, rea
 from examples.serving.engine import EngineError, EngineSettings, Room
 from examples.serving.node import Handover, Node, prompt_digest
 from examples.serving.ranks import Offers, OpenWorker, combined, queued
-from kvxfer.integrations.transformers import Sequence
+from kvxfer.tools.demo.model import Sequence
 
 OfferBy = Literal["layers", "whole"]
 """When K and V are offered: each layer of a chunk of the prompt as it is written, or all when the last one is."""

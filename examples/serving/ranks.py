@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 import kvxfer
-from kvxfer.integrations.paged import PagedCache
 from kvxfer.tickets import KEY_BYTES, EngineCard
+from kvxfer.tools.demo.model import PagedCache
 
 OpenWorker = Callable[..., kvxfer.Worker]
 """Makes a worker of cache tensors and a `kvxfer.Config`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a router reads of tokens here, and has no torch
-    from kvxfer.integrations.paged import Sequence
+    from kvxfer.tools.demo.model import Sequence
 
 OnLayer = Callable[[int, "Sequence"], None]
 

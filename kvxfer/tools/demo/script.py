@@ -90,7 +90,7 @@ class Script:
 
     def model(self, device: str) -> Any:
         """The model; the same weights in both processes."""
-        from kvxfer.integrations.transformers import tiny_llama
+        from kvxfer.tools.demo.model import tiny_llama
 
         return tiny_llama(
             self.seed,
@@ -131,7 +131,7 @@ class Prefilled:
 
     prompt: int
     # by layer, of K and of V, token by token in logical order
-    digests: list[tuple[list[bytes], list[bytes]]] = field(repr=False)
+    digests: list[list[list[bytes]]] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import torch
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
 from kvxfer.errors import KvxferError
-from kvxfer.integrations import transformers
-from kvxfer.integrations.transformers import Layout, PagedCache, Sequence, first_difference, token_digests
 from kvxfer.prefill.offers import OfferState, Released
 from kvxfer.tools.bench.children import Side
+from kvxfer.tools.demo import model as llama
+from kvxfer.tools.demo.model import Layout, PagedCache, Sequence, first_difference, token_digests
 from kvxfer.tools.demo.script import (
     DECODE_BLOCK_TOKENS,
     PREFILL_BLOCK_TOKENS,
@@ -71,21 +71,19 @@ async def prefill(side: Side, script: Script) -> None:
                 loop.call_soon_threadsafe(ready, layer, after)
 
             # the thread's end comes to the loop by the same queue as its calls of `ready`, and so after them
-            first = await asyncio.to_thread(
-                transformers.prefill, model, cache, sequence, script.token_ids(prompt), on_layer
-            )
+            first = await asyncio.to_thread(llama.prefill, model, cache, sequence, script.token_ids(prompt), on_layer)
             offer.finish(payload=first.to_bytes(4, "little"))
             await tell(Prefilled(prompt, await asyncio.to_thread(token_digests, cache, sequence)))
         ending = await offer.released()
         if not isinstance(ending, Released) or not ending.stats:
             raise KvxferError(f"prompt {prompt} was not fetched: {ending}")
         async with compute:
-            alone = await asyncio.to_thread(transformers.decode, model, cache, sequence, first, script.steps)
+            alone = await asyncio.to_thread(llama.decode, model, cache, sequence, first, script.steps)
         cache.free(sequence.block_ids)
         side.report(Reference(prompt, [first, *alone], ending.stats[0]))
 
     async with (
-        Worker(cache.cache_tensors(), Config(**script.config("prefill", side.folder))) as worker,
+        Worker(cache.shards[0].cache_tensors(), Config(**script.config("prefill", side.folder))) as worker,
         asyncio.TaskGroup() as group,
     ):
         for prompt in range(len(script.prompts)):
@@ -117,15 +115,14 @@ async def decode(side: Side, script: Script) -> None:
         damaged = _damage(script.sabotage, cache, sequence)
         theirs = (await expected[prompt]).digests
         async with compute:
-            different = first_difference(theirs, await asyncio.to_thread(token_digests, cache, sequence))
+            difference = first_difference(theirs, await asyncio.to_thread(token_digests, cache, sequence))
             first = int.from_bytes(result.payload, "little")
-            following = await asyncio.to_thread(transformers.decode, model, cache, sequence, first, script.steps)
-        where = f"layer {different.layer}, {different.part}, token {different.token}" if different is not None else ""
-        side.report(Decoded(prompt, [first, *following], where, damaged))
+            following = await asyncio.to_thread(llama.decode, model, cache, sequence, first, script.steps)
+        side.report(Decoded(prompt, [first, *following], difference, damaged))
         cache.free(sequence.block_ids)
 
     async with (
-        Worker(cache.cache_tensors(), Config(**script.config("decode", side.folder))) as worker,
+        Worker(cache.shards[0].cache_tensors(), Config(**script.config("decode", side.folder))) as worker,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(2 * len(script.prompts)):

@@ -20,10 +20,10 @@ from examples.serving.api import Policy
 from examples.serving.engine import Engine, EngineSettings
 from examples.serving.prefill import OfferBy
 from examples.serving.tokenizer import STOPS, TextStream, encode
-from kvxfer.integrations.transformers import Sequence
-from kvxfer.integrations.transformers import decode as continued
-from kvxfer.integrations.transformers import prefill as run
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.tools.demo.model import Sequence
+from kvxfer.tools.demo.model import decode as continued
+from kvxfer.tools.demo.model import prefill as run
 
 MODEL: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "hidden": 32, "blocks": 64, "chunk": 64}
 WORKER = {"route": "staged", "arena_bytes": "4MiB", "drain_timeout": 2}

@@ -5,8 +5,8 @@ import torch
 
 from examples.serving.batch import decode_step
 from kvxfer.errors import BlocksError, TokensError, UsageError
-from kvxfer.integrations.transformers import Sequence, decode, prefill, tiny_llama
-from tests.integrations.test_transformers import LENGTHS, SEED, pool, prompt
+from kvxfer.tools.demo.model import Sequence, decode, prefill, tiny_llama
+from tests.demo.test_model import LENGTHS, SEED, pool, prompt
 
 STEPS = 12
 

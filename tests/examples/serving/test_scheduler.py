@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.serving.scheduler import Generation, Said, Scheduler
-from kvxfer.integrations.paged import Sequence
+from kvxfer.tools.demo.model import Sequence
 
 STOP = 99
 

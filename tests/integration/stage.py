@@ -128,6 +128,10 @@ class Copied:
     def made(self, values, source, layer, head, dtype):
         return values.to(dtype)
 
+    def has_come(self, layers: Sequence[int] | None = None):
+        """Whether the destination is so already, or these layers of it are."""
+        return all(torch.equal(self.cache.memory[one], self.expected[one]) for one in layers or self.cache.layers)
+
     def check(self):
         for layer, expected in self.expected.items():
             found = self.cache.memory[layer]

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -29,17 +28,20 @@ def cache():
     return Cache(blocks=BLOCKS, block_tokens=BLOCK_TOKENS, layers=range(LAYERS), heads=range(HEADS))
 
 
+def alone(name="a", network=None, groups=(), **settings):
+    """A worker that has no tensors yet."""
+    config = Config(**{"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s", **settings})
+    shared = network or LoopbackNetwork()
+    return blocking.BlockingWorker(config, groups, lambda: LoopbackTransport(name, shared))
+
+
 class Pair:
     """A prefill and a decode worker of one process."""
 
     def __init__(self, **settings):
         self.network = LoopbackNetwork()
-        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
-        self.config = Config(**(plain | settings))
-        self.prefill = blocking.BlockingWorker(
-            self.config, transport=lambda: LoopbackTransport("prefill", self.network)
-        )
-        self.decode = blocking.BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
+        self.prefill = alone("prefill", self.network, **settings)
+        self.decode = alone("decode", self.network, **settings)
         self.source, self.sink = cache(), cache()
 
     def __enter__(self):
@@ -519,9 +521,7 @@ def test_registering_twice_is_refused(pair):
 
 
 def test_what_cannot_be_registered_leaves_nothing_behind():
-    before, network = threading.enumerate(), LoopbackNetwork()
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock")
-    worker = blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    before, worker = threading.enumerate(), alone(listen="unix:/nowhere/at/all.sock")
     with pytest.raises(errors.GeometryError):
         worker.register([])
     with pytest.raises(errors.ConfigError):
@@ -531,10 +531,7 @@ def test_what_cannot_be_registered_leaves_nothing_behind():
 
 
 def test_groups_are_known():
-    network = LoopbackNetwork()
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    transport = LoopbackTransport("a", network)
-    with blocking.BlockingWorker(config, [Group("default", null_block=0)], lambda: transport) as worker:
+    with alone(groups=[Group("default", null_block=0)]) as worker:
         worker.register(cache().tensors)
         with pytest.raises(errors.BlocksError, match="null block"):
             worker.start_fetch(worker.engine.ticket("r"), [0], tokens=range(16))
@@ -622,16 +619,8 @@ def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
 
 def test_an_engine_of_several_ranks_must_join():
     key, network = bytes(32), LoopbackNetwork()
-    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                blocking.BlockingWorker(
-                    Config(rank=n, **config), transport=lambda n=n: LoopbackTransport(f"p{n}", network)
-                )
-            )
-            for n in range(2)
-        ]
+    with alone("p0", network, world=2, rank=0) as first, alone("p1", network, world=2, rank=1) as second:
+        ranks = [first, second]
         for rank in ranks:
             rank.register(cache().tensors)
         with pytest.raises(errors.TicketError):
@@ -645,9 +634,7 @@ def test_an_engine_of_several_ranks_must_join():
 
 
 def test_a_worker_that_was_never_closed_is_a_warning():
-    network = LoopbackNetwork()
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    worker = blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    worker = alone()
     worker.register(cache().tensors)
     with pytest.warns(ResourceWarning, match="never closed"):
         worker.__del__()
@@ -656,9 +643,7 @@ def test_a_worker_that_was_never_closed_is_a_warning():
 
 
 def test_what_never_ended_is_given_up_once():
-    network = LoopbackNetwork()
-    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
-    with blocking.BlockingWorker(config, transport=lambda: LoopbackTransport("a", network)) as worker:
+    with alone() as worker:
         worker.register(cache().tensors)
         thread, outbox = worker._open.thread, blocking.Outbox()
         transfer = blocking.BlockingTransfer("r", {"default": [2]}, thread, outbox)

@@ -1,12 +1,11 @@
 """Both sides together, in any order of vLLM's calls and of what the service says: scheduler, two ranks, no processes.
 
-vLLM's part is as short as it can be: which blocks are free, which steps are under way, which requests still exist. What
-must hold at every forward pass: no block that it writes is on offer, or is written by a fetch. And at the end: each
-rank has said of each request once that it is over, and nothing is left.
+What must hold at every forward pass: no block that it writes is on offer, or is written by a fetch. And at the end:
+each rank has said of each request once that it is over, and nothing is left.
 """
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +13,10 @@ from unittest import mock
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_scheduler import STATUS, Blocks, cards, received, request, side, step
+from test_scheduler import FULL, cards
 from test_worker import STATS, doubt
+from vllm_engine import Engine
+from vllm_stand_in import make
 
 from kvxfer.blocking import (
     Fetched,
@@ -31,12 +32,12 @@ from kvxfer.config import Config
 from kvxfer.errors import MemoryInDoubtError, TransferFailedError
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
+from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.tickets import EngineCard, Issuer
 from kvxfer.transfers import FetchResult
 
 SIZE = 16
 BLOCKS = 12
-RANKS = (0, 1)
 FETCHED = FetchResult("r", b"", STATS)
 TICKET = Issuer(EngineCard.of(cards()), bytes(32)).ticket("elsewhere")
 
@@ -105,26 +106,63 @@ class Service:
         self.events.append(event)
 
 
-class Core:
-    """vLLM's scheduler and core, as far as blocks and requests go. What can happen takes a number, to choose by."""
+class Side(SchedulerSide):
+    """The scheduler's side under the names by which vLLM calls a connector."""
+
+    def request_finished_all_groups(self, request, ids):
+        return self.request_finished(request, ids)
+
+    def has_pending_push_work(self):
+        return self.pending
+
+
+class Ranks:
+    """Both ranks, which take their steps when the scheduler asks how they went."""
 
     def __init__(self):
-        self.scheduler = side()
-        self.ranks = [module.WorkerSide(Config(), ["default"], layerwise=False) for _ in RANKS]
+        self.sides = [module.WorkerSide(Config(), ["default"], layerwise=False) for _ in range(2)]
+        self.services: list[Any] = [rank._worker for rank in self.sides]
         tensor = CacheTensor(torch.zeros(BLOCKS, 2, SIZE, 8), "LBHNC", layers=[0], heads=range(2))
-        self.services: list[Any] = [rank._worker for rank in self.ranks]
-        for rank in self.ranks:
+        for rank in self.sides:
             rank.register({"model.layers.0.attn": [tensor]})
-        self.names, self.free = itertools.count(), list(range(1, BLOCKS))
-        self.requests, self.tables = {}, {}
-        self.waiting, self.running, self.steps = [], [], deque()
-        self.preempted, self.finished = set(), set()
-        self.said, self.stopped = Counter(), False
+        self._steps = deque()
+
+    def send(self, _, output, work):
+        self._steps.append((output, work))
+
+    def receive(self):
+        step = self._steps.popleft()
+        return [(self._run(*rank, *step), ()) for rank in zip(self.sides, self.services, strict=True)]
+
+    def _run(self, rank, service, output, work):
+        orders = output.kv_connector_metadata
+        rank.preempt(orders)
+        rank.begin_step(orders)
+        rank.load(orders)
+        own = {rank._sending[one["request"]].offer for one in work if one["request"] in rank._sending}
+        for one in work:
+            blocks = set(one["blocks"][one["start"] // SIZE : -(-one["stop"] // SIZE)])
+            for handle in service.offers + service.fetches:
+                assert handle.safe or handle in own or not handle.blocks & blocks, f"{one} writes what others use"
+        rank.end_step()
+        sent, got = rank.poll(output.finished_req_ids)
+        told = {"finished_sending": sent, "finished_recving": got, "kv_connector_stats": None}
+        return make("KVConnectorOutput", invalid_block_ids=rank.take_failed_blocks(), **told)
+
+
+class Core:
+    """An engine, and what can happen to it: each takes a number, to choose by."""
+
+    def __init__(self):
+        self.scheduler, self.ranks = Side(FULL, cached=False, layerwise=False), Ranks()
+        self.scheduler.collect(cards())
+        self.engine = Engine(self.scheduler, self.ranks, block_tokens=SIZE, each=SIZE, blocks=BLOCKS)
+        self.names, self.stopped = itertools.count(), False
 
     def finish(self):
         """Everybody leaves, everything ends and is told."""
-        for one in list(self.requests):
-            self.abort(one)
+        for one in list(self.engine.requests):
+            self.engine.finish(one)
         for _ in range(8):
             for service, handle in self.open():
                 self.conclude(service, handle)
@@ -132,151 +170,50 @@ class Core:
             self.execute(0)
         if self.stopped:
             return
-        assert self.requests == {}, "somebody waits for the end of these for ever"
-        assert set(self.said.values()) <= {1}, "a rank has said it twice"
-        assert not any(rank._sending or rank._offers or rank._loading for rank in self.ranks)
+        assert self.engine.requests == {}, "somebody waits for the end of these for ever"
+        assert set(self.engine.reported.values()) <= {1}, "a rank has said it twice"
+        assert not any(rank._sending or rank._offers or rank._loading for rank in self.ranks.sides)
         books = (self.scheduler._produced, self.scheduler._wanted, self.scheduler._names)
         assert not any(books)
 
-    # --- requests
-
     def come(self, number):
         prompt, here = number % 3 + 1, number % 4 > 0
-        if len(self.requests) == 4:
-            return
-        name = f"r{next(self.names)}"
-        asked = {"do_remote_prefill": True, "ticket": TICKET, "remote_num_tokens": SIZE * prompt}
-        one = request({"do_remote_decode": True} if here else asked, tokens=SIZE * prompt, name=name)
-        self.requests[name], self.tables[name] = one, []
-        self.waiting.append(name)
-        self.scheduler.on_new_request(one)
+        if len(self.engine.requests) < 4:
+            asked = {"do_remote_prefill": True, "ticket": TICKET, "remote_num_tokens": SIZE * prompt}
+            params = {"do_remote_decode": True} if here else asked
+            self.engine.add(f"r{next(self.names)}", 0, SIZE * prompt, params=params)
 
     def leave(self, number):
-        live = [*self.waiting, *self.running]
+        live = [one for one in self.engine.requests if one not in self.engine.ended]
         if live:
-            self.abort(live[number % len(live)])
+            self.engine.finish(live[number % len(live)])
 
     def reset(self, _):
         """`reset_prefix_cache`, which is no part of a step."""
-        for one in list(self.running):
-            self.preempt(one)
+        self.preempt(len(self.engine.running))
 
-    def preempt(self, one):
-        self.running.remove(one)
-        self.release(one)
-        self.requests[one].status, self.requests[one].num_computed_tokens = STATUS.PREEMPTED, 0
-        self.waiting.insert(0, one)
-        self.preempted.add(one)
-
-    def abort(self, one):
-        for queue in (self.waiting, self.running):
-            if one in queue:
-                queue.remove(one)
-                self.end(one, "FINISHED_ABORTED")
-
-    def end(self, one, status):
-        going = self.requests[one]
-        loading, going.status = going.status is STATUS.WAITING_FOR_REMOTE_KVS, STATUS[status]
-        later, _ = self.scheduler.request_finished(going)
-        self.finished.add(one)
-        if not (later or loading):
-            self.forget(one)
-
-    def forget(self, one):
-        self.release(one)
-        del self.requests[one]
-
-    def release(self, one):
-        self.free += self.tables[one]
-        self.tables[one] = []
-
-    # --- steps
+    def preempt(self, count):
+        for one in self.engine.running[:count]:
+            self.engine.preempt(one.request_id)
 
     def schedule(self, number):
-        """Two are under way at most. Some that run lose their blocks, if there are others enough."""
-        if len(self.steps) == 2 or self.stopped:
-            return
-        for one in self.running[: number - 5 if number > 5 else 0]:
-            self.preempt(one)
-        new, cached, writes = [], [], {}
-        for one in [*self.running, *self.waiting]:
-            going, began = self.requests[one], one in self.running
-            if going.status is STATUS.WAITING_FOR_REMOTE_KVS or not self.free:
-                continue
-            start = going.num_computed_tokens
-            external, _ = (0, False) if began else self.scheduler.get_num_new_matched_tokens(going, start)
-            need = external // SIZE or int(start < going.num_prompt_tokens)
-            if need > len(self.free) or not need:
-                continue
-            fresh = [self.free.pop() for _ in range(need)]
-            self.tables[one] += fresh
-            if external:
-                self.scheduler.update_state_after_alloc(going, Blocks(*self.tables[one]), external)
-                going.status, going.num_computed_tokens = STATUS.WAITING_FOR_REMOTE_KVS, external
-                continue
-            if not began:
-                self.waiting.remove(one)
-                self.running.append(one)
-            (cached if began or going.status is STATUS.PREEMPTED else new).append((one, fresh, start, SIZE))
-            going.status, going.num_computed_tokens = STATUS.RUNNING, start + SIZE
-            writes[one] = (set(fresh), going.num_computed_tokens, going)
-        orders = self.scheduler.build_connector_meta(step(new, cached, self.preempted))
-        self.steps.append((orders, writes, self.finished))
-        self.preempted, self.finished = set(), set()
+        """Some that run lose their blocks first, if others want them."""
+        if not self.stopped:
+            self.preempt(max(0, number - 5))
+            self.engine.schedule()
 
     def execute(self, _):
         """The workers do the first of the steps, and the scheduler hears of it."""
-        if not self.steps or self.stopped:
-            return
-        orders, writes, finished = self.steps.popleft()
-        told = [self.run(rank, orders, writes, finished) for rank in RANKS]
-        if self.stopped:
-            return
-        sent, got = (
-            {one for one in set().union(*those) if all(self.said[rank, kind, one] for rank in RANKS)}
-            for kind, those in zip(("sent", "got"), zip(*told, strict=True), strict=True)
-        )
-        for one, (_, computed, going) in writes.items():
-            if one in self.running and computed == going.num_computed_tokens == going.num_prompt_tokens:
-                self.running.remove(one)
-                self.end(one, "FINISHED_LENGTH_CAPPED")
-        self.scheduler.update_connector_output(received(*got, sent=sent))
-        for one in got:
-            if one in self.waiting:
-                self.abort_loaded(one)
-            else:
-                self.forget(one)
-        for one in sent:
-            self.forget(one)
-
-    def abort_loaded(self, one):
-        """It was loaded: what it generates is no matter of the connector's."""
-        self.requests[one].status = STATUS.WAITING
-        self.abort(one)
-
-    def run(self, number, orders, writes, finished):
-        rank, service = self.ranks[number], self.services[number]
-        try:
-            rank.preempt(orders)
-        except MemoryInDoubtError:
-            self.stopped = True  # the engine
-            return set(), set()
-        rank.begin_step(orders)
-        rank.load(orders)
-        own = {rank._sending[one].offer for one in writes if one in rank._sending}
-        for one, (blocks, *_) in writes.items():
-            for handle in service.offers + service.fetches:
-                assert handle.safe or handle in own or not handle.blocks & blocks, f"{one} writes what others use"
-        rank.end_step()
-        sent, got = rank.poll(finished)
-        rank.take_failed_blocks()
-        self.said.update([(number, "sent", one) for one in sent] + [(number, "got", one) for one in got])
-        return sent, got
+        if not self.stopped:
+            try:
+                self.engine.take()
+            except MemoryInDoubtError:
+                self.stopped = True  # the engine
 
     # --- the service
 
     def open(self):
-        handles = [(service, each) for service in self.services for each in service.offers + service.fetches]
+        handles = [(service, each) for service in self.ranks.services for each in service.offers + service.fetches]
         return [(service, each) for service, each in handles if not each.safe]
 
     def settle(self, number):
@@ -301,8 +238,8 @@ class Core:
 
     def check(self):
         """A block is free or somebody's."""
-        held = [block for table in self.tables.values() for block in table]
-        assert sorted(held + self.free) == list(range(1, BLOCKS))
+        held = [block for table in self.engine.tables.values() for block in table]
+        assert sorted(held + self.engine.free) == list(range(1, BLOCKS))
 
 
 OFTEN = [Core.come, Core.schedule, Core.schedule, Core.execute, Core.execute, Core.settle]

@@ -10,10 +10,6 @@ from typing import Any
 
 import vllm_stand_in
 
-vllm_stand_in.install()
-
-from kvxfer.integrations.vllm import KvxferConnector  # noqa: E402 - vLLM must be there first
-
 LAYERS = 3
 HEADS = 4
 DIM = 4
@@ -93,23 +89,13 @@ class Blocks:
 
 
 class Engine:
-    """Scheduler and engine core."""
+    """Scheduler and engine core. A request gets at most so many tokens `each` step, and all together the budget."""
 
-    def __init__(self, name, workers, *, block_tokens, layout, layerwise=False, budget=64, **extra):
+    def __init__(self, connector, workers, *, block_tokens, budget=64, each=64, blocks=BLOCKS):
+        self.connector: Any = connector
         self.workers = workers
-        described = {
-            "name": name,
-            "world": len(workers._wires),
-            "block_tokens": block_tokens,
-            "layout": layout,
-            "extra": {"layerwise": layerwise, "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"}, **extra},
-        }
-        self._block_tokens, self.budget = block_tokens, budget
-        self.connector: Any = KvxferConnector(*configured(described, None))
-        self.workers.send("open", described)
-        self.workers.receive()
-        self.shake_hands()
-        self.free = list(range(BLOCKS - 1, 0, -1))  # block 0 is vLLM's null block
+        self._block_tokens, self.budget, self._each = block_tokens, budget, each
+        self.free = list(range(blocks - 1, 0, -1))  # block 0 is vLLM's null block
         self.requests: dict[str, Any] = {}
         self.tables: dict[str, list[int]] = {}
         self.seeds: dict[str, int] = {}
@@ -122,7 +108,7 @@ class Engine:
         self.wrong: list[str] = []
         self.reported: Counter[tuple[str, int, str]] = Counter()
         self.failed_together: list[bool] = []
-        self.stats = KvxferConnector.build_kv_connector_stats()
+        self.stats: Any = None
         self._under_way: deque[tuple[Any, dict[str, int]]] = deque()
         self._left = {"recv": Counter[str](), "send": Counter[str]()}
         self._received: set[str] = set()
@@ -137,7 +123,7 @@ class Engine:
     def drain(self):
         """Take the answers of the steps under way."""
         while self._under_way:
-            self._take()
+            self.take()
 
     def sleep(self):
         """As `EngineCore.sleep` and `wake_up` of an engine without requests."""
@@ -214,11 +200,22 @@ class Engine:
     def step(self):
         """As `EngineCore.step_with_batch_queue`: an engine without anything to do stands still."""
         if self._has_requests():
-            output, ends, work = self._schedule()
-            self._under_way.append((output, ends))
-            self.workers.send("execute", output, work)
+            work = self.schedule()
             if len(self._under_way) < STEPS_AT_ONCE and (work or self._has_requests()):
                 return
+        self.take()
+
+    def schedule(self):
+        """Have the workers begin a step, unless as many are under way as may be."""
+        if len(self._under_way) == STEPS_AT_ONCE:
+            return []
+        output, ends, work = self._schedule()
+        self._under_way.append((output, ends))
+        self.workers.send("execute", output, work)
+        return work
+
+    def take(self):
+        """Hear of the first step that is under way."""
         if self._under_way:
             self._take()
 
@@ -230,8 +227,8 @@ class Engine:
         new, resumed, grown = [], set(), {}
         budget, loads_in_step = self.budget, False
         for request in list(self.running):
-            count = min(self._wanted(request), budget)
-            if count <= 0:
+            count = min(self._wanted(request), budget, self._each)
+            if count <= 0 or self._lacks(request, count):
                 continue
             grown[request.request_id] = self._grow(request, request.num_computed_tokens + count)
             scheduled[request.request_id] = count
@@ -251,7 +248,9 @@ class Engine:
             if waits:
                 request.status = STATUS.WAITING_FOR_REMOTE_KVS
                 continue
-            count = min(self._wanted(request), budget)
+            count = min(self._wanted(request), budget, self._each)
+            if self._lacks(request, count):
+                continue
             self._grow(request, request.num_computed_tokens + count)
             self.waiting.remove(request)
             self.running.append(request)
@@ -266,6 +265,11 @@ class Engine:
         """The rest of the prompt, or one token more."""
         prompt, computed = request.num_prompt_tokens, request.num_computed_tokens
         return max(prompt - computed, int(computed < prompt + request.max_tokens - 1))
+
+    def _lacks(self, request, count):
+        """Whether there are too few blocks for so many tokens more; vLLM would let others wait for theirs then."""
+        blocks = -(-(request.num_computed_tokens + count) // self._block_tokens)
+        return blocks - len(self.tables[request.request_id]) > len(self.free)
 
     def _grow(self, request, stop):
         table = self.tables[request.request_id]

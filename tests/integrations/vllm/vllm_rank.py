@@ -14,7 +14,10 @@ import vllm_stand_in
 from vllm_engine import BLOCKS, DIM, HEADS, LAYERS, configured
 
 from kvxfer import BusyError, shared_empty
-from kvxfer.integrations.vllm import KvxferConnector
+
+vllm_stand_in.install()
+
+from kvxfer.integrations.vllm import KvxferConnector  # noqa: E402 - vLLM must be there first
 
 ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""

@@ -12,14 +12,36 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, KvxferConnector, Workers, configured
+import vllm_stand_in
+from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, Workers, configured
 
 from kvxfer.errors import ConfigError
 from kvxfer.tickets import KEY_BYTES, Issuer, Ticket
 
+vllm_stand_in.install()
+
+from kvxfer.integrations.vllm import KvxferConnector  # noqa: E402 - vLLM must be there first
+
 PATIENCE = 30.0
 ENGINE = {"name": "e", "world": 1, "block_tokens": 16, "extra": {}}
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def opened(name, workers, *, block_tokens, layout, layerwise=False, budget=64, **extra):
+    """An engine whose ranks are open."""
+    kvxfer = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"}
+    described = {
+        "name": name,
+        "world": len(workers._wires),
+        "block_tokens": block_tokens,
+        "layout": layout,
+        "extra": {"layerwise": layerwise, "kvxfer": kvxfer, **extra},
+    }
+    engine = Engine(KvxferConnector(*configured(described, None)), workers, block_tokens=block_tokens, budget=budget)
+    engine.stats = KvxferConnector.build_kv_connector_stats()
+    workers.call("open", described)
+    engine.shake_hands()
+    return engine
 
 
 class Pair:
@@ -27,8 +49,8 @@ class Pair:
 
     def __init__(self, wires: list[list[Any]], *, ranks=2, prefill=None, **both: Any) -> None:
         mine, theirs = Workers(wires[0][:ranks]), Workers(wires[1])
-        self.prefill = Engine("prefill", mine, block_tokens=16, layout="LBNHC", **both, **(prefill or {}))
-        self.decode = Engine("decode", theirs, block_tokens=8, layout="LBHNC", **both)
+        self.prefill = opened("prefill", mine, block_tokens=16, layout="LBNHC", **both, **(prefill or {}))
+        self.decode = opened("decode", theirs, block_tokens=8, layout="LBHNC", **both)
 
     def __str__(self) -> str:
         engines = (self.prefill, self.decode)

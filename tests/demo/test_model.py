@@ -36,7 +36,7 @@ DIVIDED: list[dict[str, Any]] = [{}, {"cross_layer": True}, {"ranks": 2}, {"cros
 
 def bare(layout: Any = "NHD", block_tokens=16, *, ranks=1, num_blocks=24, seed=0, cross_layer=False):
     """A pool that no model was made for."""
-    config: Any = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
+    config = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
     sizes = {"num_blocks": num_blocks, "block_tokens": block_tokens, "ranks": ["cpu"] * ranks}
     own: dict[str, Any] = sizes | {"dtype": torch.float32, "device": "cpu", "cross_layer": cross_layer, "seed": seed}
     return PagedCache(config, layout=layout, **own)

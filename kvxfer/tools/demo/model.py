@@ -152,7 +152,7 @@ class PagedCache:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: Any,  # a `LlamaConfig`
         *,
         num_blocks: int,
         block_tokens: int,
@@ -165,7 +165,7 @@ class PagedCache:
     ) -> None:
         self.num_blocks: Final = num_blocks
         self.block_tokens: Final = block_tokens
-        self.layers: Final[int] = config.num_hidden_layers
+        self.layers: Final = int(config.num_hidden_layers)
         self.device: Final = torch.empty(0, device=device).device  # with its number, where `device` leaves that out
         heads, places = int(config.num_key_value_heads), list(ranks) or [device]
         each, over = divmod(heads, len(places))

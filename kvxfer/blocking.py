@@ -860,12 +860,7 @@ class BlockingTransfer:
         return self._inner.memory_safe or not self._inner.done
 
     async def _landed(self, layer: int) -> bool:
-        if self._inner is None:
-            return False
-        with suppress(KvxferError):  # what ended the fetch is noted by then, or about to be
-            await self._inner.layers(range(layer, layer + 1))
-            return True
-        return False
+        return self._inner is not None and await _landed(self._inner, range(layer, layer + 1))
 
 
 class BlockingOffer:

@@ -20,15 +20,9 @@ from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.tools.engine import EngineLayout, from_hf_config
+from tests.geometry.published import CONFIGS
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
+LLAMA = CONFIGS["Llama-3.1-8B"]
 MAMBA = {
     "model_type": "mamba2",
     "num_hidden_layers": 12,

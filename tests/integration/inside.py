@@ -694,11 +694,6 @@ def in_custody(worker: Any, blocks: Any) -> bool:
     return False
 
 
-def keep_given_up(worker: Any, monkeypatch: Any) -> None:
-    """It tells nobody of a fetch that was given up: the dead tell nothing."""
-    monkeypatch.setattr(worker._service.decode, "_give_back", lambda *_: None)
-
-
 def die(worker: Any) -> None:
     """Its process is gone, without a goodbye: nothing of it runs on, and what it has posted may still land."""
     worker._service.listener.close()

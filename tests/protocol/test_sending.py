@@ -189,6 +189,3 @@ def test_a_token_comes_with_a_ring():
 def test_long_reasons_fit_into_the_message():
     (result,) = parked().stop(Failure(wire.Status.FAILED, Code.FAILED, "y" * 5000))
     assert result.reason == "y" * 1024
-
-
-# --- pull

@@ -13,6 +13,7 @@ import kvxfer
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Ping
 from kvxfer.tools import cli
+from tests.geometry.published import CONFIGS
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -111,21 +112,13 @@ def test_a_process_of_its_own_says_the_same(command, arguments, stdin, environme
     assert spawned(*arguments, stdin=stdin, **environment) == command(*arguments, stdin=stdin, **environment)
 
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 ENGINES = ["--prefill", "tp=4,pp=1,block=16,layout=NHD", "--decode", "tp=2,block=64,layout=HND,cross-layer"]
 
 
 @pytest.fixture
 def model(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA))
+    file.write_text(json.dumps(CONFIGS["Llama-3.1-8B"]))
     return ["--config", str(file)]
 
 

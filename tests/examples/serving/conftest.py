@@ -135,11 +135,6 @@ class Service:
         """Those that a server has."""
         return set(self._servers[url].server_state.connections)
 
-    def cut_off(self, url):
-        """Break all connections to a server."""
-        for connection in self.connections(url):
-            connection.transport.abort()
-
     async def prefill(self, name="prefill", *, verify=False, offer_by: OfferBy = "layers", **model):
         settings = EngineSettings(**{**MODEL, "layout": "NHD", "block_tokens": 16, **model})
         worker = self._worker(name)

@@ -32,19 +32,6 @@ def play(scheduler, following=7):
     return [item for item in said if item[1] is not None]
 
 
-def test_a_prompt_goes_in_chunks_and_speaks_after_the_last():
-    scheduler, one = Scheduler(batch=2, chunk=4), asked(prompt=9, left=2)
-    scheduler.add(one)
-    assert [upcoming(scheduler).chunk for _ in range(2)] == [[0, 1, 2, 3]] * 2, "looking changes nothing"
-    assert play(scheduler) == []
-    assert upcoming(scheduler).chunk == [4, 5, 6, 7]
-    assert play(scheduler) == []
-    assert play(scheduler) == [(one, Said(7, None))]
-    assert (upcoming(scheduler).prompt, upcoming(scheduler).batch) == (None, [one])
-    assert play(scheduler) == [(one, Said(7, "length"))]
-    assert scheduler.step() is None
-
-
 def test_a_stop_token_ends_it():
     scheduler, one = Scheduler(batch=2, chunk=4), asked(left=5)
     scheduler.add(one)
@@ -74,8 +61,9 @@ def test_everybody_says_as_much_as_was_asked_for_and_nobody_starves(requests, ba
     said = {id(each): [] for each in many}
     waited = dict.fromkeys(said, 0)
     while len(scheduler):
-        running = upcoming(scheduler).batch
-        assert len(running) <= batch
+        step = upcoming(scheduler)
+        running = step.batch
+        assert (step, len(running) <= batch, len(step.chunk) <= chunk) == (scheduler.step(), True, True)
         for each in scheduler._running:
             waited[id(each)] = 0 if each in running else waited[id(each)] + 1
             assert waited[id(each)] <= len(many) // batch

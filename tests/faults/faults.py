@@ -194,6 +194,10 @@ class Scene:
     ours = theirs = ""  # names of the survivor's and the victim's worker
     card: dict[str, Any]
     """Of the sender's engine."""
+    content = "kept"
+    """What lies in the survivor's blocks."""
+    safe: bool
+    """Whether these were said to be its own again."""
     acquainted = False
     """Whether the two have transferred before, so that the transports are connected."""
     may_lapse = 0
@@ -264,6 +268,17 @@ class Scene:
             await self.whole(f"after {case.fault}")
         state = await self.survivor.quiet(self.ours, doubts=False, within=self.starved)
         assert not state["busy"], state
+        if not self.safe and case.ends is not Ends.CLOSED:
+            assert await self.survivor.settled(self.ours, "r", self.starved)
+            await self.reuse()
+        elif not self.safe:
+            assert await self.survivor.refuses(self.ours)
+
+    async def reuse(self) -> None:
+        """The survivor's blocks are its own again: somebody else uses them."""
+        unharmed(not await self.survivor.refuses(self.ours), "blocks that are said to be safe are refused")
+        await self.survivor.reuse(self.ours)
+        self.content = "canary"
 
     async def whole(self, when: str) -> None:
         """Nothing is held or in doubt at the survivor."""
@@ -361,8 +376,6 @@ class SenderStruck(Scene):
 
     ours, theirs = "decode", "prefill"
     fetching: "asyncio.Task[dict[str, Any]]"
-    heard: dict[str, Any]
-    content = "kept"
 
     async def raise_curtain(self) -> None:
         self.third_card = await self.third.open("third", seed=THIRD_SEED, layout="NHD", **self.settings)
@@ -393,7 +406,8 @@ class SenderStruck(Scene):
                 await self.victim.offer("prefill", "r")
             elif case.taken.how == "streamed":
                 await self.victim.ready("prefill", "r", 1)
-        self.heard = heard = await self.fetching
+        heard = await self.fetching
+        self.safe = heard["ok"] or heard["safe"]
         kinds = {"kill": "dead_peer", "cut": "dead_peer", "stop": "silent_peer", "pause": "silent_peer"}
         kind = "handshake" if case.step in _HANDSHAKE else kinds[case.fault]
         late = heard["heard"] - struck
@@ -405,23 +419,8 @@ class SenderStruck(Scene):
             if heard["safe"]:
                 await self.reuse()
 
-    async def reuse(self) -> None:
-        """Our blocks are ours: somebody else uses them."""
-        unharmed(not await self.survivor.refuses("decode"), "blocks that are said to be safe are refused")
-        await self.survivor.reuse("decode")
-        self.content = "canary"
-
     async def thawed(self) -> None:
         await self.victim.quiet("prefill", doubts=False, within=self.starved)
-
-    async def come_back(self) -> None:
-        await super().come_back()
-        unsafe = not self.heard["ok"] and not self.heard["safe"]
-        if unsafe and self.case.ends is not Ends.CLOSED:
-            assert await self.survivor.settled("decode", "r", self.starved)
-            await self.reuse()
-        elif unsafe:
-            assert await self.survivor.refuses("decode")
 
     async def again(self) -> None:
         await self.check_bytes()
@@ -443,8 +442,6 @@ class ReceiverStruck(Scene):
 
     ours, theirs = "prefill", "decode"
     fetching: "asyncio.Task[dict[str, Any]]"
-    releasing: "asyncio.Task[tuple[str, float, bool]]"
-    content = "kept"
     fetched = "partly"
 
     async def raise_curtain(self) -> None:
@@ -487,12 +484,6 @@ class ReceiverStruck(Scene):
         if case.fault in ("cut", "pause"):
             await self.ended()
 
-    async def reuse(self) -> None:
-        """The offered blocks are ours again."""
-        unharmed(not await self.survivor.refuses("prefill"), "blocks that are said to be safe are refused")
-        await self.survivor.reuse("prefill")
-        self.content = "canary"
-
     async def ended(self) -> None:
         """The victim's own caller hears of it too, and is never told that what is not whole has arrived."""
         outcome = await self.fetching
@@ -502,14 +493,6 @@ class ReceiverStruck(Scene):
 
     async def thawed(self) -> None:
         await self.ended()
-
-    async def come_back(self) -> None:
-        await super().come_back()
-        if not self.safe and self.case.ends is not Ends.CLOSED:
-            assert await self.survivor.settled("prefill", "r", self.starved)
-            await self.reuse()
-        elif not self.safe:
-            assert await self.survivor.refuses("prefill")
 
     async def again(self) -> None:
         await self.check_bytes()

@@ -49,7 +49,7 @@ class FrozenWriter(Frozen, SenderStruck):
 
     async def hear(self, struck):
         await super().hear(struck)
-        assert not self.heard["ok"]
+        assert self.content != "fetched"
         await self.leases_end(struck)
         await self.stop_beside()
         await self.survivor.fill_arena("decode")

@@ -114,23 +114,14 @@ async def death_while_the_offer_is_waited_for(play):
     in_time("dead_peer", play.now - began, least=0)
 
 
-@hears("dead_peer")
-async def death_while_the_peer_may_write(play):
-    _, transfer = await in_flight(play, "direct")
-    began = play.now
+@hears("dead_peer", {"route": "direct"}, {"route": "staged"})
+async def death_while_the_peer_may_write(play, route):
+    _, transfer = await in_flight(play, route)
+    began, staged = play.now, route == "staged"
     play.wire.cut()
-    await raised(transfer, kvxfer.MemoryInDoubt)
-    in_time("dead_peer", play.now - began, least=BOUNDS["dead_peer"])
-
-
-@hears("dead_peer")
-async def death_while_bytes_are_on_their_way_to_the_arena(play):
-    _, transfer = await in_flight(play, "staged")
-    began = play.now
-    play.wire.cut()
-    await raised(transfer, kvxfer.PeerLostError)
-    assert transfer.memory_safe
-    in_time("dead_peer", play.now - began, least=0)
+    await raised(transfer, kvxfer.PeerLostError if staged else kvxfer.MemoryInDoubt)
+    assert transfer.memory_safe == staged, "the arena alone is written on the route staged"
+    in_time("dead_peer", play.now - began, least=0 if staged else BOUNDS["dead_peer"])
 
 
 # --- offers

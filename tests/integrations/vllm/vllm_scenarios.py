@@ -94,6 +94,12 @@ class Pair:
         ticket = self.prefill.connector._scheduler._issuer.ticket(request_id)
         return {"do_remote_prefill": True, "ticket": ticket, "remote_num_tokens": tokens}
 
+    def half(self) -> None:
+        """A prompt of which some is computed, and is being fetched."""
+        self.prefill.add("p", 1, 64, params=dict(PREFILL))
+        self.decode.add("d", 1, 64, params=self.early("p", 64))
+        self.until(lambda: self.waits("d") and self.prefill.requests["p"].num_computed_tokens >= 32)
+
     def waits(self, request_id: str) -> bool:
         """Whether a request of the decode engine waits for its load."""
         return self.decode.requests[request_id].status is STATUS.WAITING_FOR_REMOTE_KVS
@@ -138,9 +144,7 @@ def layers_overlap(wires):
 def aborted_while_prefilling(wires):
     """The client leaves while its prompt is computed, and a decode engine fetches what there is."""
     pair = Pair(wires, prefill={"budget": 16})
-    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
-    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
-    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
+    pair.half()
     pair.prefill.finish("p")
     assert pair.prefill.params["p"] is None
     return pair.until_over()
@@ -161,9 +165,7 @@ def aborted_before_it_is_computed(wires):
 def preempted(wires):
     """A prompt loses its blocks to others while a decode engine fetches it, and is computed again."""
     pair = Pair(wires, prefill={"budget": 16})
-    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
-    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
-    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
+    pair.half()
     pair.prefill.preempt("p")
     pair.prefill.free.reverse()  # so that the next ones get its blocks
     pair.prefill.add("other", 2, 48, params=dict(PREFILL))

@@ -25,7 +25,7 @@ from typing import Any
 import preloaded
 import torch
 from inside import call_agent_by
-from stage import KEY, Copied
+from stage import CANARY, KEY, guarded
 
 from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
@@ -41,8 +41,6 @@ JUNK = -7
 GROWTH = 1_000
 GUARD = 4096
 """Elements before and after a layer."""
-CANARY = 0xA5
-"""Their bytes."""
 _alive: list[object] = []
 
 
@@ -66,25 +64,6 @@ def place(cache, device):
     if device_of(placed) != "cpu":
         torch.cuda.current_stream(device).synchronize()
     return placed
-
-
-def guarded(placed):
-    """Whether the guards are as they were."""
-    return all(bool((guard.view(torch.uint8) == CANARY).all()) for guard in placed.guards)
-
-
-class Expected(Copied):
-    """What a fetch must make of a placed destination, of which `mirror` holds the contents before."""
-
-    def __init__(self, mirror, placed):
-        super().__init__(mirror)
-        self.placed = placed
-
-    def check(self):
-        for layer, expected in self.expected.items():
-            found = self.placed.memory[layer].cpu()
-            assert torch.equal(found, expected), f"layer {layer} differs in {(found != expected).sum()} elements"
-        assert guarded(self.placed), "bytes before or after a layer were written"
 
 
 def device_of(cache) -> str:

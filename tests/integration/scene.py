@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from far import GROWTH, JUNK, Expected, event_after, now_on, spoiler
-from stage import KEY, Cache
-from stored import ConvertedThere, Stored
+from far import GROWTH, JUNK, event_after, now_on, spoiler
+from stage import KEY, Cache, Copied
+from stored import Converted, Stored
 
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -39,7 +39,7 @@ class Move:
     def __init__(self, source_caches, near, mirrors, into=INTO, tokens=TOKENS):
         self.sources, self.near, self.into, self.tokens = source_caches, near, into, tokens
         self.expected = [
-            Expected(mirror, placed) for mirror, placed in zip(mirrors, near.caches[-len(mirrors) :], strict=True)
+            Copied(mirror, placed) for mirror, placed in zip(mirrors, near.caches[-len(mirrors) :], strict=True)
         ]
 
     def bring(self, layers: Sequence[int] = LAYERS, ids=IDS):
@@ -92,7 +92,7 @@ async def bring_converted(far, near, dtypes, there="cpu", here="cpu"):
     mirror = Stored(ours, "head", blocks=10, block_tokens=32, layers=LAYERS, heads=range(8), dim=64, layout="HND")
     issuer = tickets(await far.open("prefill", given, device=there, **SIZES))
     await near.open("decode", [mirror], device=here, convert=True, **SIZES)
-    expected = ConvertedThere(mirror, near.caches[0])
+    expected = Converted(mirror, near.caches[0])
     for rank, one in enumerate(given):
         expected.bring(one, IDS, INTO, TOKENS)
         await far.offer(rank, "r", IDS, tokens=len(IDS) * 16)

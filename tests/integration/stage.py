@@ -19,6 +19,9 @@ from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 
 KEY = bytes(range(32))
+CANARY = 0xA5
+"""The bytes of guards."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SOON = {"revoke_timeout": 0.3}
 """For scenes in which the answer stays away, and nothing but the end of that time is waited for."""
 DEFAULTS = {
@@ -32,6 +35,16 @@ DEFAULTS = {
 }
 
 
+def bits(tensor):
+    """Its elements as integers: two that are no number are the same then."""
+    return tensor.view(INTEGERS[tensor.itemsize])
+
+
+def guarded(cache):
+    """Whether the guards are as they were."""
+    return all(bool((guard.view(torch.uint8) == CANARY).all()) for guard in cache.guards)
+
+
 class Cache:
     """Layers of K and V (or of latents, without heads) in CPU memory; every element has a value of its own.
 
@@ -39,6 +52,8 @@ class Cache:
     """
 
     _values = itertools.count(1)
+    guards: Sequence[torch.Tensor] = ()
+    """Memory before and after each layer, which nobody may touch: of those that were placed, see `far`."""
 
     def __init__(
         self,
@@ -106,10 +121,13 @@ class Cache:
 
 
 class Copied:
-    """What a fetch must make of a destination: taken before it, compared with after it, every byte of it."""
+    """What a fetch must make of a destination: taken before it, compared with after it, every byte of it.
 
-    def __init__(self, cache):
-        self.cache = cache
+    Of a placed destination (`far.place`) `cache` holds the contents before.
+    """
+
+    def __init__(self, cache, placed=None):
+        self.cache, self.placed = cache, placed or cache
         self.expected = cache.clone()
 
     def bring(self, source, source_ids, ids, tokens, source_first=0, first=0):
@@ -130,12 +148,13 @@ class Copied:
 
     def has_come(self, layers: Sequence[int] | None = None):
         """Whether the destination is so already, or these layers of it are."""
-        return all(torch.equal(self.cache.memory[one], self.expected[one]) for one in layers or self.cache.layers)
+        return all(torch.equal(self.placed.memory[one], self.expected[one]) for one in layers or self.cache.layers)
 
     def check(self):
         for layer, expected in self.expected.items():
-            found = self.cache.memory[layer]
-            assert torch.equal(found, expected), f"layer {layer} differs in {(found != expected).sum()} elements"
+            wrong = int((bits(self.placed.memory[layer].cpu()) != bits(expected)).sum())
+            assert not wrong, f"layer {layer} differs in {wrong} elements"
+        assert guarded(self.placed), "bytes before or after a layer were written"
 
 
 class Gate:

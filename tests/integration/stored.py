@@ -3,14 +3,7 @@
 from dataclasses import replace
 
 import torch
-from far import guarded
-from stage import Cache, Copied
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor):
-    return tensor.view(INTEGERS[tensor.itemsize])
+from stage import Cache, Copied, bits
 
 
 class Stored(Cache):
@@ -55,22 +48,3 @@ class Converted(Copied):
             largest = torch.finfo(dtype).max
             values = values.clamp(-largest, largest)
         return values.to(dtype)
-
-    def check(self):
-        for layer, expected in self.expected.items():
-            wrong = int((bits(self.cache.memory[layer]) != bits(expected)).sum())
-            assert not wrong, f"layer {layer} differs in {wrong} elements"
-
-
-class ConvertedThere(Converted):
-    """The same of a placed destination (`far.place`), of which `mirror` holds the contents before."""
-
-    def __init__(self, mirror, placed):
-        super().__init__(mirror)
-        self.placed = placed
-
-    def check(self):
-        for layer, expected in self.expected.items():
-            wrong = int((bits(self.placed.memory[layer].cpu()) != bits(expected)).sum())
-            assert not wrong, f"layer {layer} differs in {wrong} elements"
-        assert guarded(self.placed), "bytes before or after a layer were written"

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 from inside import geometry
-from stage import Copied, eventually, quiet
-from stored import Converted, Stored, bits
+from stage import Copied, bits, eventually, quiet
+from stored import Converted, Stored
 
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
 from kvxfer.plans.planning import geometry_from_wire, geometry_to_wire

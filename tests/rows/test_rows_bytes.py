@@ -17,7 +17,7 @@ from ledger import NOTHING, Ledger, RecordingNetwork, RecordingTransport, record
 from ranks import I64, Request, World
 from sides import SIZES, Sides, all_idle, issuer, route_in_turn
 from stage import KEY
-from stored import ConvertedThere, Stored
+from stored import Converted, Stored
 
 from kvxfer import READY
 
@@ -172,7 +172,7 @@ async def test_what_is_converted_crosses_once_as_the_narrower_of_two_dtypes(
         for memory in cache.memory.values():
             ledger.watch(memory.data_ptr(), memory.nbytes, agent=agent)
     watch_staging(ledger, storing.workers)
-    copied = ConvertedThere(ours, mine)
+    copied = Converted(ours, mine)
     for tokens in (range(208), range(5, 200), range(63, 129), range(17, 18)):
         ids, into, request = rng.sample(range(14), 13), rng.sample(range(6), 4), str(tokens)
         copied.bring(given, ids, into, tokens)

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
-from kvxfer.integrations.vllm.caches import describe
+from kvxfer.integrations.vllm.caches import Model, describe
 from kvxfer.integrations.vllm.layout import Probe
 
 BLOCKS, HEADS, TOKENS = 9, 2, 200
@@ -69,7 +69,7 @@ class Cache:
     def described(self, **how: bool) -> dict[str, torch.Tensor]:
         """K and V by slot, head and dim, as they are described."""
         layers = self.config.compilation_config.static_forward_context
-        (tensors,) = describe({NAME: self.view}, self.caches, Place(0, 1), HEADS, layers, **how).values()
+        (tensors,) = describe({NAME: self.view}, self.caches, Place(0, 1), Model(1, HEADS), layers, **how).values()
         found = {}
         for tensor in tensors:
             names = {"LBHNC": "block head token dim"}.get(tensor.axes, tensor.axes).split()

@@ -22,12 +22,15 @@ from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
 from kvxfer.telemetry import logger
 
-__all__ = ["BlockGroup", "block_groups", "describe"]
+__all__ = ["BlockGroup", "Model", "block_groups", "describe"]
 
 _WINDOWED: Final = "SlidingWindowSpec"
 _RECURRENT: Final = "MambaSpec"
 _KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", _WINDOWED})
 """vLLM's classes of caches that hold every token of a request, or the last ones."""
+
+_DRAFTED: Final = "draft_model."
+"""What names of a draft model's layers begin with."""
 
 _log: Final = logger("kvxfer.vllm")
 
@@ -46,6 +49,33 @@ class BlockGroup:
         """The first token that is still held once so many are computed; or the first of the block that holds it."""
         first = 0 if self.window is None else max(0, tokens + 1 - self.window)
         return first - first % self.block_tokens if whole else first
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model's caches do not say: where layers of what speculates begin, and how many heads all ranks have."""
+
+    layers: int  # of the model itself
+    heads: int  # KV heads
+    draft_heads: int | None = None  # likewise of what speculates; None: as many
+
+    def number(self, name: str) -> int:
+        """The global number of a layer, which is the one number in its name.
+
+        Those of what speculates come behind the model's own. EAGLE's and MTP's are numbered so; a draft model's begin
+        at 0 again.
+
+        Raises:
+            GeometryError: If there are several numbers, or none.
+        """
+        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+        if len(numbers) != 1:
+            raise GeometryError(f"the name {name!r} has {len(numbers)} numbers, so the layer's cannot be told")
+        return int(numbers[0]) + (self.layers if name.startswith(_DRAFTED) else 0)
+
+    def total_heads(self, number: int) -> int:
+        """KV heads of a layer, those of all ranks together."""
+        return self.heads if number < self.layers or self.draft_heads is None else self.draft_heads
 
 
 def block_groups(config: Any) -> list[BlockGroup]:
@@ -88,7 +118,7 @@ def describe(
     caches: Mapping[str, Any],
     config: Any,
     place: Place,
-    total_heads: int,
+    model: Model,
     layers: Mapping[str, Any],
     *,
     trusted: bool = False,
@@ -99,7 +129,7 @@ def describe(
         caches: Views by the names of vLLM's layers. Layers that use another's cache are in there again.
         config: vLLM's `KVCacheConfig`.
         place: This worker's among those that share the heads.
-        total_heads: KV heads of the model.
+        model: The model.
         layers: vLLM's attention layers by their names, once their backends are set up and their caches are bound.
         trusted: Believe what the views say.
 
@@ -114,7 +144,7 @@ def describe(
     shown: Counter[tuple[str, str]] = Counter()
     for group in block_groups(config):
         of = config.kv_cache_groups[group.index]
-        numbers = {name: _number(name) for name in of.layer_names if name in caches}
+        numbers = {name: model.number(name) for name in of.layer_names if name in caches}
         if several := [number for number, count in Counter(numbers.values()).items() if count > 1]:
             raise GeometryError(f"layers {sorted(several)} have several caches in one group of cache blocks")
         for name, number in numbers.items():
@@ -124,7 +154,7 @@ def describe(
                 found[name], how = _states(name, caches[name], spec, place, layers.get(name), held)
                 shown[how] += 1
                 continue
-            said = _said(name, caches[name], spec, config.num_blocks, place, total_heads, held)
+            said = _said(name, caches[name], spec, config.num_blocks, place, model.total_heads(number), held)
             if trusted:
                 found[name] = said
             else:
@@ -227,11 +257,3 @@ def _states(
         f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})",
         "state: " + ", ".join(parts),
     )
-
-
-def _number(name: str) -> int:
-    """The global number of a layer, which is the one number in its name."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    if len(numbers) != 1:
-        raise GeometryError(f"the name {name!r} has {len(numbers)} numbers, so the layer's cannot be told")
-    return int(numbers[0])

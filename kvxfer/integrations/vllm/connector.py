@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvxfer.errors import ConfigError, MissingExtraError
 from kvxfer.integrations.heads import Place
-from kvxfer.integrations.vllm.caches import block_groups, describe
+from kvxfer.integrations.vllm.caches import Model, block_groups, describe
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.seen import Counts
@@ -185,7 +185,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         model = vllm_config.model_config
         size: int = parallel.tensor_parallel_size
         self._place: Final = Place(parallel.rank % size, size)
-        self._heads: Final[int] = model.get_total_num_kv_heads()
+        spoken = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        heads = [one.get_total_num_kv_heads() for one in (model, spoken) if one is not None]
+        self._model: Final = Model(model.get_total_num_hidden_layers(), *heads)
         usual = {"engine": transfer.engine_id, "model": model.model}
         settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
         self._trust_layout: Final = bool(extra.get("trust_layout"))
@@ -283,7 +285,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the caches. Blocks."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        found = describe(kv_caches, self._caches_config, self._place, self._heads, layers, trusted=self._trust_layout)
+        found = describe(kv_caches, self._caches_config, self._place, self._model, layers, trusted=self._trust_layout)
         self._worker.register(found)
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:

@@ -11,7 +11,7 @@ from vllm_stand_in import by_columns, layer, make
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry
 from kvxfer.integrations.heads import Place
-from kvxfer.integrations.vllm.caches import BlockGroup, block_groups, describe
+from kvxfer.integrations.vllm.caches import BlockGroup, Model, block_groups, describe
 
 BLOCKS = 6
 
@@ -37,7 +37,7 @@ def caches(shape, count=1, dtype=torch.float32):
 def described_all(views, config, place=None, heads=2, **how):
     """With a layer of its own for each view."""
     layers = {name: layer(cache=view) for name, view in views.items()}
-    return describe(views, config, place or Place(0, 1), heads, layers, **how)
+    return describe(views, config, place or Place(0, 1), Model(4, heads), layers, **how)
 
 
 def described(one, shape, *, rank=0, ranks=1, heads=2, of=None, stores=None, seen=None, dtype=torch.float32, **how):
@@ -50,7 +50,7 @@ def described(one, shape, *, rank=0, ranks=1, heads=2, of=None, stores=None, see
     ((name, view),) = caches(shape, dtype=dtype).items()
     of = of or layer("FlashAttentionBackend" if one.head_size_v else "FlashMLABackend", stores=stores, cache=view)
     views = {name: seen(view) if seen else view}
-    (tensors,) = describe(views, config([one]), Place(rank, ranks), heads, {name: of}, **how).values()
+    (tensors,) = describe(views, config([one]), Place(rank, ranks), Model(4, heads), {name: of}, **how).values()
     assert not view.any(), "it is not as it was"
     return CacheGeometry.of(tensors).tensors
 
@@ -171,7 +171,7 @@ def test_groups_may_share_memory_and_each_is_shown():
     }
     layers = {"model.layers.0.attn": layer(cache=view), "model.layers.1.attn": layer(stores=raises, cache=view)}
     with pytest.raises(GeometryError, match=r"cannot write into the cache of model\.layers\.1"):
-        describe(views, grouped(spec(), windowed()), Place(0, 1), 2, layers)
+        describe(views, grouped(spec(), windowed()), Place(0, 1), Model(4, 2), layers)
 
 
 # --- state
@@ -204,7 +204,7 @@ def described_state(one, memory, of, place=None):
     names = ["model.layers.0.mamba"]
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=one, enable_kv_transfer=True)
     groups = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
-    (tensors,) = describe({names[0]: memory}, groups, place or Place(0, 1), 2, {names[0]: of}).values()
+    (tensors,) = describe({names[0]: memory}, groups, place or Place(0, 1), Model(4, 2), {names[0]: of}).values()
     return CacheGeometry.of(tensors).tensors
 
 
@@ -285,6 +285,25 @@ def test_a_layer_without_one_number_is_refused(name):
     views = {name: torch.zeros(BLOCKS, 2, 16, 16)}
     with pytest.raises(GeometryError, match="numbers"):
         described_all(views, found)
+
+
+def test_what_speculates_comes_behind_the_model_with_heads_of_its_own():
+    own, drafts = spec(), spec(num_kv_heads=1)
+    specs = {"model.layers.0.attn": own, "model.layers.1.attn": own}
+    # EAGLE's layers go on from the model's; a draft model's begin at 0 again
+    specs |= {"model.layers.2.attn": drafts, "draft_model.model.layers.1.attn": drafts}
+    kind = make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs=specs)
+    group = make("KVCacheGroupSpec", layer_names=list(specs), kv_cache_spec=kind, enable_kv_transfer=True)
+    found = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
+    views = {name: torch.zeros(BLOCKS, one.num_kv_heads, 16, 16) for name, one in specs.items()}
+    layers = {name: layer(cache=view) for name, view in views.items()}
+    made = describe(views, found, Place(1, 2), Model(2, 4, 2), layers)
+    assert [(list(one.layers), one.heads) for (one,) in made.values()] == [
+        ([0], range(2, 4)),
+        ([1], range(2, 4)),
+        ([2], range(1, 2)),
+        ([3], range(1, 2)),
+    ]
 
 
 def test_two_caches_of_one_layer_are_refused():
@@ -453,7 +472,7 @@ def test_a_backend_that_shows_nothing_is_refused_or_trusted(of, seen, caplog):
 
 def test_a_layer_that_vllm_does_not_have_is_refused():
     with pytest.raises(GeometryError, match=r"model\.layers\.0\.attn"):
-        describe(caches((BLOCKS, 2, 16, 16)), config([spec()]), Place(0, 1), 2, {})
+        describe(caches((BLOCKS, 2, 16, 16)), config([spec()]), Place(0, 1), Model(4, 2), {})
 
 
 def test_what_is_in_the_cache_stays_and_the_log_says_what_was_found(caplog):

@@ -51,7 +51,13 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             prefill_context_parallel_size=1,
         ),
         cache_config=make("CacheConfig", enable_prefix_caching=False),
-        model_config=make("ModelConfig", model="model", get_total_num_kv_heads=lambda: HEADS),
+        model_config=make(
+            "ModelConfig",
+            model="model",
+            get_total_num_kv_heads=lambda: HEADS,
+            get_total_num_hidden_layers=lambda: LAYERS,
+        ),
+        speculative_config=None,
     )
     role = vllm_stand_in.stock("KVConnectorRole")
     return config, role.SCHEDULER if rank is None else role.WORKER, caches

@@ -65,6 +65,7 @@ CLASSES = {
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
     "vllm/config/model.py": ("ModelConfig",),
     "vllm/config/parallel.py": ("ParallelConfig",),
+    "vllm/config/speculative.py": ("SpeculativeConfig",),
     "vllm/config/vllm.py": ("VllmConfig",),
 }
 

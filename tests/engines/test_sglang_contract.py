@@ -7,22 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from sglang_uses import BASES, COLLECTIONS, Ours, Sources, is_abstract, last
+from sglang_uses import BASES, Ours, Sources, Uses, is_abstract, last
 
 import kvxfer.integrations.sglang as integration
 from kvxfer.integrations.sglang.rooms import Poll
 
 OURS = {path.name: path.read_text() for path in Path(integration.__file__).parent.glob("*.py")}
 TREE = ast.parse(OURS["conn.py"])
-NEVER = {
-    ("manager", "_staging_handler"): "with SGLANG_DISAGG_STAGING_BUFFER alone",
-    ("receiver", "require_staging"): "likewise",
-    ("manager", "transfer_infos"): "of a manager that has `_prefetch_staging_reqs`",
-    ("manager", "set_kv_buffer_tensors"): "if it has that",
-    ("manager", "enable_all_cp_ranks_for_transfer"): "of a sender with `supports_host_tensor_indices`",
-    ("sender", "send(indices_event=)"): "likewise",
-}
-"""What is asked of others alone, and when."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +37,11 @@ def sources(root):
 @pytest.fixture(scope="module")
 def ours(base):
     return Ours([*OURS.values()], base)
+
+
+@pytest.fixture(scope="module")
+def uses(sources, ours):
+    return Uses(sources, ours)
 
 
 def signature(function):
@@ -76,35 +72,26 @@ def fits(function, use):
     return not any(isinstance(arg, ast.Starred) for arg in use.call.args)
 
 
-def asked(use):
-    """What is asked for: an attribute, and each keyword that it is passed."""
-    keywords = use.call.keywords if use.call else ()
-    return {(use.kind, use.name), *((use.kind, f"{use.name}({one.arg}=)") for one in keywords)}
-
-
-def complaints(sources, members):
+def complaints(found, members):
     """Uses that our objects do not bear, with where they are."""
-    for use in sources.uses:
-        if NEVER.keys() & asked(use) or use.name in COLLECTIONS - members[use.kind].keys():
-            continue
+    for use, place in found:
         if use.name not in members[use.kind]:
-            yield f"{use.where}: {use.kind}.{use.name} is not there"
+            yield f"{use.where}: {use.kind}.{use.name} is not there", place
         elif use.call and isinstance(what := members[use.kind][use.name], ast.FunctionDef) and not fits(what, use):
-            yield f"{use.where}: {ast.unparse(use.call)} does not fit {use.kind}.{use.name}"
+            yield f"{use.where}: {ast.unparse(use.call)} does not fit {use.kind}.{use.name}", place
 
 
-def test_our_objects_have_what_is_asked_of_them(sources, ours):
-    assert [*complaints(sources, ours.members)] == []
+def in_all(uses):
+    return [said for said, place in complaints(uses.all(), uses.ours.members) if not uses.is_dead(place)]
 
 
-def test_what_is_never_asked_of_ours_is_still_asked_of_others(sources, ours):
-    assert NEVER.keys() <= {one for use in sources.uses for one in asked(use)}
-    assert not [name for kind, name in NEVER if name in ours.members[kind]]
-    assert re.search(r"if envs.SGLANG_DISAGG_STAGING_BUFFER.get\(\):\s+raise ConfigError", OURS["conn.py"])
+def test_our_objects_have_what_is_asked_of_them(uses):
+    assert in_all(uses) == []
 
 
-def test_whatever_is_taken_away_is_missed(sources, ours):
-    named = {(use.kind, use.name) for use in sources.uses if use.name in ours.members[use.kind]}
+def test_whatever_is_taken_away_is_missed(uses, ours):
+    found = [(use, place) for use, place in uses.all() if not uses.is_dead(place)]
+    named = {(use.kind, use.name) for use, _ in found}
     assert {
         ("manager", "_ensure_prefill_recompute_executor"),
         ("manager", "prefill_info_table"),
@@ -115,9 +102,9 @@ def test_whatever_is_taken_away_is_missed(sources, ours):
         ("server", "__init__"),
         ("directory", "follow_bootstrap_room"),
     } <= named
-    for kind, name in named - {(kind, name) for kind, name in named if name in COLLECTIONS}:
+    for kind, name in named:
         left = ours.members | {kind: {one: what for one, what in ours.members[kind].items() if one != name}}
-        assert [*complaints(sources, left)], (kind, name)
+        assert [*complaints(found, left)], (kind, name)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +113,13 @@ def test_whatever_is_taken_away_is_missed(sources, ours):
         ("def _ensure_prefill_recompute_executor", "def _ensured", "_ensure_prefill_recompute_executor is not there"),
         ("num_kv_tokens: Any = None", "tokens: Any = None", "does not fit sender.send"),
         ("def conclude_state", "def state", "receiver.conclude_state is not there"),
+        ("if envs.SGLANG_DISAGG_STAGING_BUFFER.get()", "if False", "staging_handler"),
     ],
 )
 def test_a_change_of_ours_is_seen(sources, base, before, after, said):
     assert before in OURS["conn.py"]
     changed = OURS | {"conn.py": OURS["conn.py"].replace(before, after)}
-    assert said in "\n".join(complaints(sources, Ours([*changed.values()], base).members))
+    assert said in "\n".join(in_all(Uses(sources, Ours([*changed.values()], base))))
 
 
 def test_methods_are_those_of_the_bases(ours):
@@ -168,13 +156,14 @@ def test_states_are_those_of_sglang(base):
     assert known == {names[state.name]: state.value for state in Poll}
 
 
-def test_the_bootstrap_server_answers_what_schedulers_ask_it(sources):
+def test_the_bootstrap_server_answers_what_schedulers_ask_it(sources, uses):
     """They call functions of other backends' receivers for it."""
     called = set()
-    for _, _, node in sources.nodes:
-        match node:
-            case ast.Attribute(ast.Name(cls), name, ast.Load()) if cls in sources.backends and cls not in BASES:
-                called |= {item for item in sources.backends[cls].body if getattr(item, "name", "") == name}
+    for place in sources.concerned():
+        for node in uses.live(place):
+            match node:
+                case ast.Attribute(ast.Name(cls), name, ast.Load()) if cls in sources.backends and cls not in BASES:
+                    called |= {item for item in sources.backends[cls].body if getattr(item, "name", "") == name}
     paths = {path for item in called for path in re.findall(r"http://[^/]*(/\w+)", ast.unparse(item))}
     assert paths
     assert all(f'"{path}"' in OURS["meeting.py"] for path in paths)

@@ -458,6 +458,21 @@ class OwnLoopOffer(Offer):
             self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
 
 
+class _Mirrored(Progress, kw_only=True, eq=False, dict=True):
+    """What becomes of a fetch, for a caller on another loop."""
+
+    inner: Progress
+    thread: LoopThread
+
+    def cancel(self) -> None:
+        """See `Progress`."""
+        self.thread.post(self.inner.cancel)
+
+    def blocks(self) -> str:
+        """See `Progress`."""
+        return self.inner.blocks()
+
+
 class OwnLoopTransfer(Transfer):
     """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop.
 
@@ -466,10 +481,7 @@ class OwnLoopTransfer(Transfer):
     """
 
     def __init__(self, inner: Progress, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
-        def cancel() -> None:
-            thread.post(inner.cancel)
-
-        here = Progress(inner.id, inner.request, loop, cancel, inner.blocks)
+        here = _Mirrored(inner.id, inner.request, loop, inner=inner, thread=thread)
         super().__init__(here, Home(loop))
         self._inner = inner
         self._thread = thread

@@ -5,15 +5,17 @@ import contextlib
 import math
 import operator
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from msgspec import Struct
+
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
+from kvxfer.names import lazy
 from kvxfer.runtime import Home
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
@@ -145,8 +147,7 @@ class TransferState(IntEnum):
         return format(self.name, spec)
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
+class FetchResult(Struct, frozen=True):
     """Every byte that was asked for has landed and is visible.
 
     Attributes:
@@ -189,44 +190,53 @@ class Claim:
         close()
 
 
-class Progress:
+class Progress(Struct, eq=False, dict=True):
     """What becomes of a fetch: noted by the worker, looked at by whoever holds it for its caller (see `Transfer`).
 
-    All of it happens on one loop. `blocks` names the destination blocks, for people; `watch` is called when somebody
-    waits for layers.
+    All of it happens on one loop.
     """
 
-    state = TransferState.CONNECTING
-    done = False
-    memory_safe = False
+    id: str
+    request: str
+    loop: asyncio.AbstractEventLoop
+    state: TransferState = TransferState.CONNECTING
+    done: bool = False
+    memory_safe: bool = False
     report: FailureReport | None = None
-
-    def __init__(
-        self,
-        ident: str,
-        request: str,
-        loop: asyncio.AbstractEventLoop,
-        cancel: Callable[[], None],
-        blocks: Callable[[], str],
-        watch: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.id: Final = ident
-        self.request: Final = request
-        self.loop: Final = loop
-        self.blocks: Final = blocks
-        self.watched: Final[dict[asyncio.Future[None], range]] = {}  # layers that somebody waits for, by who does
-        self.failed_blocks: Mapping[str, Sequence[int]] = {}
-        self._cancel = cancel
-        self._watch = watch
-        self._outcome: asyncio.Future[FetchResult] = loop.create_future()
-        # resolves when nobody writes the blocks any more, though a peer may owe its last word, and at the end
-        self.spared: Final[asyncio.Future[None]] = loop.create_future()
-        self.result: Final = self._outcome.result  # see `Transfer.result`
-        self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
-        # what those wait for who wait for its end, in the order in which they came: whoever goes on takes his out
-        self.waiters: Final[dict[asyncio.Future[None], None]] = {}
+    failed_blocks: Mapping[str, Sequence[int]] = {}
+    watched: dict["asyncio.Future[None]", range] = {}  # layers that somebody waits for, by who does
+    # what those wait for who wait for its end, in the order in which they came: whoever goes on takes his out
+    waiters: dict["asyncio.Future[None]", None] = {}
+    _result: FetchResult | None = None
+    _layers: dict[int, int] = {}  # layer -> parts of it that are still to land
 
     # --- for whoever looks on
+
+    def cancel(self) -> None:
+        """Give up. Idempotent."""
+
+    def blocks(self) -> str:
+        """The destination blocks, for people."""
+        return ""
+
+    def watch(self) -> None:
+        """Somebody waits for layers."""
+
+    @lazy
+    def _outcome(self) -> "asyncio.Future[FetchResult]":
+        """How it ended: made for whoever waits for that in a future, and where it failed."""
+        outcome: asyncio.Future[FetchResult] = self.loop.create_future()
+        if self._result is not None:
+            outcome.set_result(self._result)
+        return outcome
+
+    @lazy
+    def spared(self) -> "asyncio.Future[None]":
+        """Resolves when nobody writes the blocks any more, though a peer may owe its last word, and at the end."""
+        spared: asyncio.Future[None] = self.loop.create_future()
+        if self.done:
+            spared.set_result(None)
+        return spared
 
     @property
     def outcome(self) -> "asyncio.Future[FetchResult]":
@@ -243,21 +253,21 @@ class Progress:
         """Whether somebody waits for its end."""
         return bool(self.waiters)
 
-    def cancel(self) -> None:
-        """Give up. Idempotent."""
-        self._cancel()
+    def result(self) -> FetchResult:
+        """See `Transfer.result`."""
+        return self._outcome.result() if self._result is None else self._result
 
     async def layers(self, wanted: range) -> None:
         """Return when every byte of these layers has landed. See `Transfer.layers`."""
         if self.done:
-            self._outcome.result()
+            self.result()
             return
         if self._have_landed(wanted):
             return
         waiter: asyncio.Future[None] = self.loop.create_future()
         self.watched[waiter] = wanted
         waiter.add_done_callback(self.watched.pop)  # also when whoever waits is cancelled, however often that is
-        self._watch()
+        self.watch()
         await waiter
 
     def ended(self) -> "asyncio.Future[None]":
@@ -270,20 +280,18 @@ class Progress:
 
     # --- for the worker
 
-    def expect(self, layers: Mapping[int, int]) -> None:
+    def expect(self, layers: Iterable[int], parts: int = 1) -> None:
         """So many parts of each layer are to land."""
-        if not self._layers:
-            self._layers = dict(layers)
-            return
-        for layer, parts in layers.items():
-            self._layers[layer] = self._layers.get(layer, 0) + parts
+        expected = dict.fromkeys(layers, parts)
+        for layer in self._layers.keys() & expected:
+            expected[layer] += self._layers[layer]
+        self._layers.update(expected)
 
     def landed(self, layers: Sequence[int]) -> None:
         """One part of each of these layers has landed. Harmless if it is over."""
         if self.done:
             return
-        self.state = TransferState.MOVING
-        left = self._layers
+        self.state, left = TransferState.MOVING, self._layers
         for layer in layers:
             left[layer] -= 1
         for waiter, wanted in self.watched.items():
@@ -292,24 +300,24 @@ class Progress:
 
     def succeed(self, result: FetchResult) -> None:
         """Every byte is there."""
-        self.state = TransferState.DONE
-        self.memory_safe = True
-        self._outcome.set_result(result)
+        self.state, self.memory_safe, self._result = TransferState.DONE, True, result
         self._end(None)
 
     def fail(self, error: KvxferError | asyncio.CancelledError, report: FailureReport | None = None) -> None:
         """It is over without success, and its memory is safe (unless the error says otherwise)."""
+        self.state, self.memory_safe = TransferState.FAILED, not isinstance(error, MemoryInDoubtError)
         self.report = report
-        self.state = TransferState.FAILED
-        self.memory_safe = not isinstance(error, MemoryInDoubtError)
         self._outcome.set_exception(error)
         self._outcome.exception()  # whoever waits sees it; if nobody does, the log line does
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         self.done = True
-        if not self.spared.done():
-            self.spared.set_result(None)
+        if made := vars(self):
+            if self._result is not None and "_outcome" in made:
+                self._outcome.set_result(self._result)
+            if "spared" in made and not self.spared.done():
+                self.spared.set_result(None)
         for waiter in self.watched:
             if waiter.done():
                 continue
@@ -321,7 +329,6 @@ class Progress:
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._cancel = self._watch = _over
 
     def _have_landed(self, layers: range) -> bool:
         return all(self._layers.get(layer, 1) == 0 for layer in layers)
@@ -505,7 +512,7 @@ class Transfer:
 
 
 def _over() -> None:
-    """What cancelling or watching does to a transfer that has ended, and closing to a claim that is closed."""
+    """What closing does to a claim that is closed."""
 
 
 def layer_range(start: Any, stop: Any) -> range:

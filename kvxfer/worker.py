@@ -838,6 +838,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
     links, greeting = service.links, service.greeting
     staging, now = parts.staging, site.now()
     fabric_late, fabric_broken = site.fabric.health()
+    receiver.account()  # what has ended in this turn, too
     return {
         "card": card.to_dict(),
         "epoch": site.issuer.card.epoch if site.issuer else None,
@@ -915,12 +916,12 @@ def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
     at = standing(fetch.receivers)
     return {
         "side": "receive",
-        "id": fetch.transfer.id,
-        "request": fetch.transfer.request,
+        "id": fetch.id,
+        "request": fetch.request,
         "peers": [receiver.peer.name for receiver in fetch.receivers],
         "route": "+".join(sorted({ROUTE_NAMES[r.route] for r in fetch.receivers if r.route is not Route.UNKNOWN})),
         "step": at.step.value,
-        "in_doubt": fetch.transfer.done,
+        "in_doubt": fetch.done,
         "bytes": at.bytes,
         "chunks_done": at.chunks_done,
         "chunks": at.chunks,

@@ -19,10 +19,17 @@ async def turns(count=5):
         await asyncio.sleep(0)
 
 
-def begun(cancel=lambda: None):
+class Named(Progress):
+    """One whose blocks are known."""
+
+    def blocks(self):
+        return "{default: [3, 4]}"
+
+
+def begun():
     """A transfer as its caller has it, and as the worker has it."""
     loop = asyncio.get_running_loop()
-    progress = Progress("0-1", "r", loop, cancel, lambda: "{default: [3, 4]}")
+    progress = Named("0-1", "r", loop)
     progress.expect({0: 1, 1: 1})
     return Transfer(progress, Home(loop)), progress
 

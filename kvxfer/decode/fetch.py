@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from kvxfer.copy.port import Event
@@ -33,7 +33,7 @@ from kvxfer.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.geometry import BlockLists, Selection
+from kvxfer.geometry import BlockLists, PairPlan
 from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
@@ -47,7 +47,7 @@ from kvxfer.transfers import FetchResult, Progress, TransferState
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
 
-__all__ = ["Cause", "Demand", "Fetch", "Standing", "Subject", "in_doubt", "reported", "short", "standing", "translated"]
+__all__ = ["Cause", "Fetch", "Standing", "in_doubt", "reported", "short", "standing", "translated"]
 
 # --- what a fetch that failed says
 #
@@ -56,19 +56,6 @@ __all__ = ["Cause", "Demand", "Fetch", "Standing", "Subject", "in_doubt", "repor
 
 Cause: TypeAlias = KvxferError | asyncio.CancelledError
 """Why a fetch fails; the second: its caller gave up."""
-
-
-class Subject(Struct, frozen=True, dict=True):
-    """What was fetched, as errors name it."""
-
-    request: str
-    transfer: str
-    written: Mapping[str, NDArray[np.int64]]  # destination blocks by group: int64 ids
-
-    @lazy
-    def blocks(self) -> Mapping[str, Sequence[int]]:
-        """The same as lists: made for errors only, since there may be many."""
-        return {group: ids.tolist() for group, ids in self.written.items()}
 
 
 class Standing(Struct, frozen=True):
@@ -101,10 +88,10 @@ def standing(parts: Sequence[Receiver], failed: Receiver | None = None) -> Stand
     )
 
 
-def translated(subject: Subject, part: Receiver, failure: Failure) -> KvxferError:
+def translated(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
     """The error that says of a whole fetch how one rank's part failed."""
-    peer, blocks = part.peer.name, subject.blocks
-    what = f"fetch of {subject.request!r} from {peer} failed"
+    peer, blocks = part.peer.name, fetch.listed
+    what = f"fetch of {fetch.request!r} from {peer} failed"
     reason = f"{failure.reason or failure.code.name.lower()} (code {failure.code.name})"
     if failure.code is Code.PEER_LOST:
         return PeerLostError(
@@ -122,37 +109,35 @@ def translated(subject: Subject, part: Receiver, failure: Failure) -> KvxferErro
             layers=found.damage.layers,
             damaged=found.damage.blocks,
             peer=peer,
-            transfer=subject.transfer,
+            transfer=fetch.id,
             blocks=blocks,
         )
     return TransferFailedError(
         what,
         reason=failure.code,
         peer=peer,
-        transfer=subject.transfer,
+        transfer=fetch.id,
         blocks=blocks,
     )
 
 
 def in_doubt(
-    subject: Subject, cause: Cause | None, settled: Callable[[], Awaitable[None]], peer: str, who: str
+    fetch: "Fetch", cause: Cause | None, settled: Callable[[], Awaitable[None]], peer: str, who: str
 ) -> MemoryInDoubtError:
     """What is raised instead where somebody may still write the blocks."""
     error = MemoryInDoubtError(
-        f"fetch of {subject.request!r}: {who} may still write the blocks {short(subject.blocks)}; await "
+        f"fetch of {fetch.request!r}: {who} may still write the blocks {fetch.blocks()}; await "
         f"settled() before reusing them ({cause})",
         settled=settled,
         peer=peer,
-        transfer=subject.transfer,
-        blocks=subject.blocks,
+        transfer=fetch.id,
+        blocks=fetch.listed,
     )
     error.__cause__ = cause
     return error
 
 
-def reported(
-    subject: Subject, at: Standing, error: Cause, *, elapsed: float, route: str
-) -> tuple[Cause, FailureReport]:
+def reported(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, route: str) -> tuple[Cause, FailureReport]:
     """The report of a fetch that has ended, and the error that carries it.
 
     An error that many fetches share (they waited for the same stream) is copied, so that each has its own report.
@@ -161,8 +146,8 @@ def reported(
     if isinstance(error, KvxferError):
         code, reason = getattr(error, "reason", error.code), str(error)
     report = FailureReport(
-        request=subject.request,
-        transfer=subject.transfer,
+        request=fetch.request,
+        transfer=fetch.id,
         peer=getattr(error, "peer", "") or at.peer,
         step=at.step,
         elapsed=elapsed,
@@ -172,7 +157,7 @@ def reported(
         bytes=at.bytes,
         chunks_done=at.chunks_done,
         chunks=at.chunks,
-        blocks={group: tuple(ids) for group, ids in subject.blocks.items()},
+        blocks={group: tuple(ids) for group, ids in fetch.listed.items()},
         memory_safe=not isinstance(error, MemoryInDoubtError),
     )
     if isinstance(error, KvxferError):
@@ -200,9 +185,12 @@ _hears_info: Final = hears_info(_NAME)
 _peer_of: Final = attrgetter("peer")
 
 
-class Demand(Struct, frozen=True):
-    """What the caller asked for, checked."""
+class Fetch(Progress, kw_only=True, eq=False, dict=True):
+    """One fetch: what its caller asked for, checked, and what became of it."""
 
+    site: Site
+    role: "Decode"  # the worker's decode side
+    number: int  # of the first rank's part: with one prefill rank both sides name the transfer alike
     ticket: Ticket  # the right to it
     spans: BlockLists  # destination blocks of every group
     tokens: range
@@ -210,68 +198,53 @@ class Demand(Struct, frozen=True):
     timeout: float | None  # seconds, or None
     keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
     written: Mapping[str, I64]  # blocks that the fetch will write, by group: int64 ids
-
-
-class Fetch:
-    """One fetch.
-
-    Args:
-        site: The worker.
-        role: Its decode side.
-        ident: Name of the transfer, also the holder in the custody books.
-        number: Of the first rank's part: with one prefill rank both sides name the transfer alike.
-        demand: What to fetch.
-    """
-
-    # what most never become, and all in the end
-    _asked = False
+    began: float  # when it was asked for
+    ref: wire.TicketRef  # its ticket, as peers know it
+    key: tuple[str, str, int]  # the same, as this side does
+    trace: str = ""  # to which trace it belongs; empty if nobody traces it
+    # when its caller gives up, by the runtime's clock; infinity if never
+    deadline: float = math.inf
+    receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
+    links: list[Link] = field(default_factory=list)  # to every prefill rank that was told what is needed of it
+    ending: tuple[Tally, TransferStats] | None = None  # of a success, until the worker has counted it
+    _asked: bool = False
     _error: Cause | None = None
-    _standing = Standing(Step.CONNECTING)  # when it failed, once it has
-    _in_doubt = False
-    _unwanted = False
-    _superseded = False
+    _standing: Standing = Standing(Step.CONNECTING)  # when it failed, once it has
+    _in_doubt: bool = False
+    _unwanted: bool = False
+    _superseded: bool = False
+    _timer: asyncio.TimerHandle | None = None
     _revoke: asyncio.TimerHandle | None = None
     _task: asyncio.Task[None] | None = None
 
-    def __init__(self, site: Site, role: "Decode", ident: str, number: int, demand: Demand) -> None:
-        ticket, now = demand.ticket, site.now()
-        subject = Subject(ticket.request, ident, demand.written)
-        self.demand: Final = demand
-        self.number: Final = number
-        self.ref: Final = ticket.ref()  # its ticket, as peers know it
-        self.key: Final = ticket.key  # the same, as this side does
-        self.began: Final = now  # when it was asked for
-        # when its caller gives up, by the runtime's clock; infinity if never
-        self.deadline: Final = math.inf if demand.timeout is None else now + demand.timeout
-        # to which trace it belongs; empty if nobody traces it
-        self.trace: Final = site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now)
-        self.transfer: Final = Progress(
-            ident, ticket.request, site.loop, self.cancel, lambda: short(subject.blocks), self._watch
-        )  # what its caller sees
-        self.receivers: Final[list[Receiver]] = []  # what each prefill rank sends
-        self.links: Final[list[Link]] = []  # to every prefill rank that was told what is needed of it
-        self._site: Final = site
-        self._role: Final = role
-        self._subject: Final = subject
-        self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
+    @lazy
+    def listed(self) -> Mapping[str, Sequence[int]]:
+        """The blocks that it writes as lists: made for errors only, since there may be many."""
+        return {group: ids.tolist() for group, ids in self.written.items()}
+
+    def blocks(self) -> str:
+        """See `Progress`."""
+        return short(self.listed)
 
     # --- from the ticket to the end
 
     def begin(self) -> None:
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
-        links = self._known()
+        if self.timeout is not None:
+            self.deadline = self.began + self.timeout
+            self._timer = self.site.at(self.deadline, self._timed_out)
         try:
-            shares = None if None in links else self._site.plans.known_shares(map(_peer_of, links))
-            if shares is not None:
-                self._ask(shares, links)
+            links = self._known()
+            pairs = None if None in links else self.site.plans.known_shares(map(_peer_of, links))
+            if pairs is not None:
+                self._ask(pairs, links)
         except KvxferError as error:
             self._stop(error)
         except Exception as error:  # noqa: BLE001 - as in a task: a defect ends the fetch, which its caller has to await
-            _log.error("task_failed", task=f"kvxfer fetch {self.transfer.id}", error=repr(error), exc_info=error)
+            _log.error("task_failed", task=f"kvxfer fetch {self.id}", error=repr(error), exc_info=error)
             self.broken(error)
-        if not (self._asked or self.transfer.done):
-            name = f"kvxfer fetch {self.transfer.id}"
-            self._task = self._site.tasks.spawn(self._connect(), name, self.broken, spare=True)
+        if not (self._asked or self.done):
+            self._task = self.site.tasks.spawn(self._connect(), f"kvxfer fetch {self.id}", self.broken, spare=True)
 
     async def _connect(self) -> None:
         """Ask when all ranks that can be reached are."""
@@ -280,15 +253,15 @@ class Fetch:
         except KvxferError as error:
             self._stop(error)
 
-    async def _divided(self) -> tuple[Sequence[tuple[Selection, ...]], Sequence[Link | None]]:
+    async def _divided(self) -> tuple[Sequence[PairPlan | None], Sequence[Link | None]]:
         """What is needed of each prefill rank, and the links to those that could be reached."""
-        site, links = self._site, self._known()
+        site, links = self.site, self._known()
         lost: KvxferError | None = None
         if None in links:
             links, lost = await self._connected()
         peers = [None if link is None else link.peer for link in links]
 
-        def shares() -> Sequence[tuple[Selection, ...]]:
+        def shares() -> Sequence[PairPlan | None]:
             try:
                 return site.plans.shares(peers, rank=site.config.rank)
             except (GeometryError, MismatchError) as error:  # a rank that is not there may be the one that is missing
@@ -297,20 +270,20 @@ class Fetch:
                 gone = next((link for link in links if link is not None and link.failure is not None), None)
                 if gone is None:
                     raise
-                what = f"fetch of {self.transfer.request!r} had not begun when {gone.peer.name} was lost"
+                what = f"fetch of {self.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
         return await site.plan(shares, rows=site.plans.shares_rows(peers)), links
 
     def _known(self) -> list[Link | None]:
         """Links to all ranks; None for one that is not connected."""
-        ticket = self.demand.ticket
-        return list(map(self._role.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
+        ticket = self.ticket
+        return list(map(self.role.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
 
     async def _connected(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
-        endpoints, peers = self.demand.ticket.rank_endpoints, self._role.peers
-        epoch = bytes.fromhex(self.demand.ticket.epoch)
+        endpoints, peers = self.ticket.rank_endpoints, self.role.peers
+        epoch = bytes.fromhex(self.ticket.epoch)
         found = await asyncio.gather(*(peers.link(each, epoch) for each in endpoints), return_exceptions=True)
         lost: KvxferError | None = None
         links: list[Link | None] = []
@@ -325,20 +298,20 @@ class Fetch:
                 raise outcome
         return links, lost
 
-    def _ask(self, shares: Sequence[tuple[Selection, ...]], links: Sequence[Link | None]) -> None:
+    def _ask(self, pairs: Sequence[PairPlan | None], links: Sequence[Link | None]) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
-        self.transfer.state = TransferState.WAITING
+        self.state = TransferState.WAITING
         sent = True
         try:
-            for selections, link in zip(shares, links, strict=True):
+            for pair, link in zip(pairs, links, strict=True):
                 if link is None:
                     continue
                 self.links.append(link)
-                if selections:
-                    receiver = self._role.receiver(link, selections, self)
+                if pair is not None:
+                    receiver = self.role.receiver(link, pair, self)
                     self.receivers.append(receiver)
                     sent = receiver.ask() and sent
-                    self.transfer.expect(dict.fromkeys(receiver.layers, 1))
+                    self.expect(pair.layers)
                 else:
                     link.send(wire.Release(self.ref))
         finally:
@@ -348,159 +321,161 @@ class Fetch:
         if not sent:
             self.changed()
 
-    def _watch(self) -> None:
-        """Somebody waits for layers."""
+    def watch(self) -> None:
+        """See `Progress`."""
         for receiver in self.receivers:
             receiver.watch()
 
     def _succeed(self) -> None:
         """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""
-        site, transfer, payload = self._site, self.transfer, b""
+        payload = b""
         if self._timer is not None:
             self._timer.cancel()
-        site.custody.release(transfer.id)
-        tally, stats = self._counted()
-        key = transfer.request, self.demand.ticket.attempt
-        site.metrics.transfer_ended(Ended("receive", None, stats, None, transfer.id, key, tally.stages))
-        if _hears_info():
-            request = transfer.request
-            _log.info("fetch_ended", request=request, transfer=transfer.id, outcome="ok", **stats.log_fields())
+        self.site.custody.release(self.id)
         for receiver in self.receivers:
             payload = payload or receiver.machine.payload
-        self._role.succeeded(self)
-        transfer.succeed(FetchResult(transfer.request, payload, stats))
-        site.loop.call_soon(self._release)  # when whoever awaits it has gone on, perhaps with another one
+        self.ending = self._counted()
+        self.succeed(FetchResult(self.request, payload, self.ending[1]))
+        self.role.succeeded(self)
 
-    def _end(self, error: Cause) -> None:
+    def account(self) -> None:
+        """Count a success, and tell every prefill rank that nothing more of the request is needed."""
+        if self.ending is None:
+            return
+        (tally, stats), self.ending = self.ending, None
+        key = self.request, self.ticket.attempt
+        self.site.metrics.transfer_ended(Ended("receive", None, stats, None, self.id, key, tally.stages))
+        if _hears_info():
+            _log.info("fetch_ended", request=self.request, transfer=self.id, outcome="ok", **stats.log_fields())
+        for link in self.links:
+            link.send(wire.Release(self.ref))
+
+    def _failed(self, error: Cause) -> None:
         """Tell the caller why it failed, and keep in custody what may still be written. Once."""
-        site, role, transfer = self._site, self._role, self.transfer
-        if transfer.done:
+        site, role = self.site, self.role
+        if self.done:
             return
         for timer in (self._timer, self._revoke):
             if timer is not None:
                 timer.cancel()
         tally, stats = self._counted()
-        transfer.failed_blocks = self._subject.blocks
+        self.failed_blocks = self.listed
         self._in_doubt = any(receiver.in_doubt for receiver in self.receivers)
         if self._in_doubt:
-            site.custody.doubt(transfer.id)
+            site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
-            error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
-        elif not transfer.spared.done():
-            site.custody.release(transfer.id)
-        error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
+            error = in_doubt(self, error, lambda: asyncio.shield(self._settled), silent, who)
+        elif not self.spared.done():
+            site.custody.release(self.id)
+        error, report = reported(self, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        key = transfer.request, self.demand.ticket.attempt
-        site.metrics.transfer_ended(Ended("receive", code, stats, report, transfer.id, key, tally.stages))
+        key = self.request, self.ticket.attempt
+        site.metrics.transfer_ended(Ended("receive", code, stats, report, self.id, key, tally.stages))
         say = _log.info if report.code is Code.CANCELLED else _log.warning
         say("fetch_failed", **stats.log_fields(), **report.log_fields())
-        transfer.fail(error, report)
+        self.fail(error, report)
         if self._unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
-        elif not (self.demand.keep or self._superseded):
+        elif not (self.keep or self._superseded):
             role.failed(self)
         role.ended(self)
 
     def _counted(self) -> tuple[Tally, TransferStats]:
         """What all ranks' parts counted, and that as the caller sees it. Once."""
-        routes: set[str] = set()
-        whys: dict[str, None] = {}
-        peers: list[str] = []
-        tally = self.receivers[0].tally if len(self.receivers) == 1 else Tally()
-        for receiver in self.receivers:
-            routes.add(ROUTE_NAMES[receiver.route])
-            whys[receiver.why] = None
+        receivers, routes, whys, peers = self.receivers, dict[str, None](), dict[str, None](), list[str]()
+        tally = receivers[0].tally if len(receivers) == 1 else Tally()
+        for receiver in receivers:
+            route, moved = receiver.route, receiver.tally
+            routes[ROUTE_NAMES[route]] = whys[receiver.why] = None
             peers.append(receiver.peer.name)
-            receiver.link.moved[receiver.route] += receiver.tally.bytes
-            if tally is not receiver.tally:
-                tally.merge(receiver.tally)
+            receiver.link.moved[route] += moved.bytes
+            if tally is not moved:
+                tally.merge(moved)
         return tally, tally.stats(
             route="+".join(sorted(filter(None, routes))),
             why="; ".join(filter(None, whys)),
             peers=tuple(peers),
             started=self.began,
-            finished=self._site.now(),
+            finished=self.site.now(),
         )
-
-    def _release(self) -> None:
-        """Tell every prefill rank that nothing more of the request is needed."""
-        for link in self.links:
-            link.send(wire.Release(self.ref))
 
     # --- what its receivers say
 
     def changed(self) -> None:
         """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""
-        if self.transfer.done:
-            self._role.ended(self)
+        if self.done:
+            self.role.ended(self)
             return
         if not self._asked:
             return
-        there = self._error is None and bool(self.receivers)
-        for receiver in self.receivers:
-            there = there and receiver.machine.state is ReceiveState.DONE and not receiver.in_doubt
-        if there:
-            self._succeed()
-            return
+        if self._error is None:
+            for receiver in self.receivers:
+                if receiver.machine.state is not ReceiveState.DONE or receiver.in_doubt:
+                    break
+            else:
+                if self.receivers:
+                    self._succeed()
+                    return
         self._collect_failures()
         if self._error is not None:
             self._wind_down(self._error)
-            if not (self.transfer.spared.done() or any(receiver.in_doubt for receiver in self.receivers)):
-                self.transfer.spared.set_result(None)  # for good: who gives up grants nothing more
-                self._site.custody.release(self.transfer.id)
+            if not (self.spared.done() or any(receiver.in_doubt for receiver in self.receivers)):
+                self.spared.set_result(None)  # for good: who gives up grants nothing more
+                self.site.custody.release(self.id)
             if all(receiver.quiet for receiver in self.receivers):
-                self._end(self._error)
+                self._failed(self._error)
 
     def doubted(self, receiver: Receiver) -> None:
         """A rank says nothing more of its part."""
-        self._role.recoveries.begin(receiver)
+        self.role.recoveries.begin(receiver)
 
     # --- what ends it early
 
     def cancel(self) -> None:
         """The caller gave up, also one whose fetch has failed already, and is winding down."""
-        self._unwanted = not self.demand.keep
-        self._stop(asyncio.CancelledError())
+        if not self.done:
+            self._unwanted = not self.keep
+            self._stop(asyncio.CancelledError())
 
     def close(self) -> None:
         """The worker is closing."""
-        self._stop(ClosedError(f"the worker was closed before the fetch of {self.transfer.request!r} had ended"))
+        self._stop(ClosedError(f"the worker was closed before the fetch of {self.request!r} had ended"))
 
     def abandon(self) -> None:
         """The worker is closing and cannot wait any longer."""
-        if not self.transfer.done:
+        if not self.done:
             if self._error is None:
-                self._fail(ClosedError(f"the fetch of {self.transfer.request!r} was abandoned"))
+                self._fail(ClosedError(f"the fetch of {self.request!r} was abandoned"))
             self._silence()
 
     def broken(self, error: BaseException) -> None:
         """A task of it was cancelled, or met a defect."""
-        text = f"fetch of {self.transfer.request!r} could not go on: {error!r}"
-        self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
+        text = f"fetch of {self.request!r} could not go on: {error!r}"
+        self._stop(TransferFailedError(text, transfer=self.id, blocks=self.listed))
 
     def _timed_out(self) -> None:
-        waited, at = self._site.now() - self.began, standing(self.receivers)
+        waited, at = self.site.now() - self.began, standing(self.receivers)
         hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
         self._stop(
             TransferTimeoutError(
-                f"fetch of {self.transfer.request!r} did not end within {self.demand.timeout:g} s ({waited:.3f} s "
-                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name}){hint}; "
-                f"what was under way had {self._site.config.revoke_timeout:g} s more to end",
+                f"fetch of {self.request!r} did not end within {self.timeout:g} s ({waited:.3f} s "
+                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.state.name}){hint}; "
+                f"what was under way had {self.site.config.revoke_timeout:g} s more to end",
                 peer=at.peer,
-                transfer=self.transfer.id,
-                blocks=self._subject.blocks,
+                transfer=self.id,
+                blocks=self.listed,
             )
         )
 
     def _stop(self, error: Cause) -> None:
-        if self._error is not None or self.transfer.done:
+        if self._error is not None or self.done:
             return
         self._fail(error)
         if self._asked:
             self.changed()
         else:  # nobody was asked for anything yet
-            self._end(error)
+            self._failed(error)
             if self._task is not None:  # else it is in its first step, and comes to its end by itself
                 self._task.cancel()
 
@@ -513,13 +488,13 @@ class Fetch:
         for receiver in self.receivers:
             failure = receiver.machine.failure
             if failure is not None and self._error is None:
-                self._fail(translated(self._subject, receiver, failure), receiver)
+                self._fail(translated(self, receiver, failure), receiver)
 
     def _wind_down(self, error: Cause) -> None:
         """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
         if self._revoke is not None:
             return
-        self._revoke = self._site.at(self._site.now() + self._site.config.revoke_timeout, self._silence)
+        self._revoke = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._silence)
         # of damage only the rank that sent it is told, and by now has been
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
         failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
@@ -529,20 +504,20 @@ class Fetch:
 
     def _silence(self) -> None:
         """Nobody is waited for any longer."""
-        silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self._site.config.revoke_timeout:g} s")
+        silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self.site.config.revoke_timeout:g} s")
         for receiver in self.receivers:
             if not receiver.quiet:
                 receiver.lost(silent)
         self._collect_failures()
         if self._error is not None:
-            self._end(self._error)
+            self._failed(self._error)
 
     # --- what becomes of its request, and of what it leaves in doubt
 
     @lazy
     def _settled(self) -> "asyncio.Future[None]":
         """Resolves when blocks that were in doubt are not."""
-        return self._site.loop.create_future()
+        return self.site.loop.create_future()
 
     @property
     def doubtful(self) -> bool:
@@ -559,20 +534,20 @@ class Fetch:
 
     def _give_back(self) -> None:
         if self._unwanted:
-            self._role.given_up(self)
+            self.role.given_up(self)
 
     def settle(self) -> None:
         """Evidence came in, if they were in doubt: no peer can write the blocks any more."""
         if self._in_doubt and not self._settled.done():
-            self._site.custody.settle(self.transfer.id)
+            self.site.custody.settle(self.id)
             self._give_back()
-            self.transfer.memory_safe = True
+            self.memory_safe = True
             self._settled.set_result(None)
 
     def forsake(self) -> None:
         """The worker is closed: there will be no evidence any more. The memory is left to the process's end."""
         if not self._settled.done():
             self._settled.set_exception(
-                ClosedError(f"the worker was closed while blocks of {self.transfer.id} were in doubt: never reuse them")
+                ClosedError(f"the worker was closed while blocks of {self.id} were in doubt: never reuse them")
             )
             self._settled.exception()

@@ -15,7 +15,6 @@ with, and quarantines what it may still write.
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from operator import attrgetter
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvxfer.copy.mover import Flow
@@ -36,7 +35,6 @@ from kvxfer.geometry import (
     ChunkPlan,
     Damage,
     PairPlan,
-    Selection,
     SumPlan,
     cut_digest,
     damage,
@@ -44,6 +42,7 @@ from kvxfer.geometry import (
 )
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
+from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
 from kvxfer.plans.routes import acceptable
@@ -127,7 +126,6 @@ def _short(numbers: tuple[int, ...]) -> str:
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
-_layers_of: Final = attrgetter("layers")
 _group_of: Final = attrgetter("group")
 _ids_of: Final = attrgetter("ids")
 _address_of: Final = attrgetter("address")
@@ -234,6 +232,7 @@ class Grants(Struct, eq=False):
         if not lost:
             self.ahead, self.ring = (*self.ahead, *self.ring), ()
             self.void_ahead()
+            return
         for extent in self.ahead:
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self.peer.name} is silent")
@@ -287,74 +286,113 @@ class _Run(Struct, eq=False):
     unwant: Callable[[], None] = no_hold  # wants no other agent any more, which would end what is in doubt
 
 
-class Receiver:
-    """One transfer in.
+class Receiver(Struct, eq=False, dict=True):
+    """One transfer in."""
 
-    Args:
-        site: The worker.
-        link: To the prefill rank.
-        number: Of the transfer, unique within this rank's incarnation.
-        selections: Which part of the cache is asked for.
-        fetch: What it is a part of.
-    """
-
-    # what most never become
-    route = Route.UNKNOWN  # as the prefill rank chose it
-    why = ""
-    _pair: PairPlan | None = None
+    site: Site
+    link: Link  # the control stream to the prefill rank; another one when the same incarnation is reached again
+    transfer: int  # its number, unique within this rank's incarnation
+    pair: PairPlan  # of the part of the cache that is asked for
+    fetch: "Fetch"  # what it is a part of
+    peer: PeerInfo
+    grants: Grants  # memory in its hands
+    machine: Receiving
+    tally: Tally = field(default_factory=Tally)
+    checking: Checking | None = None  # what it says its chunks add up to, if that is compared
+    route: Route = Route.UNKNOWN  # as the prefill rank chose it
+    why: str = ""
+    _routes: Sequence[Route] = ()  # that it was asked for
+    _staged: bool = False  # the peer writes staging memory, if it accepts that route
+    _source: BlockLists = {}  # the peer's blocks, as far as it named them
+    _granted: list[tuple[int, float]] = []  # up to which chunk, and when
+    _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
+    _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
+    _writes: bool = False  # whether the caller's blocks may be written
     _bound: Bound | None = None
     _grid: ChunkGrid | None = None
-    _stale = False  # the peer's blocks have grown since the plan was made
-    _flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
+    _stale: bool = False  # the peer's blocks have grown since the plan was made
+    _flushes: bool = False  # what comes into the caller's blocks has to be made visible to the device
+    _flushed: int = 0  # the first so many are
     _run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
     _turns: Turns | None = None  # which it takes with the peer's
-    _begun = 0  # of the first so many chunks there are steps
-    _copied = 0  # the first so many have been copied (`pull`: read)
-    _agreement = b""  # what is meant by what is granted with the question
-    _asked = 0.0  # since when memory is waited for
+    _begun: int = 0  # of the first so many chunks there are steps
+    _copied: int = 0  # the first so many have been copied (`pull`: read)
+    _agreement: bytes = b""  # what is meant by what is granted with the question
+    _asked: float = 0.0  # since when memory is waited for
     _request: Request | None = None
     _room: Extent | None = None  # what was waited for
     _nbytes: int | None = None  # that the peer has moved, as it says
-    _plans = True  # whether this side makes a plan of it
-    # with which `run` has not begun yet, and about how many rows the tables of its plan have
-    _answer: tuple[wire.Accept, int] | None = None
+    _plans: bool = True  # whether this side makes a plan of it
+    _answer: wire.Accept | None = None  # with which `run` has not begun yet
     _news: asyncio.Future[None] | None = None
-    _stirred = False  # whether there is news that `run` has not looked at
-    _copies = 0  # of our own, in the caller's blocks
-    _given_up = False
-    _awake: Callable[[], None] = staticmethod(no_hold)
-    _leave: Callable[[], None] = staticmethod(no_hold)
+    _stirred: bool = False  # whether there is news that `run` has not looked at
+    _copies: int = 0  # of our own, in the caller's blocks
+    _given_up: bool = False
+    _awake: Callable[[], None] = no_hold
+    _leave: Callable[[], None] = no_hold
 
-    def __init__(self, site: Site, link: Link, number: int, selections: tuple[Selection, ...], fetch: "Fetch") -> None:
-        self.site: Final = site
-        self.link = link  # the control stream; another one when the same incarnation is reached again
-        self.peer: Final = link.peer
-        self.transfer: Final = number
-        self.tally: Final = Tally()
-        layers: set[int] = set()
-        self.layers: Final = sorted(layers.union(*map(_layers_of, selections)))  # of which it sends something
-        # what it says its chunks add up to, if that is compared
-        self.checking: Final = Checking(number, site.sums_every) if site.sums_every else None
-        self.grants: Final = Grants(site, link.peer, site.receive_desk)  # memory in its hands
-        self._selections: Final = selections
-        self._fetch: Final = fetch
-        # of a peer that was lost since it was looked up nothing is known any more
-        means = site.means(self.peer, trusted=link.trusted, sending=False) if link.is_open else None
-        self._routes: Final = [] if means is None else acceptable(site.config.route, means)
-        self._staged = Route.STAGED in self._routes[:1]  # the peer writes staging memory, if it accepts that route
-        self._source: BlockLists = {}  # the peer's blocks, as far as it named them
-        self._granted: Final[deque[tuple[int, float]]] = deque()  # up to which chunk, and when
-        # up to which chunk, until when, through what
-        self._readable: Final[deque[tuple[int, float, int]]] = deque()
-        self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
-        self._grant_said: Final = _Said()
-        self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
-        ahead = self._grant_ahead()
-        name = f"{site.incarnation.hex()[:8]}-{number}"
-        routes = frozenset[Route]() if not ahead else frozenset({Route.STAGED} if self._staged else self._routes)
-        # what the prefill rank may touch, and the gate before it
-        self.exposure: Final = Exposure(site, link, name, self._safe, routes)
-        self.machine: Final = Receiving(number, ahead=ahead > 0, staging=ahead if self._staged else 0)
+    def __post_init__(self) -> None:
+        """Grant with the question what may be.
+
+        Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
+        `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
+        other of the turns that are taken in it.
+        """
+        site, fetch, pair, link = self.site, self.fetch, self.pair, self.link
+        if site.sums_every:
+            self.checking = Checking(self.transfer, site.sums_every)
+        if not link.is_open:  # of a peer that was lost since it was looked up nothing is known any more
+            return
+        means = site.means(self.peer, trusted=link.trusted, sending=False)
+        routes = self._routes = acceptable(site.config.route, means)
+        after, first = fetch.after, routes[0] if routes else Route.UNKNOWN
+        self._writes, self._staged = after is READY, first is Route.STAGED
+        if site.rebuilds.paused or not (self._staged or (first in IN_PLACE and (self._writes or has_fired(after)))):
+            return
+        grants, machine = self.grants, self.machine
+        agreement = pair.agreement(fetch.spans, fetch.tokens)  # first: if it raises nothing is taken
+        if self._staged:
+            machine.staging = self._take_ahead()
+            if not machine.staging:
+                return
+        else:
+            grants.write_in_place(pair.most_bytes(fetch.spans, fetch.tokens))
+        machine.ahead, self._agreement, grants.lease_ms = True, agreement, grants.next_lease_ms()
+
+    def _take_ahead(self) -> int:
+        """Take staging memory that is granted with the question; for how many chunks that is."""
+        site, grants, pair, tokens, most, token, agent = (
+            self.site,
+            self.grants,
+            self.pair,
+            self.fetch.tokens,
+            1,
+            b"",
+            "",
+        )
+        nbytes = pair.most_staged_bytes(tokens)
+        if nbytes > site.place_bytes:
+            places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
+            most = min(site.config.window, grants.desk.share.most(nbytes), places)
+            token, agent = _token(None if self.checking is not None else self._agent())
+            if not token:
+                return 0
+        grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
+        places = len(grants.ahead)
+        if token and places:
+            self._turns = Turns(places, 0, token, agent)
+        return grants.turns() * places if token and places == most and has_fired(self.fetch.after) else places
+
+    @lazy
+    def _grant_said(self) -> _Said:
+        return _Said()
+
+    @lazy
+    def exposure(self) -> Exposure:
+        """What the prefill rank may touch, and the gate before it."""
+        routes = () if not self.machine.ahead else (Route.STAGED,) if self._staged else self._routes
+        name = f"{self.site.incarnation.hex()[:8]}-{self.transfer}"
+        return Exposure(self.site, self.link, name, self._safe, routes)
 
     # --- what others ask
 
@@ -429,38 +467,38 @@ class Receiver:
 
     def ask(self) -> bool:
         """Ask, and grant with the question what may be granted. False if the link is gone."""
-        site, demand, grants = self.site, self._fetch.demand, self.grants
-        self._asked = site.now()
-        left, ahead, turns = self._fetch.deadline - self._asked, self.machine.ahead, self._turns
+        site, fetch, grants, machine, turns = self.site, self.fetch, self.grants, self.machine, self._turns
+        self._asked = now = site.now()
+        left, routes = fetch.deadline - now, self._routes
         message = wire.Fetch(
-            transfer=self.transfer,
-            ticket=self._fetch.ref,
-            selections=list(map(selection_to_wire, self._selections)),
-            spans=encode_spans(demand.spans, sorted(set(map(_group_of, self._selections)))),
-            token_start=demand.tokens.start,
-            token_stop=demand.tokens.stop,
-            routes=self._routes,
+            self.transfer,
+            fetch.ref,
+            list(map(selection_to_wire, self.pair.selections)),
+            encode_spans(fetch.spans, self.pair.groups),
+            token_start=fetch.tokens.start,
+            token_stop=fetch.tokens.stop,
+            routes=list(routes),
             max_extent_bytes=site.place_bytes,
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
             lease_ms=grants.lease_ms,
-            generation=self.exposure.grant(mapped=Route.MAPPED in self._routes) if ahead else 0,
-            agreement=self._agreement if ahead else b"",
+            generation=self.exposure.grant(mapped=Route.MAPPED in routes) if machine.ahead else 0,
+            agreement=self._agreement,
             ring=named(grants.ahead) if grants.ahead else [],
-            ring_chunks=self.machine.staging,
+            ring_chunks=machine.staging,
             token=b"" if turns is None else turns.token,
             fenced=site.keys.has(self.peer),
-            trace=self._fetch.trace,
+            trace=fetch.trace,
         )
         if self.link.send(message):
-            return self.machine.state is not ReceiveState.LOST  # what the peer has not read was too much
-        self.machine.ahead = False
+            return machine.state is not ReceiveState.LOST  # what the peer has not read was too much
+        machine.ahead = False
         self._void_ahead()
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
 
-    async def run(self, message: wire.Accept, rows: int) -> None:
-        """Receive what was asked for, by a plan of about so many rows. What fails stops all of it."""
-        machine = self.machine
+    async def run(self, message: wire.Accept) -> None:
+        """Receive what was asked for. What fails stops all of it."""
+        machine, rows = self.machine, self._rows()
         try:
             if self._plans and self._bound is None:
                 warming = self.site.warming.get((self.peer.identity.incarnation, False))
@@ -489,19 +527,25 @@ class Receiver:
     def _begin(self, message: wire.Accept) -> None:
         """Let the mover know of all chunks where the answer tells all and the plan takes no time; else `run` does."""
         site, ring = self.site, self.grants.ring
-        theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self._fetch.demand.spans.values())
-        self._answer = message, (rows := max(sum(map(len, theirs)), sum(map(len, ours))))
-        known = self._plans and self._grid is not None and message.chunks <= len(ring) and self.checking is None
+        self._answer = message
+        if not self._plans:  # there is nothing to do before chunks arrive
+            self._help()
+            return
         warming = site.warming.get((self.peer.identity.incarnation, False))
-        if known and (warming is None or warming.done()) and rows <= SMALL_PLAN and not self._given_up:
+        known = self._grid is not None and message.chunks <= len(ring) and self.checking is None
+        if known and (warming is None or warming.done()) and self._rows() <= SMALL_PLAN and not self._given_up:
             self._bound = bound = self._plan(message, self._source)
             self.tally.pieces = bound.pieces
             if not bound.part_rows:  # else the tables would take longer
                 self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
                 return  # the mover does what there is to do, and keeps the transport progressing meanwhile
         self._help()
-        if self._plans:  # else there is nothing to do before chunks arrive
-            self._wake()
+        self._wake()
+
+    def _rows(self) -> int:
+        """About how many rows the tables of its plan have."""
+        theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self.fetch.spans.values())
+        return max(sum(map(len, theirs)), sum(map(len, ours)))
 
     def _plan(self, message: wire.Accept, source: BlockLists) -> Bound:
         """The plan that the peer has made. From any thread.
@@ -509,20 +553,22 @@ class Receiver:
         Raises:
             RefusedError: If it is another one, or none can be made.
         """
-        demand = self._fetch.demand
         # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
-        agreed, pair = self._grid, self._pair
+        fetch, agreed = self.fetch, self._grid
         try:
-            if agreed is None or pair is None:
-                pair = self.site.plans.pair(self.peer, self._selections, sending=False)
-            grid = _grid(pair, message, demand.tokens) if agreed is None else agreed
-            plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
+            grid = self._cut(message) if agreed is None else agreed
+            plan = bind(self.pair, source, fetch.spans, fetch.tokens, covered=0)
             differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
             if differs or plan.nbytes != message.bytes:
                 raise _plan_differs(message)
         except KvxferError as error:
             raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
         return Bound(plan, grid)
+
+    def _cut(self, message: wire.Accept) -> ChunkGrid:
+        """How the peer cuts it."""
+        tokens, window, band = self.fetch.tokens, message.tokens_per_chunk, message.windows_per_band
+        return ChunkGrid(self.pair.layers, message.layers_per_chunk, window, tokens.start, tokens.stop, band)
 
     # --- chunks, in their order
 
@@ -533,7 +579,7 @@ class Receiver:
             if bound is not None and self.route is Route.PULL:
                 await self._read(bound)
             if self._flushed < (arrived := machine.arrived):  # into the caller's blocks, once for all of it
-                if _by_nic(self, staged=False):
+                if self._flushes:
                     await self._copy(_FLUSH, 0)
                 self._flushed = arrived
             there = self._flushed
@@ -617,7 +663,7 @@ class Receiver:
         turns, run = self._turns, self._run
         if turns is None or not turns.token or run is None or run.flow.slot < 0:
             return False
-        self._writes = self._writes or has_fired(self._fetch.demand.after)
+        self._writes = self._writes or has_fired(self.fetch.after)
         return self._writes
 
     async def _named_turns(self) -> tuple[bytes, str]:
@@ -648,7 +694,7 @@ class Receiver:
         if free := desk.take(account, nbytes):
             self._room = free[0]
         else:  # where the fetch has a time-out, that ends it
-            patience = math.inf if self._fetch.deadline < math.inf else self.site.config.grant_lease
+            patience = math.inf if self.fetch.deadline < math.inf else self.site.config.grant_lease
             self._request = desk.ask(account, nbytes, patience, self._admitted)
 
     def _admitted(self, found: Extent | KvxferError) -> None:
@@ -725,7 +771,7 @@ class Receiver:
         if self._leave is no_hold:
             self._leave = site.lanes.hold(peer)
         while chunk >= self._readable[0][0]:
-            self._readable.popleft()
+            del self._readable[0]
         _, until, generation = self._readable[0]
         lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
         while self._run is not None and self._run.way != (lane, generation):  # what goes another way comes behind it
@@ -773,7 +819,7 @@ class Receiver:
             progress=partial(self._moved, first),
         )
         self._run = _Run(flow, first, ("" if post is None else post.peer, generation))
-        if self._fetch.transfer.watched:
+        if self.fetch.watched:
             self.watch()
 
     def _steps(self, bound: Bound, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
@@ -783,7 +829,7 @@ class Receiver:
         for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
             if extent.nbytes < need:
                 raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
-        return [CopyJob(made, after=self._fetch.demand.after)]
+        return [CopyJob(made, after=self.fetch.after)]
 
     def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
@@ -860,23 +906,24 @@ class Receiver:
         machine.done(stop)
         if grid is not None:
             if begin == 0 and grid.windows > 1:  # each layer was counted as one part until now
-                self._fetch.transfer.expect(dict.fromkeys(grid.layers, grid.windows - 1))
-            self._fetch.transfer.landed(grid.layers_of(begin, stop))
+                self.fetch.expect(dict.fromkeys(grid.layers, grid.windows - 1))
+            self.fetch.landed(grid.layers_of(begin, stop))
 
     def _land_soon(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
-        machine, flushes = self.machine, not self._staged and _by_nic(self, staged=False)
-        there = self._copied if self._staged else self._flushed if flushes else machine.arrived
-        planned = not self._plans or (self._bound is not None and not self._stale)
-        moving = machine.state is ReceiveState.MOVING and not self._given_up
-        lands = planned and moving and self.checking is None
+        machine = self.machine
+        there = self._copied if self._staged else self._flushed if self._flushes else machine.arrived
+        lands = self.moving and self.checking is None
+        lands = lands and (not self._plans or (self._bound is not None and not self._stale))
         if lands and machine.chunks_done < there:
             try:
                 self._landed(there)
             except KvxferError as error:
                 self._failed(error)
+        if machine.ended:
+            return
         waits = machine.chunks_done < machine.granted == machine.chunks  # for the others, which are granted
-        if not machine.ended and not (lands and waits and not flushes and self.route is not Route.PULL):
+        if not (lands and waits and not self._flushes and self.route is not Route.PULL):
             self._wake()
 
     def _differs(self) -> RefusedError:
@@ -932,67 +979,34 @@ class Receiver:
         """What its task is called."""
         return f"kvxfer receive {self.transfer}"
 
-    def _grant_ahead(self) -> int:
-        """Grant with the question what may be; for how many chunks that is.
-
-        Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
-        `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
-        other of the turns that are taken in it.
-        """
-        site, demand, grants = self.site, self._fetch.demand, self.grants
-        in_place = bool(self._routes) and self._routes[0] in IN_PLACE
-        if not (self._staged or (in_place and (self._writes or has_fired(demand.after)))) or site.rebuilds.paused:
-            return 0
-        pair, most, token, agent = site.plans.pair(self.peer, self._selections, sending=False), 1, b"", ""
-        agreement = pair.agreement(demand.spans, demand.tokens)  # first: if it raises nothing is taken
-        if not self._staged:
-            grants.write_in_place(pair.most_bytes(demand.spans, demand.tokens))
-        else:
-            nbytes = pair.most_staged_bytes(demand.tokens)
-            if nbytes > site.place_bytes:
-                places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
-                most = min(site.config.window, grants.desk.share.most(nbytes), places)
-                token, agent = _token(None if self.checking is not None else self._agent())
-                if not token:
-                    return 0
-            grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
-            if not grants.ahead:
-                return 0
-        self._pair, self._agreement, grants.lease_ms = pair, agreement, grants.next_lease_ms()
-        places = len(grants.ahead) or 1
-        if token:
-            self._turns = Turns(places, 0, token, agent)
-        return grants.turns() * places if token and places == most and has_fired(demand.after) else places
-
     # --- messages
 
     def accepted(self, message: wire.Accept) -> None:
         """The peer made a plan."""
-        if not self.machine.accept(message):
+        machine, route = self.machine, message.route
+        if not machine.accept(message):
             return
-        site, grants = self.site, self.grants
+        site, grants, tally, exposure = self.site, self.grants, self.tally, self.exposure
         if message.ahead:  # even if it is stopped below: what is under way may still arrive
-            self._granted.append((self.machine.granted, site.now()))
+            self._granted.append((machine.granted, site.now()))
         else:
             self._void_ahead()
-        if message.route not in self._routes:
-            name = message.route.name.lower()
-            reason = f"the peer chose the route {name}, which was not among those it was asked for"
+        if route not in self._routes:
+            reason = f"the peer chose the route {route.name.lower()}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
-        self.route, self.why = message.route, message.why
-        self._staged = message.route is Route.STAGED
-        self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
-        self.tally.chunks = message.chunks
+        self.route, self.why, self._staged = route, message.why, route is Route.STAGED
+        self._flushes = not self._staged and _by_nic(self, staged=False)
+        tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
+        tally.chunks = message.chunks
         site.heard(self.peer, fenced=message.fenced)
-        self.exposure.routes = frozenset({message.route})
+        exposure.routes = (route,)
         try:
             if message.ahead:
                 grants.ring, grants.ahead = grants.ahead, ()
-                pair, layers, tokens = self._pair, message.layers_per_chunk, message.tokens_per_chunk
-                if pair is None or message.digest != cut_digest(self._agreement, layers, tokens):
+                if message.digest != cut_digest(self._agreement, message.layers_per_chunk, message.tokens_per_chunk):
                     raise _plan_differs(message)
-                grid = _grid(pair, message, self._fetch.demand.tokens)
+                grid = self._cut(message)
                 if grid.chunks != message.chunks:
                     raise _plan_differs(message)
                 self._grid = grid
@@ -1003,9 +1017,9 @@ class Receiver:
                     self._say_soon()
                 # else the peer has compared what both mean by it
                 self._plans = self._staged or self.checking is not None
-                self.tally.pieces = message.pieces
+                tally.pieces = message.pieces
             else:
-                self.exposure.void()
+                exposure.void()
             if message.spans:
                 self._learn(message.spans)
             self._begin(message)
@@ -1046,37 +1060,36 @@ class Receiver:
 
     def result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
-        machine = self.machine
-        last = message.status is Status.OK and message.chunk == WHOLE and not machine.heard_last
-        if last and machine.state is ReceiveState.MOVING:
+        machine, tally, whole = self.machine, self.tally, message.chunk == WHOLE
+        if message.status is Status.IN_DOUBT and whole:
+            self.exposure.told_in_doubt()
+        elif message.status is Status.OK and whole and machine.state is ReceiveState.MOVING and not machine.heard_last:
             self._nbytes = message.bytes
             if not self._plans:
-                self.tally.bytes = message.bytes
-            elif machine.chunks_done == machine.chunks and message.bytes != self.tally.bytes:
+                tally.bytes = message.bytes
+            elif machine.chunks_done == machine.chunks and message.bytes != tally.bytes:
                 self._failed(self._differs())
         self._heard(machine.result(message), message.timings)
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
             self.stop(machine.failure)
-        if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
-            self.exposure.told_in_doubt()
         if machine.ended or machine.failure is not None:
             self._settle()
 
     def _heard(self, chunks: range | None, timings: wire.Timings) -> None:
         """The peer, or its agent, says that it is through with chunks; None of what nothing waits for."""
-        run, now = self._run, self.site.now()
         if chunks is None:
             self.site.metrics.results_dropped["stale"] += 1
             return
+        run, now, granted = self._run, self.site.now(), self._granted
         if self.route is Route.PULL:
             if not chunks:
                 return
             self.tally.began(now)
         elif chunks or timings != UNTIMED:
-            self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
-            while self._granted and self._granted[0][0] <= chunks.stop:
-                self._granted.popleft()
-        if chunks and run is not None and self.route is Route.STAGED:
+            self.tally.arrived(granted[0][1] if chunks else now, now, timings)
+            while granted and granted[0][0] <= chunks.stop:
+                del granted[0]
+        if chunks and run is not None and self._staged:
             self.site.mover.hear(run.flow, chunks.stop - run.first)
             if chunks.stop <= self._begun:
                 return  # there is nothing to do before it is copied
@@ -1084,7 +1097,7 @@ class Receiver:
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
-        strange = set(map(_group_of, spans)).difference(map(_group_of, self._selections))
+        strange = set(map(_group_of, spans)).difference(self.pair.groups)
         try:
             if strange:
                 raise ProtocolError(f"the peer named blocks of group {min(strange)!r}, of which nothing was asked for")
@@ -1118,7 +1131,7 @@ class Receiver:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None
-            self.site.tasks.spawn(self.run(*answer), self._name, self._fetch.broken, spare=True)
+            self.site.tasks.spawn(self.run(answer), self._name, self.fetch.broken, spare=True)
             return
         self._stirred = True
         if self._news is not None and not self._news.done():
@@ -1129,7 +1142,7 @@ class Receiver:
         self._go_on_if_moving()
         while not self._writes:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
-            job = CopyJob(NOTHING, partial(resolve, asked), self._fetch.demand.after, owner=self.transfer)
+            job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
                 outcome = await self._wait(asked)
@@ -1204,35 +1217,37 @@ class Receiver:
 
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
-        machine, lost = self.machine, self.machine.state is ReceiveState.LOST
-        if machine.failure is None and machine.state in _RUNNING:
+        machine = self.machine
+        state, ended = machine.state, machine.ended
+        if machine.failure is None and state in _RUNNING:
             return  # all goes well
-        if not self._given_up and machine.state is not ReceiveState.DONE:
+        lost = state is ReceiveState.LOST
+        if not self._given_up and state is not ReceiveState.DONE:
             self._give_up()  # whoever ended it: no scatter begins any more
         if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
-        if machine.ended or lost:
+        if ended or lost:
             if self._run is None:  # else our own copies read it yet
                 stop, turns = machine.granted, self._turns
                 # the peer writes no chunk before there is a place for it
                 stop = stop if turns is None else min(stop, self._copied + turns.places)
                 self.grants.settle(range(machine.arrived, stop), lost=lost)
-            if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
+            if ended or self.finished or not self.link.is_open or self.route is Route.PULL:
                 # nothing that it has posted needs this side to end any more, nor does it wait for news of it
                 if self._awake is not no_hold:
                     self._awake()
                     self._awake = no_hold
                 if self._run is None and self._leave is not no_hold:
                     self._leave()
-                if self._grant_said.again is not None:
-                    self._grant_said.again.cancel()
-        if machine.ended:
+                if (said := vars(self).get("_grant_said")) is not None and said.again is not None:
+                    said.again.cancel()
+        if ended:
             self.exposure.end()
             if self._answer is None:  # else `run` has not begun, and will not
                 self._wake()
-        self._fetch.changed()
+        self.fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
-            self._fetch.doubted(self)
+            self.fetch.doubted(self)
 
 
 def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:
@@ -1251,11 +1266,6 @@ def _by_nic(receiver: Receiver, *, staged: bool) -> bool:
     if staged and (site.staging is None or site.staging.kind != "VRAM"):
         return False
     return site.geometry.kind == "cuda" and may_be_elsewhere(receiver.peer.body.host)
-
-
-def _grid(pair: PairPlan, message: wire.Accept, tokens: range) -> ChunkGrid:
-    layers, window, band = message.layers_per_chunk, message.tokens_per_chunk, message.windows_per_band
-    return ChunkGrid(pair.layers, layers, window, tokens.start, tokens.stop, band)
 
 
 def _plan_differs(message: wire.Accept) -> RefusedError:

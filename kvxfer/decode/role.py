@@ -1,23 +1,23 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
 from kvxfer.copy.port import READY, as_event
-from kvxfer.decode.fetch import Demand, Fetch
-from kvxfer.decode.receiver import Receiver
+from kvxfer.decode.fetch import Fetch
+from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
-from kvxfer.geometry import Blocks, Selection
+from kvxfer.geometry import Blocks, PairPlan
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
-from kvxfer.protocol.transfer import Failure
+from kvxfer.protocol.transfer import Failure, Receiving
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -305,6 +305,15 @@ class Recoveries:
 
 _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
+_TAKES: Final[Mapping[type[wire.Message], str]] = {
+    wire.Accept: "accepted",
+    wire.Arrived: "came",
+    wire.KvAgentResult: "result",
+    wire.Refuse: "refused",
+    wire.Sums: "added_up",
+    wire.Want: "wanted",
+}
+"""What is said of a transfer, and which method of its `Receiver` takes it."""
 
 
 class Decode:
@@ -319,6 +328,8 @@ class Decode:
         self.peers: Final = peers
         self._site: Final = site
         self._numbers = count(1)
+        self._prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
+        self._ending: list[Fetch] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
@@ -338,7 +349,7 @@ class Decode:
     @property
     def doubtful(self) -> int:
         """Fetches that ended while a peer's answer was missing."""
-        return sum(fetch.transfer.done for fetch in self.fetches)
+        return sum(fetch.done for fetch in self.fetches)
 
     # --- what callers do
 
@@ -350,26 +361,47 @@ class Decode:
         Raises:
             UsageError: See `Worker.fetch`.
         """
-        site = self._site
+        site, key = self._site, ticket.key
         if len(self.fetches) >= site.config.max_transfers:
             raise BusyError(f"{len(self.fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = after if after is READY else as_event(after, site.geometry)
         limit = given_seconds(timeout, None)
-        number = next(self._numbers)
-        ident = f"{site.incarnation.hex()[:8]}-{number}"
+        number, now = next(self._numbers), site.now()
+        ident = f"{self._prefix}{number}"
         site.custody.hold(ident, written)
-        fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
-        self._claims.note_fetch(fetch.key, given_up=False)
-        for older in self._of_ticket.get(fetch.key, ()):
-            older.supersede()
-        if (later := self._later.pop(fetch.key, None)) is not None:
+        fetch = Fetch(
+            ident,
+            ticket.request,
+            site.loop,
+            site=site,
+            role=self,
+            number=number,
+            ticket=ticket,
+            spans=spans,
+            tokens=tokens,
+            after=event,
+            timeout=limit,
+            keep=keep,
+            written=written,
+            began=now,
+            ref=ticket.ref(),
+            key=key,
+            trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
+        )
+        self._claims.note_fetch(key, given_up=False)
+        if same := self._of_ticket.get(key):
+            for older in same:
+                older.supersede()
+            same.add(fetch)
+        else:
+            self._of_ticket[key] = {fetch}
+        if (later := self._later.pop(key, None)) is not None:
             later.cancel()
-        self._close_window(fetch.key)
+        self._close_window(key)
         self.fetches.add(fetch)
-        self._of_ticket.setdefault(fetch.key, set()).add(fetch)
         fetch.begin()
-        return fetch.transfer
+        return fetch
 
     def claim(self, ticket: Ticket) -> Claim:
         """Keep a request's lease until it is fetched, declined, or the claim is closed.
@@ -404,27 +436,38 @@ class Decode:
 
     # --- what fetches say
 
-    def receiver(self, link: Link, selections: tuple[Selection, ...], fetch: Fetch) -> Receiver:
+    def receiver(self, link: Link, pair: PairPlan, fetch: Fetch) -> Receiver:
         """What takes one rank's part of a fetch: it gets the messages that are for it."""
         number = fetch.number if not fetch.receivers else next(self._numbers)
-        receiver = self._incoming[number] = Receiver(self._site, link, number, selections, fetch)
+        site, peer = self._site, link.peer
+        grants = Grants(site, peer, site.receive_desk)
+        receiver = self._incoming[number] = Receiver(site, link, number, pair, fetch, peer, grants, Receiving(number))
         return receiver
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
         self._claims.drop(fetch.key)
         for receiver in fetch.receivers:
-            self._incoming.pop(receiver.transfer, None)
+            del self._incoming[receiver.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
+        if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
+            self._site.loop.call_soon(self.account)
+        self._ending.append(fetch)
+
+    def account(self) -> None:
+        """Count what has succeeded, and tell its prefill ranks: before the counters are read, and soon at any rate."""
+        ending, self._ending = self._ending, []
+        for fetch in ending:
+            fetch.account()
 
     def given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""
-        self._give_back(fetch.demand.ticket, fetch.links)
+        self._give_back(fetch.ticket, fetch.links)
 
     def failed(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
-        site, ticket, links = self._site, fetch.demand.ticket, tuple(fetch.links)
+        site, ticket, links = self._site, fetch.ticket, tuple(fetch.links)
 
         def over() -> None:
             self._windows.pop(ticket.key, None)
@@ -437,7 +480,7 @@ class Decode:
 
     def ended(self, fetch: Fetch) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""
-        report, receivers = fetch.transfer.report, fetch.receivers
+        report, receivers = fetch.report, fetch.receivers
         if report is not None and report.code in _GONE:
             self._claims.drop(fetch.key)
         if not fetch.doubtful:
@@ -452,9 +495,10 @@ class Decode:
 
     # --- messages
 
-    def handle(self, link: Link, message: wire.Message) -> None:
+    def handle(self, link: Link, message: Any) -> None:
         """Take a message of a prefill rank."""
-        if not isinstance(message, (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.Sums, wire.KvAgentResult)):
+        take = _TAKES.get(type(message))
+        if take is None:
             return
         incoming = self._incoming.get(message.transfer)
         if incoming is None:
@@ -463,19 +507,7 @@ class Decode:
             return
         if incoming.link is not link and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
             raise ProtocolError(f"transfer {message.transfer} belongs to another peer", peer=link.peer.name)
-        match message:
-            case wire.KvAgentResult():
-                incoming.result(message)
-            case wire.Arrived():
-                incoming.came(message)
-            case wire.Accept():
-                incoming.accepted(message)
-            case wire.Refuse():
-                incoming.refused(message)
-            case wire.Want():
-                incoming.wanted(message)
-            case wire.Sums():
-                incoming.added_up(message)
+        getattr(incoming, take)(message)
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""
@@ -512,7 +544,7 @@ class Decode:
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":
         """Resolve as fetches end; for the worker's drain."""
-        return [fetch.transfer.outcome for fetch in self.fetches if not fetch.transfer.done]
+        return [fetch.outcome for fetch in self.fetches if not fetch.done]
 
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
@@ -522,7 +554,7 @@ class Decode:
             over()
         self.recoveries.cancel()
         for fetch in list(self.fetches):
-            if not fetch.transfer.done:
+            if not fetch.done:
                 fetch.close()
         if ends := self.outcomes():  # the worker waits for its tasks, bounded; those of fetches may outlast their ends
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
@@ -574,7 +606,7 @@ class Decode:
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
         """
         same = self._of_ticket.get(ticket.key, ())
-        if not all(fetch.transfer.done for fetch in same):
+        if not all(fetch.done for fetch in same):
             return  # tried again meanwhile
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here

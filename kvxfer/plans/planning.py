@@ -315,7 +315,7 @@ class PairPlans:
     def __init__(self, geometry: CacheGeometry) -> None:
         self._own: Final = geometry
         self._geometries: dict[bytes, CacheGeometry] = {}
-        self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
+        self._shares: OrderedDict[tuple[bytes | None, ...], list[PairPlan | None]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
@@ -362,9 +362,10 @@ class PairPlans:
         return Agreed(sending, geometry, converting, selections, pair)
 
     def meet(self, peer: PeerInfo, agreed: "Agreed") -> None:
-        """Take note of what was found; plans with another geometry of the same incarnation are no good any more."""
+        """Take note of what was found; plans of the same incarnation that were made of something else are no good."""
         incarnation, sending = peer.identity.incarnation, agreed.sending
-        if self._geometries.get(incarnation) is not agreed.geometry:
+        same = agreed.converts is self.converts(peer, sending=sending)
+        if not same or self._geometries.get(incarnation) is not agreed.geometry:
             self._drop(incarnation)
         self._geometries[incarnation] = agreed.geometry
         (self._converting.add if agreed.converts else self._converting.discard)((incarnation, sending))
@@ -456,14 +457,14 @@ class PairPlans:
                 self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
 
-    def known_shares(self, peers: Iterable[PeerInfo]) -> list[tuple[Selection, ...]] | None:
+    def known_shares(self, peers: Iterable[PeerInfo]) -> list[PairPlan | None] | None:
         """What `shares` returns of ranks that are all there, if that was found out before."""
         return self._shares.get(tuple(map(_incarnation_of, peers)))
 
-    def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
-        """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
+    def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[PairPlan | None]:
+        """The plans of what this decode rank needs of each of these prefill ranks; None of one that has nothing of it.
 
-        The plans with them are made too. From any thread.
+        None among the ranks stands for one that was not reached. From any thread.
 
         Raises:
             MismatchError: If something that it needs is on none of them.
@@ -471,14 +472,11 @@ class PairPlans:
         key = tuple([None if peer is None else peer.identity.incarnation for peer in peers])
         found = self._shares.get(key)
         if found is None:
-            held = {number: (peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None}
-            parts = resolve(self._own, [geometry for _, geometry in held.values()], rank=rank)
-            of_rank = dict(zip(held, parts, strict=True))
-            found = [of_rank.get(number, ()) for number in range(len(peers))]
-            for number, (peer, _) in held.items():
-                if found[number]:
-                    self.pair(peer, found[number], sending=False)
-            if all(self._geometries.get(peer.identity.incarnation) is geometry for peer, geometry in held.values()):
+            held = [(number, peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None]
+            parts, found = resolve(self._own, [geometry for *_, geometry in held], rank=rank), [None] * len(peers)
+            for (number, peer, _), part in zip(held, parts, strict=True):
+                found[number] = self.pair(peer, part, sending=False) if part else None
+            if all(self._geometries.get(peer.identity.incarnation) is geometry for _, peer, geometry in held):
                 self._shares[key] = found  # else one of them has gone, or holds something else since
                 if len(self._shares) > self._kept:
                     self._shares.popitem(last=False)

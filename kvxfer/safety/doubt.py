@@ -3,7 +3,7 @@
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -120,7 +120,7 @@ class Exposure(Struct, eq=False, dict=True):
     name: str  # of the transfer
     # called once if there is evidence, other than the peer's word, that nobody touches it any more
     _safe: Callable[[], None]
-    routes: frozenset[Route]  # those on which the peer may touch it
+    routes: Collection[Route]  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
     fenced: bool = False  # whether the peer passes it, or touches nothing
     ended: bool = False  # nobody touches it any more
@@ -145,12 +145,12 @@ class Exposure(Struct, eq=False, dict=True):
         What a process left to a socket may still land, whoever reads that out: only a new agent of ours ends it. A
         reader's end harms nobody.
         """
-        return self.routes <= _ENDS_WITH_PROCESS
+        return _ENDS_WITH_PROCESS.issuperset(self.routes)
 
     @property
     def in_doubt(self) -> bool:
         """Whether it may be memory of the caller's, and not staging memory."""
-        return not self.routes <= {Route.STAGED}
+        return any(route is not Route.STAGED for route in self.routes)
 
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""

@@ -222,8 +222,8 @@ RECEIVER = {
     "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
     "scattered": Step("receiver", _STAGED, _before(Receiver, "_moved")),
-    "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
-    "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
+    "to be released": Step("receiver", EVERY, _before(Fetch, "account")),
+    "release sent": Step("receiver", EVERY, _after(Fetch, "account")),
 }
 
 STEPS = {("sender", name): step for name, step in SENDER.items()} | {

@@ -8,10 +8,10 @@ what happens in the world. A session is an object that scenes compare with other
 import asyncio
 import contextlib
 import ctypes
+import gc
 import math
 import os
 import socket
-import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -726,7 +726,7 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
     (fetch,) = worker._service.decode.fetches
     for _ in range(times):
         fetch._timed_out()
-    return fetch.transfer.outcome
+    return fetch.outcome
 
 
 def posted(worker: Any) -> bool:
@@ -831,18 +831,9 @@ TRANSFER_PARTS = (Fetch, Receiver, Sender)
 """What there is of a transfer, at both ends."""
 
 
-def parts_made(monkeypatch: Any) -> list[Any]:
-    """Weak references to whatever is made for transfers from now on."""
-    made: list[Any] = []
-    for kind in TRANSFER_PARTS:
-        init = kind.__init__
-
-        def noted(self: Any, *arguments: Any, init: Any = init, **settings: Any) -> None:
-            made.append(weakref.ref(self))
-            init(self, *arguments, **settings)
-
-        monkeypatch.setattr(kind, "__init__", noted)
-    return made
+def parts_kept() -> list[Any]:
+    """Whatever was made for transfers, and is not freed yet."""
+    return [one for one in gc.get_objects() if isinstance(one, TRANSFER_PARTS)]
 
 
 def serve_chunks_by(

@@ -4,7 +4,7 @@ import asyncio
 import gc
 
 import pytest
-from inside import parts_made, send_by, serve_chunks_by, take_all, when_crowded
+from inside import parts_kept, send_by, serve_chunks_by, take_all, when_crowded
 from stage import Cache, Copied, eventually, quiet
 
 from kvxfer import KvxferError
@@ -87,21 +87,25 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
-async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route, monkeypatch):
+async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route):
     """Its plans are large. Nobody who waited for memory is kept either, and no cycle waits for the collector."""
-    made, source, target = parts_made(monkeypatch), Cache(), Cache(layout="HND")
+    source, target = Cache(), Cache(layout="HND")
     config = {"route": route, "arena_bytes": "4KiB", "chunk_bytes": "1KiB"}
     prefill, decode = await stage.pair(source, target, **config)
+    gc.collect()
     gc.disable()
+    before = len(parts_kept())
     try:
         for number in range(8):
             prefill.offer(f"r{number}", [number], tokens=4)
         tickets = [prefill.engine.ticket(f"r{number}") for number in range(8)]
-        await asyncio.gather(
-            *(decode.fetch(one, [at + 8], tokens=range(4), timeout=30) for at, one in enumerate(tickets))
-        )
+        fetches = [decode.start_fetch(one, [at + 8], tokens=range(4), timeout=30) for at, one in enumerate(tickets)]
+        assert len(parts_kept()) >= before + len(fetches)
+        for fetch in fetches:
+            await fetch
+        del fetch, fetches
         await quiet(prefill, decode)
         assert decode.describe()["metrics"]["admission_waits"] or route != "staged"
-        await eventually(lambda: not [one for one in made if one() is not None])
+        await eventually(lambda: len(parts_kept()) == before)
     finally:
         gc.enable()

@@ -159,12 +159,14 @@ class Home:
             ForkedError: If this process was forked off the one in which it lives.
             UsageError: If this is another thread, or another loop runs here.
         """
-        if thing is None or os.getpid() != self._process:
-            raise self._refusal(thing)
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
+        if thing is not None and running is not None and running is self._loop:  # which no forked process has
+            return thing
+        if thing is None or os.getpid() != self._process:
+            raise self._refusal(thing)
         if self._loop not in (None, running) and (running is not None or self._loop.is_running()):
             which = "no" if running is None else "another"
             raise UsageError(

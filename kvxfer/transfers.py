@@ -5,7 +5,7 @@ import contextlib
 import math
 import operator
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
@@ -208,7 +208,6 @@ class Progress(Struct, eq=False, dict=True):
     # what those wait for who wait for its end, in the order in which they came: whoever goes on takes his out
     waiters: dict["asyncio.Future[None]", None] = {}
     _result: FetchResult | None = None
-    _layers: dict[int, int] = {}  # layer -> parts of it that are still to land
 
     # --- for whoever looks on
 
@@ -221,6 +220,10 @@ class Progress(Struct, eq=False, dict=True):
 
     def watch(self) -> None:
         """Somebody waits for layers."""
+
+    def have_landed(self, layers: range) -> bool:
+        """Whether every byte of these layers has; of one that nobody sends that is not known before the end."""
+        return not layers
 
     @lazy
     def _outcome(self) -> "asyncio.Future[FetchResult]":
@@ -262,7 +265,7 @@ class Progress(Struct, eq=False, dict=True):
         if self.done:
             self.result()
             return
-        if self._have_landed(wanted):
+        if self.have_landed(wanted):
             return
         waiter: asyncio.Future[None] = self.loop.create_future()
         self.watched[waiter] = wanted
@@ -280,23 +283,13 @@ class Progress(Struct, eq=False, dict=True):
 
     # --- for the worker
 
-    def expect(self, layers: Iterable[int], parts: int = 1) -> None:
-        """So many parts of each layer are to land."""
-        expected = dict.fromkeys(layers, parts)
-        for layer in self._layers.keys() & expected:
-            expected[layer] += self._layers[layer]
-        self._layers.update(expected)
-
-    def landed(self, layers: Sequence[int]) -> None:
-        """One part of each of these layers has landed. Harmless if it is over."""
-        if self.done:
-            return
-        self.state, left = TransferState.MOVING, self._layers
-        for layer in layers:
-            left[layer] -= 1
-        for waiter, wanted in self.watched.items():
-            if not waiter.done() and self._have_landed(wanted):
-                waiter.set_result(None)
+    def landed(self) -> None:
+        """More has landed. Harmless if it is over."""
+        if not self.done:
+            self.state = TransferState.MOVING
+            for waiter, wanted in self.watched.items():
+                if not waiter.done() and self.have_landed(wanted):
+                    waiter.set_result(None)
 
     def succeed(self, result: FetchResult) -> None:
         """Every byte is there."""
@@ -329,9 +322,6 @@ class Progress(Struct, eq=False, dict=True):
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-    def _have_landed(self, layers: range) -> bool:
-        return all(self._layers.get(layer, 1) == 0 for layer in layers)
 
 
 class Transfer:

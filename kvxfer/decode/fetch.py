@@ -183,6 +183,9 @@ _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
 _peer_of: Final = attrgetter("peer")
+_name_of: Final = attrgetter("peer.name")
+_route_of: Final = attrgetter("route")
+_why_of: Final = attrgetter("why")
 
 
 class Fetch(Progress, kw_only=True, eq=False, dict=True):
@@ -311,7 +314,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                     receiver = self.role.receiver(link, pair, self)
                     self.receivers.append(receiver)
                     sent = receiver.ask() and sent
-                    self.expect(pair.layers)
                 else:
                     link.send(wire.Release(self.ref))
         finally:
@@ -325,6 +327,14 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """See `Progress`."""
         for receiver in self.receivers:
             receiver.watch()
+
+    def have_landed(self, layers: range) -> bool:
+        """See `Progress`."""
+        for layer in layers:
+            parts = [receiver for receiver in self.receivers if layer in receiver.pair.layers]
+            if not parts or not all(receiver.has_landed(layer) for receiver in parts):
+                return False
+        return True
 
     def _succeed(self) -> None:
         """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""
@@ -383,19 +393,18 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _counted(self) -> tuple[Tally, TransferStats]:
         """What all ranks' parts counted, and that as the caller sees it. Once."""
-        receivers, routes, whys, peers = self.receivers, dict[str, None](), dict[str, None](), list[str]()
+        receivers = self.receivers
         tally = receivers[0].tally if len(receivers) == 1 else Tally()
         for receiver in receivers:
-            route, moved = receiver.route, receiver.tally
-            routes[ROUTE_NAMES[route]] = whys[receiver.why] = None
-            peers.append(receiver.peer.name)
-            receiver.link.moved[route] += moved.bytes
+            moved = receiver.tally
+            receiver.link.moved[receiver.route] += moved.bytes
             if tally is not moved:
                 tally.merge(moved)
+        routes = map(ROUTE_NAMES.__getitem__, map(_route_of, receivers))
         return tally, tally.stats(
-            route="+".join(sorted(filter(None, routes))),
-            why="; ".join(filter(None, whys)),
-            peers=tuple(peers),
+            route="+".join(sorted(filter(None, set(routes)))),
+            why="; ".join(filter(None, dict.fromkeys(map(_why_of, receivers)))),
+            peers=tuple(map(_name_of, receivers)),
             started=self.began,
             finished=self.site.now(),
         )

@@ -42,7 +42,6 @@ from kvxfer.geometry import (
 )
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
-from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
 from kvxfer.plans.routes import acceptable
@@ -286,7 +285,7 @@ class _Run(Struct, eq=False):
     unwant: Callable[[], None] = no_hold  # wants no other agent any more, which would end what is in doubt
 
 
-class Receiver(Struct, eq=False, dict=True):
+class Receiver(Struct, eq=False):
     """One transfer in."""
 
     site: Site
@@ -296,6 +295,7 @@ class Receiver(Struct, eq=False, dict=True):
     fetch: "Fetch"  # what it is a part of
     peer: PeerInfo
     grants: Grants  # memory in its hands
+    exposure: Exposure  # what it may touch, and the gate before it
     machine: Receiving
     tally: Tally = field(default_factory=Tally)
     checking: Checking | None = None  # what it says its chunks add up to, if that is compared
@@ -307,6 +307,7 @@ class Receiver(Struct, eq=False, dict=True):
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
     _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
+    _said: _Said | None = None  # by the last grant, and not with the question
     _writes: bool = False  # whether the caller's blocks may be written
     _bound: Bound | None = None
     _grid: ChunkGrid | None = None
@@ -338,7 +339,8 @@ class Receiver(Struct, eq=False, dict=True):
         `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
         other of the turns that are taken in it.
         """
-        site, fetch, pair, link = self.site, self.fetch, self.pair, self.link
+        site, fetch, pair, link, exposure = self.site, self.fetch, self.pair, self.link, self.exposure
+        exposure.then = self._safe
         if site.sums_every:
             self.checking = Checking(self.transfer, site.sums_every)
         if not link.is_open:  # of a peer that was lost since it was looked up nothing is known any more
@@ -355,7 +357,9 @@ class Receiver(Struct, eq=False, dict=True):
             machine.staging = self._take_ahead()
             if not machine.staging:
                 return
+            exposure.routes = (Route.STAGED,)
         else:
+            exposure.routes = routes
             grants.write_in_place(pair.most_bytes(fetch.spans, fetch.tokens))
         machine.ahead, self._agreement, grants.lease_ms = True, agreement, grants.next_lease_ms()
 
@@ -383,16 +387,10 @@ class Receiver(Struct, eq=False, dict=True):
             self._turns = Turns(places, 0, token, agent)
         return grants.turns() * places if token and places == most and has_fired(self.fetch.after) else places
 
-    @lazy
+    @property
     def _grant_said(self) -> _Said:
-        return _Said()
-
-    @lazy
-    def exposure(self) -> Exposure:
-        """What the prefill rank may touch, and the gate before it."""
-        routes = () if not self.machine.ahead else (Route.STAGED,) if self._staged else self._routes
-        name = f"{self.site.incarnation.hex()[:8]}-{self.transfer}"
-        return Exposure(self.site, self.link, name, self._safe, routes)
+        self._said = said = self._said or _Said()
+        return said
 
     # --- what others ask
 
@@ -728,7 +726,7 @@ class Receiver(Struct, eq=False, dict=True):
 
     def _say_soon(self) -> None:
         """Say again what our agent tells the peer's, should that not come, and renew the lease of what waits for it."""
-        said = self._grant_said
+        said = self._said or self._grant_said
         news = said.copied < self._copied
         if said.again is not None and news and not said.news:  # it need not wait as long as the lease
             said.again.cancel()
@@ -739,7 +737,8 @@ class Receiver(Struct, eq=False, dict=True):
             said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
 
     def _say_again(self) -> None:
-        self._grant_said.again = None
+        if self._said is not None:
+            self._said.again = None
         if self.moving and self._copied < self.machine.granted:
             self._say(self.machine.granted)
 
@@ -897,24 +896,24 @@ class Receiver(Struct, eq=False, dict=True):
         Raises:
             RefusedError: If all have, and not so many bytes as the peer says.
         """
-        machine, bound, grid = self.machine, self._bound, self._grid
-        begin = machine.chunks_done
+        machine, bound = self.machine, self._bound
         if bound is not None:
-            self.tally.bytes += bound.carried(begin, stop)
+            self.tally.bytes += bound.carried(machine.chunks_done, stop)
             if stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
                 raise self._differs()
         machine.done(stop)
-        if grid is not None:
-            if begin == 0 and grid.windows > 1:  # each layer was counted as one part until now
-                self.fetch.expect(dict.fromkeys(grid.layers, grid.windows - 1))
-            self.fetch.landed(grid.layers_of(begin, stop))
+        self.fetch.landed()
+
+    def has_landed(self, layer: int) -> bool:
+        """Whether all chunks have that have a part of a layer."""
+        return self._grid is not None and self._grid.last_of(layer) < self.machine.chunks_done
 
     def _land_soon(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
         machine = self.machine
         there = self._copied if self._staged else self._flushed if self._flushes else machine.arrived
-        lands = self.moving and self.checking is None
-        lands = lands and (not self._plans or (self._bound is not None and not self._stale))
+        planned = not self._plans or (self._bound is not None and not self._stale)
+        lands = planned and machine.state is ReceiveState.MOVING and not self._given_up and self.checking is None
         if lands and machine.chunks_done < there:
             try:
                 self._landed(there)
@@ -1239,8 +1238,8 @@ class Receiver(Struct, eq=False, dict=True):
                     self._awake = no_hold
                 if self._run is None and self._leave is not no_hold:
                     self._leave()
-                if (said := vars(self).get("_grant_said")) is not None and said.again is not None:
-                    said.again.cancel()
+                if self._said is not None and self._said.again is not None:
+                    self._said.again.cancel()
         if ended:
             self.exposure.end()
             if self._answer is None:  # else `run` has not begun, and will not

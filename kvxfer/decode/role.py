@@ -18,6 +18,7 @@ from kvxfer.plans.planning import wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure, Receiving
+from kvxfer.safety.doubt import Exposure
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -398,7 +399,8 @@ class Decode:
             self._of_ticket[key] = {fetch}
         if (later := self._later.pop(key, None)) is not None:
             later.cancel()
-        self._close_window(key)
+        if self._windows:
+            self._close_window(key)
         self.fetches.add(fetch)
         fetch.begin()
         return fetch
@@ -440,8 +442,9 @@ class Decode:
         """What takes one rank's part of a fetch: it gets the messages that are for it."""
         number = fetch.number if not fetch.receivers else next(self._numbers)
         site, peer = self._site, link.peer
-        grants = Grants(site, peer, site.receive_desk)
-        receiver = self._incoming[number] = Receiver(site, link, number, pair, fetch, peer, grants, Receiving(number))
+        grants, exposure = Grants(site, peer, site.receive_desk), Exposure(site, link, f"{self._prefix}{number}")
+        receiver = Receiver(site, link, number, pair, fetch, peer, grants, exposure, Receiving(number))
+        self._incoming[number] = receiver
         return receiver
 
     def succeeded(self, fetch: Fetch) -> None:
@@ -590,10 +593,10 @@ class Decode:
 
     def _forget(self, fetch: Fetch) -> None:
         self.fetches.discard(fetch)
-        same = self._of_ticket.get(fetch.key, set())
-        same.discard(fetch)
-        if not same:
-            self._of_ticket.pop(fetch.key, None)
+        if (same := self._of_ticket.get(fetch.key)) is not None:
+            same.discard(fetch)
+            if not same:
+                del self._of_ticket[fetch.key]
 
     def _close_window(self, key: TicketKey) -> None:
         timer, _ = self._windows.pop(key, (None, None))

@@ -11,7 +11,7 @@ The planner is pure: numbers in, numbers out.
 
 import hashlib
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,8 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
@@ -91,8 +93,7 @@ class _Banded:
         return (begin + window) * self.runs + run
 
 
-@dataclass(frozen=True)
-class ChunkGrid:
+class ChunkGrid(Struct, frozen=True):
     """How a transfer is cut: windows of tokens x runs of layers.
 
     Chunks go in the order of their numbers: band by band of windows, in a band run by run, and of a run window by
@@ -108,26 +109,38 @@ class ChunkGrid:
     # window at the last token, to which state belongs
     stop: int
     band: int = 1  # windows in a band; bands begin at multiples of it, as windows do
-    # the token at which the first window begins, if not before
-    first: int = field(init=False, repr=False, compare=False)
-    windows: int = field(init=False, repr=False, compare=False)
-    layer_runs: int = field(init=False, repr=False, compare=False)  # runs of layers in each window
-    chunks: int = field(init=False, repr=False, compare=False)
-    # by chunk, where it is in the table of windows (rows) and runs, counted row by row
-    cells: "range | _Banded" = field(init=False, repr=False, compare=False)
+    # what follows from these: the token at which the first window begins, if not before
+    first: int = 0
+    windows: int = 0
+    layer_runs: int = 0  # runs of layers in each window
+    chunks: int = 0
 
     def __post_init__(self) -> None:
-        steps = min(self.layers_per_chunk, self.tokens_per_chunk, self.band)
-        if steps < 1 or not self.layers or not 0 < self.stop >= self.start:
+        each, step, start, stop = self.layers_per_chunk, self.tokens_per_chunk, self.start, self.stop
+        if each < 1 or step < 1 or self.band < 1 or not self.layers or not 0 < stop >= start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
-        first, step, note = min(self.start, self.stop - 1), self.tokens_per_chunk, object.__setattr__
-        windows, runs = (self.stop - 1) // step - first // step + 1, -(-len(self.layers) // self.layers_per_chunk)
-        note(self, "first", first)
-        note(self, "windows", windows)
-        note(self, "layer_runs", runs)
-        note(self, "chunks", windows * runs)
-        row_by_row = self.band == 1 or runs == 1 or windows == 1
-        note(self, "cells", range(windows * runs) if row_by_row else _Banded(windows, runs, self.band, first // step))
+        first = start if start < stop else stop - 1
+        windows, runs = (stop - 1) // step - first // step + 1, -(-len(self.layers) // each)
+        force_setattr(self, "first", first)
+        force_setattr(self, "windows", windows)
+        force_setattr(self, "layer_runs", runs)
+        force_setattr(self, "chunks", windows * runs)
+
+    @property
+    def cells(self) -> "range | _Banded":
+        """By chunk, where it is in the table of windows (rows) and runs, counted row by row."""
+        windows, runs = self.windows, self.layer_runs
+        if self.band == 1 or runs == 1 or windows == 1:
+            return range(windows * runs)
+        return _Banded(windows, runs, self.band, self.first // self.tokens_per_chunk)
+
+    def last_of(self, layer: int) -> int:
+        """The last chunk that has a part of this layer."""
+        first, runs = self.first // self.tokens_per_chunk, self.layer_runs
+        run = bisect_left(self.layers, layer) // self.layers_per_chunk
+        begin = max(0, (first + self.windows - 1) // self.band * self.band - first)  # of the last band
+        size = self.windows - begin
+        return begin * runs + run * size + size - 1
 
     @property
     def edges(self) -> I64:
@@ -137,15 +150,6 @@ class ChunkGrid:
 
     def __len__(self) -> int:
         return self.chunks
-
-    def layers_of(self, first: int, stop: int) -> list[int]:
-        """Layers of chunks that follow one another, each as often as it has a part in one of them."""
-        cells, runs, each = self.cells, self.layer_runs, self.layers_per_chunk
-        found: list[int] = []
-        for chunk in range(first, stop):
-            begin = cells[chunk] % runs * each
-            found += self.layers[begin : begin + each]
-        return found
 
     def of(self, chunk: int) -> tuple[tuple[int, ...], int, int]:
         """Layers, first token and one past the last token of a chunk.

@@ -60,6 +60,7 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 }
 """Legal events of `SendState`. ENDED is final."""
 
+_IN_PLACE: Final = frozenset({wire.Route.DIRECT, wire.Route.MAPPED})
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
 UNTIMED: Final = wire.Timings()
 """Of what has taken no time that anybody measured."""
@@ -441,18 +442,17 @@ class Receiving(Struct, eq=False):
         Raises:
             ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        covered = message.route in {wire.Route.DIRECT, wire.Route.MAPPED}
-        if self.staging:
-            covered = message.route is wire.Route.STAGED and message.chunks > 0
-        if message.ahead and not (self.ahead and covered):
-            raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
+        chunks, staging, route = message.chunks, self.staging, message.route
+        if message.ahead:
+            covered = route is wire.Route.STAGED and chunks > 0 if staging else route in _IN_PLACE
+            if not (self.ahead and covered):
+                raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         following = RECEIVE_TRANSITIONS.get((self.state, "accept"))
         if following is None:
             return False
-        self.state, self.chunks, self._accepted = following, message.chunks, True
+        self.state, self.chunks, self._accepted = following, chunks, True
         if message.ahead:
-            self.ready = message.chunks
-            self.granted = min(message.chunks, self.staging or message.chunks)
+            self.ready, self.granted = chunks, min(chunks, staging) if staging else chunks
         self.ahead = False
         return True
 
@@ -544,17 +544,20 @@ class Receiving(Struct, eq=False):
         Raises:
             ProtocolError: If it reports the transfer as complete when it is not.
         """
-        whole, succeeded = message.chunk == wire.WHOLE, message.status is wire.Status.OK
-        fails = not succeeded and self.arrived <= message.chunk < self.ready
-        if self.ended or self.heard_last or not (whole or fails):
+        whole, status = message.chunk == wire.WHOLE, message.status
+        if self.ended or self.heard_last:
             return None
-        if not succeeded:  # what was granted stays so: only the terminal result says that nothing of it is in flight
-            self.failure = self.failure or Failure(message.status, message.code, message.reason)
+        if status is not wire.Status.OK:  # only the terminal result says that nothing of what was granted is in flight
+            if not (whole or self.arrived <= message.chunk < self.ready):
+                return None
+            self.failure = self.failure or Failure(status, message.code, message.reason)
             if whole:
-                self._event("lost" if message.status is wire.Status.IN_DOUBT else "terminal")
+                self._event("lost" if status is wire.Status.IN_DOUBT else "terminal")
             return range(0)
-        running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-        if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
+        if not whole:
+            return None
+        running = self.state is ReceiveState.MOVING
+        if self.state is ReceiveState.ASKED or (running and self.granted < self.chunks):
             raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk was granted")
         self.heard_last, self.payload = True, message.payload
         fresh, self.arrived = range(self.arrived, self.granted), self.granted

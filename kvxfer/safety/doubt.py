@@ -119,8 +119,8 @@ class Exposure(Struct, eq=False, dict=True):
     link: Link  # over which it is granted
     name: str  # of the transfer
     # called once if there is evidence, other than the peer's word, that nobody touches it any more
-    _safe: Callable[[], None]
-    routes: Collection[Route]  # those on which the peer may touch it
+    then: Callable[[], None] = no_hold
+    routes: Collection[Route] = ()  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
     fenced: bool = False  # whether the peer passes it, or touches nothing
     ended: bool = False  # nobody touches it any more
@@ -154,14 +154,13 @@ class Exposure(Struct, eq=False, dict=True):
 
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""
-        gates = self.site.gates
-        if self.gate == SHARED_GATE:
-            self.gate = gates.allot()
-        passes = self.gate != SHARED_GATE and self.link.peer.identity.incarnation in self.site.fenced
-        generation = gates.granted(self.gate) if passes or (mapped and gates.words) else 0
-        self.fenced = (self.fenced or not self._granted) and generation > 0
-        self._granted = True
-        self._renewals, self._renewed = self.link.renewals, False
+        gates, gate, link = self.site.gates, self.gate, self.link
+        if gate == SHARED_GATE:
+            gate = self.gate = gates.allot()
+        passes = gate != SHARED_GATE and link.peer.identity.incarnation in self.site.fenced
+        generation = gates.granted(gate) if passes or (mapped and gates.words) else 0
+        self.fenced = generation > 0 and (self.fenced or not self._granted)
+        self._granted, self._renewals, self._renewed = True, link.renewals, False
         return generation
 
     def met(self, renewals: int) -> None:
@@ -191,15 +190,15 @@ class Exposure(Struct, eq=False, dict=True):
         """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
         if not self.ended:
             _log.info("doubt_ended", peer=self.link.peer.name, transfer=self.name, reason=why)
-            safe = self._safe
+            then = self.then
             self.end()
-            safe()
+            then()
 
     def end(self) -> None:
         """Nobody touches it any more. Idempotent."""
         if not self.ended:
             self.ended = True
-            self._safe = no_hold  # without a cycle, the transfer is freed at once
+            self.then = no_hold  # without a cycle, the transfer is freed at once
             self.site.gates.give_back(self.gate)
             if self._found is not None:
                 self._found()

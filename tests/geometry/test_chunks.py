@@ -1,10 +1,9 @@
 """Chunk grids, and the order of bytes in staging."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from execute import by_destination, byte_pairs
+from msgspec.structs import replace
 from worlds import Rank, contiguous
 
 from kvxfer.errors import GeometryError
@@ -56,6 +55,8 @@ def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: in
     assert list(map(grid.of, range(len(grid)))) == ordered
     assert sorted(grid.cells[number] for number in range(len(grid))) == list(range(len(plain)))
     assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
+    for layer in plain.layers:
+        assert grid.last_of(layer) == max(n for n in range(len(grid)) if layer in grid.of(n)[0])
 
 
 @pytest.mark.parametrize("wrong", [

@@ -745,11 +745,6 @@ def waits_for_layers(transfer: Any) -> bool:
     return bool(inner.watched)
 
 
-def knows_layers(transfer: Any) -> bool:
-    """Whether it is known of a fetch in which layers what it brings is."""
-    return bool(transfer._progress._layers)
-
-
 def renew_claims(worker: Any) -> None:
     """Claim everything anew, of the only engine's first rank."""
     claims = worker._service.decode._claims

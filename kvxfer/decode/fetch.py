@@ -8,7 +8,6 @@ import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -17,7 +16,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from kvxfer.copy.port import Event
-from kvxfer.decode.receiver import Receiver
+from kvxfer.decode.receiver import Engine, Receiver
 from kvxfer.errors import (
     ClosedError,
     Code,
@@ -182,7 +181,6 @@ I64: TypeAlias = NDArray[np.int64]
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
-_peer_of: Final = attrgetter("peer")
 _name_of: Final = attrgetter("peer.name")
 _route_of: Final = attrgetter("route")
 _why_of: Final = attrgetter("why")
@@ -208,7 +206,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     # when its caller gives up, by the runtime's clock; infinity if never
     deadline: float = math.inf
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
-    links: list[Link] = field(default_factory=list)  # to every prefill rank that was told what is needed of it
+    links: Sequence[Link] = ()  # to every prefill rank that was told what is needed of it
     ending: tuple[Tally, TransferStats] | None = None  # of a success, until the worker has counted it
     _asked: bool = False
     _error: Cause | None = None
@@ -237,10 +235,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             self.deadline = self.began + self.timeout
             self._timer = self.site.at(self.deadline, self._timed_out)
         try:
-            links = self._known()
-            pairs = None if None in links else self.site.plans.known_shares(map(_peer_of, links))
-            if pairs is not None:
-                self._ask(pairs, links)
+            engine = self.role.engine(self.ticket)
+            if engine is not None:
+                self._ask(engine)
         except KvxferError as error:
             self._stop(error)
         except Exception as error:  # noqa: BLE001 - as in a task: a defect ends the fetch, which its caller has to await
@@ -252,13 +249,13 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     async def _connect(self) -> None:
         """Ask when all ranks that can be reached are."""
         try:
-            self._ask(*await self._divided())
+            self._ask(await self._divided())
         except KvxferError as error:
             self._stop(error)
 
-    async def _divided(self) -> tuple[Sequence[PairPlan | None], Sequence[Link | None]]:
-        """What is needed of each prefill rank, and the links to those that could be reached."""
-        site, links = self.site, self._known()
+    async def _divided(self) -> Engine:
+        """What is needed of each prefill rank that could be reached."""
+        site, links = self.site, self.role.known(self.ticket)
         lost: KvxferError | None = None
         if None in links:
             links, lost = await self._connected()
@@ -276,12 +273,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 what = f"fetch of {self.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
-        return await site.plan(shares, rows=site.plans.shares_rows(peers)), links
-
-    def _known(self) -> list[Link | None]:
-        """Links to all ranks; None for one that is not connected."""
-        ticket = self.ticket
-        return list(map(self.role.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
+        return self.role.divided(self.ticket, links, await site.plan(shares, rows=site.plans.shares_rows(peers)))
 
     async def _connected(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
@@ -301,24 +293,17 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 raise outcome
         return links, lost
 
-    def _ask(self, pairs: Sequence[PairPlan | None], links: Sequence[Link | None]) -> None:
+    def _ask(self, engine: Engine) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
-        self.state = TransferState.WAITING
-        sent = True
+        self.state, self.links, sent = TransferState.WAITING, engine.links, True
         try:
-            for pair, link in zip(pairs, links, strict=True):
-                if link is None:
-                    continue
-                self.links.append(link)
-                if pair is not None:
-                    receiver = self.role.receiver(link, pair, self)
-                    self.receivers.append(receiver)
-                    sent = receiver.ask() and sent
-                else:
-                    link.send(wire.Release(self.ref))
+            for part in engine.parts:
+                sent = self.role.receiver(part, self).ask() and sent
+            for link in engine.idle:
+                link.send(wire.Release(self.ref))
         finally:
             self._asked = True
-        if not self.receivers:
+        if not engine.parts:
             self.broken(TransferFailedError("no rank that was reached has anything of it"))
         if not sent:
             self.changed()
@@ -331,21 +316,19 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     def have_landed(self, layers: range) -> bool:
         """See `Progress`."""
         for layer in layers:
-            parts = [receiver for receiver in self.receivers if layer in receiver.pair.layers]
+            parts = [receiver for receiver in self.receivers if layer in receiver.part.pair.layers]
             if not parts or not all(receiver.has_landed(layer) for receiver in parts):
                 return False
         return True
 
     def _succeed(self) -> None:
         """Every byte is where it belongs, and nobody touches any of it any more: tell the caller."""
-        payload = b""
         if self._timer is not None:
             self._timer.cancel()
         self.site.custody.release(self.id)
-        for receiver in self.receivers:
-            payload = payload or receiver.machine.payload
+        payloads = [receiver.machine.payload for receiver in self.receivers]
         self.ending = self._counted()
-        self.succeed(FetchResult(self.request, payload, self.ending[1]))
+        self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
         self.role.succeeded(self)
 
     def account(self) -> None:
@@ -400,9 +383,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             receiver.link.moved[receiver.route] += moved.bytes
             if tally is not moved:
                 tally.merge(moved)
-        routes = map(ROUTE_NAMES.__getitem__, map(_route_of, receivers))
+        routes: set[str] = set(map(ROUTE_NAMES.__getitem__, map(_route_of, receivers)))
         return tally, tally.stats(
-            route="+".join(sorted(filter(None, set(routes)))),
+            route="+".join(sorted(filter(None, routes))),
             why="; ".join(filter(None, dict.fromkeys(map(_why_of, receivers)))),
             peers=tuple(map(_name_of, receivers)),
             started=self.began,

@@ -43,8 +43,7 @@ from kvxfer.geometry import (
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans, selection_to_wire
-from kvxfer.plans.routes import acceptable
+from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
@@ -56,7 +55,7 @@ from kvxfer.telemetry import logger
 if TYPE_CHECKING:
     from kvxfer.decode.fetch import Fetch
 
-__all__ = ["Checking", "Finding", "Receiver"]
+__all__ = ["Checking", "Engine", "Finding", "Part", "Receiver"]
 
 # --- sums, compared
 #
@@ -139,6 +138,7 @@ _MOST_FED: Final = 256
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _RUNNING: Final = (ReceiveState.ASKED, ReceiveState.MOVING)
+_NOTHING: Final = range(0)
 
 
 class Grants(Struct, eq=False):
@@ -275,6 +275,23 @@ class _Said(Struct, eq=False):
     news: bool = False  # whether that is because more have left, and not for the lease
 
 
+class Part(Struct, frozen=True, eq=False):
+    """What one prefill rank sends of every request: the same until a link of this worker is opened or lost."""
+
+    link: Link  # to it
+    pair: PairPlan  # of the part of the cache that it has
+    asks: wire.Fetch  # what every question says of it, the routes that this rank accepts among that, best first
+    first: Route  # of these
+
+
+class Engine(Struct, frozen=True, eq=False):
+    """A prefill engine as far as it can be reached."""
+
+    links: Sequence[Link]  # to all of its ranks
+    parts: Sequence[Part]  # of those that have anything that this rank needs
+    idle: Sequence[Link]  # to the others
+
+
 class _Run(Struct, eq=False):
     """Chunks that the mover moves one after another."""
 
@@ -291,7 +308,7 @@ class Receiver(Struct, eq=False):
     site: Site
     link: Link  # the control stream to the prefill rank; another one when the same incarnation is reached again
     transfer: int  # its number, unique within this rank's incarnation
-    pair: PairPlan  # of the part of the cache that is asked for
+    part: Part  # what is asked for
     fetch: "Fetch"  # what it is a part of
     peer: PeerInfo
     grants: Grants  # memory in its hands
@@ -331,61 +348,6 @@ class Receiver(Struct, eq=False):
     _given_up: bool = False
     _awake: Callable[[], None] = no_hold
     _leave: Callable[[], None] = no_hold
-
-    def __post_init__(self) -> None:
-        """Grant with the question what may be.
-
-        Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
-        `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
-        other of the turns that are taken in it.
-        """
-        site, fetch, pair, link, exposure = self.site, self.fetch, self.pair, self.link, self.exposure
-        exposure.then = self._safe
-        if site.sums_every:
-            self.checking = Checking(self.transfer, site.sums_every)
-        if not link.is_open:  # of a peer that was lost since it was looked up nothing is known any more
-            return
-        means = site.means(self.peer, trusted=link.trusted, sending=False)
-        routes = self._routes = acceptable(site.config.route, means)
-        after, first = fetch.after, routes[0] if routes else Route.UNKNOWN
-        self._writes, self._staged = after is READY, first is Route.STAGED
-        if site.rebuilds.paused or not (self._staged or (first in IN_PLACE and (self._writes or has_fired(after)))):
-            return
-        grants, machine = self.grants, self.machine
-        agreement = pair.agreement(fetch.spans, fetch.tokens)  # first: if it raises nothing is taken
-        if self._staged:
-            machine.staging = self._take_ahead()
-            if not machine.staging:
-                return
-            exposure.routes = (Route.STAGED,)
-        else:
-            exposure.routes = routes
-            grants.write_in_place(pair.most_bytes(fetch.spans, fetch.tokens))
-        machine.ahead, self._agreement, grants.lease_ms = True, agreement, grants.next_lease_ms()
-
-    def _take_ahead(self) -> int:
-        """Take staging memory that is granted with the question; for how many chunks that is."""
-        site, grants, pair, tokens, most, token, agent = (
-            self.site,
-            self.grants,
-            self.pair,
-            self.fetch.tokens,
-            1,
-            b"",
-            "",
-        )
-        nbytes = pair.most_staged_bytes(tokens)
-        if nbytes > site.place_bytes:
-            places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
-            most = min(site.config.window, grants.desk.share.most(nbytes), places)
-            token, agent = _token(None if self.checking is not None else self._agent())
-            if not token:
-                return 0
-        grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
-        places = len(grants.ahead)
-        if token and places:
-            self._turns = Turns(places, 0, token, agent)
-        return grants.turns() * places if token and places == most and has_fired(self.fetch.after) else places
 
     @property
     def _grant_said(self) -> _Said:
@@ -464,35 +426,81 @@ class Receiver(Struct, eq=False):
     # --- from the question to the last chunk
 
     def ask(self) -> bool:
-        """Ask, and grant with the question what may be granted. False if the link is gone."""
-        site, fetch, grants, machine, turns = self.site, self.fetch, self.grants, self.machine, self._turns
+        """Ask, and grant with the question what may be. False if the link is gone.
+
+        Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
+        `STAGED` does it is a place for the only chunk, or a ring for the first ones, if the two agents can tell each
+        other of the turns that are taken in it.
+        """
+        site, fetch, part, link, grants = self.site, self.fetch, self.part, self.link, self.grants
+        spans, tokens, after, pair = fetch.spans, fetch.tokens, fetch.after, part.pair
+        machine, exposure = self.machine, self.exposure
+        # of a peer that was lost since it was looked up nothing is known any more
+        first, routes, writes = part.first, part.asks.routes if link.is_open else [], after is READY
+        staged = first is Route.STAGED
+        self._routes, self._staged, self._writes, exposure.then = routes, staged, writes, self._safe
+        if site.sums_every:
+            self.checking = Checking(self.transfer, site.sums_every)
+        ahead = (
+            link.is_open
+            and (staged or (first in IN_PLACE and (writes or has_fired(after))))
+            and not site.rebuilds.paused
+        )
+        if ahead:
+            self._agreement = pair.agreement(spans, tokens)  # it may raise: nothing is taken, and nobody knows of this
+        fetch.receivers.append(self)
+        fetch.role.incoming[self.transfer] = self
         self._asked = now = site.now()
-        left, routes = fetch.deadline - now, self._routes
-        message = wire.Fetch(
-            self.transfer,
-            fetch.ref,
-            list(map(selection_to_wire, self.pair.selections)),
-            encode_spans(fetch.spans, self.pair.groups),
-            token_start=fetch.tokens.start,
-            token_stop=fetch.tokens.stop,
-            routes=list(routes),
-            max_extent_bytes=site.place_bytes,
+        generation = 0
+        if ahead and staged:
+            ahead = self._take_ahead(tokens)
+        elif ahead:
+            grants.write_in_place(pair.most_bytes(spans, tokens))
+        if ahead:
+            machine.ahead, grants.lease_ms = True, grants.next_lease_ms()
+            exposure.routes = (first,) if staged else routes
+            generation = exposure.grant(mapped=Route.MAPPED in routes)
+        left, turns = fetch.deadline - now, self._turns
+        message = replace(
+            part.asks,
+            transfer=self.transfer,
+            ticket=fetch.ref,
+            spans=encode_spans(spans, pair.groups),
+            token_start=tokens.start,
+            token_stop=tokens.stop,
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
             lease_ms=grants.lease_ms,
-            generation=self.exposure.grant(mapped=Route.MAPPED in routes) if machine.ahead else 0,
-            agreement=self._agreement,
+            generation=generation,
+            agreement=self._agreement if ahead else b"",
             ring=named(grants.ahead) if grants.ahead else [],
             ring_chunks=machine.staging,
             token=b"" if turns is None else turns.token,
-            fenced=site.keys.has(self.peer),
             trace=fetch.trace,
         )
-        if self.link.send(message):
+        if link.send(message):
             return machine.state is not ReceiveState.LOST  # what the peer has not read was too much
         machine.ahead = False
         self._void_ahead()
         self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
+
+    def _take_ahead(self, tokens: range) -> bool:
+        """Take staging memory that is granted with the question. Whether there is any."""
+        site, grants, most, token, agent = self.site, self.grants, 1, b"", ""
+        nbytes = self.part.pair.most_staged_bytes(tokens)
+        if nbytes > site.place_bytes:
+            places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
+            most = min(site.config.window, grants.desk.share.most(nbytes), places)
+            token, agent = _token(None if self.checking is not None else self._agent())
+            if not token:
+                return False
+        grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
+        places = self.machine.staging = len(grants.ahead)
+        if token and places:
+            self._turns = Turns(places, 0, token, agent)
+            if places == most and has_fired(self.fetch.after):
+                self.machine.staging = grants.turns() * places
+        return places > 0
 
     async def run(self, message: wire.Accept) -> None:
         """Receive what was asked for. What fails stops all of it."""
@@ -555,8 +563,8 @@ class Receiver(Struct, eq=False):
         fetch, agreed = self.fetch, self._grid
         try:
             grid = self._cut(message) if agreed is None else agreed
-            plan = bind(self.pair, source, fetch.spans, fetch.tokens, covered=0)
-            differs = agreed is None and (grid.chunks != message.chunks or plan.digest(grid) != message.digest)
+            plan = bind(self.part.pair, source, fetch.spans, fetch.tokens, covered=0)
+            differs = agreed is None and plan.digest(grid) != message.digest
             if differs or plan.nbytes != message.bytes:
                 raise _plan_differs(message)
         except KvxferError as error:
@@ -564,9 +572,16 @@ class Receiver(Struct, eq=False):
         return Bound(plan, grid)
 
     def _cut(self, message: wire.Accept) -> ChunkGrid:
-        """How the peer cuts it."""
+        """How the peer cuts it.
+
+        Raises:
+            RefusedError: If that makes another number of chunks than it says.
+        """
         tokens, window, band = self.fetch.tokens, message.tokens_per_chunk, message.windows_per_band
-        return ChunkGrid(self.pair.layers, message.layers_per_chunk, window, tokens.start, tokens.stop, band)
+        grid = ChunkGrid(self.part.pair.layers, message.layers_per_chunk, window, tokens.start, tokens.stop, band)
+        if grid.chunks != message.chunks:
+            raise _plan_differs(message)
+        return grid
 
     # --- chunks, in their order
 
@@ -996,8 +1011,7 @@ class Receiver(Struct, eq=False):
             return
         self.route, self.why, self._staged = route, message.why, route is Route.STAGED
         self._flushes = not self._staged and _by_nic(self, staged=False)
-        tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
-        tally.chunks = message.chunks
+        tally.chunks, tally.predicted = message.chunks, message.predicted_us / 1e6 or None
         site.heard(self.peer, fenced=message.fenced)
         exposure.routes = (route,)
         try:
@@ -1005,10 +1019,7 @@ class Receiver(Struct, eq=False):
                 grants.ring, grants.ahead = grants.ahead, ()
                 if message.digest != cut_digest(self._agreement, message.layers_per_chunk, message.tokens_per_chunk):
                     raise _plan_differs(message)
-                grid = self._cut(message)
-                if grid.chunks != message.chunks:
-                    raise _plan_differs(message)
-                self._grid = grid
+                self._grid = self._cut(message)
                 if self._turns is not None:
                     self._go_by([], 0, self._turns)
                     grants.begin_turns(0, site.now())
@@ -1059,15 +1070,16 @@ class Receiver(Struct, eq=False):
 
     def result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
-        machine, tally, whole = self.machine, self.tally, message.chunk == WHOLE
-        if message.status is Status.IN_DOUBT and whole:
-            self.exposure.told_in_doubt()
-        elif message.status is Status.OK and whole and machine.state is ReceiveState.MOVING and not machine.heard_last:
-            self._nbytes = message.bytes
-            if not self._plans:
-                tally.bytes = message.bytes
-            elif machine.chunks_done == machine.chunks and message.bytes != tally.bytes:
-                self._failed(self._differs())
+        machine = self.machine
+        if message.chunk == WHOLE:
+            if message.status is Status.IN_DOUBT:
+                self.exposure.told_in_doubt()
+            elif message.status is Status.OK and machine.state is ReceiveState.MOVING and not machine.heard_last:
+                self._nbytes = nbytes = message.bytes
+                if not self._plans:
+                    self.tally.bytes = nbytes
+                elif machine.chunks_done == machine.chunks and nbytes != self.tally.bytes:
+                    self._failed(self._differs())
         self._heard(machine.result(message), message.timings)
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
             self.stop(machine.failure)
@@ -1079,24 +1091,26 @@ class Receiver(Struct, eq=False):
         if chunks is None:
             self.site.metrics.results_dropped["stale"] += 1
             return
-        run, now, granted = self._run, self.site.now(), self._granted
+        now, granted, run = self.site.now(), self._granted, self._run
         if self.route is Route.PULL:
             if not chunks:
                 return
             self.tally.began(now)
-        elif chunks or timings != UNTIMED:
-            self.tally.arrived(granted[0][1] if chunks else now, now, timings)
+        elif chunks:
+            self.tally.arrived(granted[0][1], now, timings)
             while granted and granted[0][0] <= chunks.stop:
                 del granted[0]
-        if chunks and run is not None and self._staged:
-            self.site.mover.hear(run.flow, chunks.stop - run.first)
-            if chunks.stop <= self._begun:
-                return  # there is nothing to do before it is copied
+            if run is not None and self._staged:
+                self.site.mover.hear(run.flow, chunks.stop - run.first)
+                if chunks.stop <= self._begun:
+                    return  # there is nothing to do before it is copied
+        elif timings != UNTIMED:
+            self.tally.arrived(now, now, timings)
         self._land_soon()
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
-        strange = set(map(_group_of, spans)).difference(self.pair.groups)
+        strange = set(map(_group_of, spans)).difference(self.part.pair.groups)
         try:
             if strange:
                 raise ProtocolError(f"the peer named blocks of group {min(strange)!r}, of which nothing was asked for")
@@ -1220,26 +1234,22 @@ class Receiver(Struct, eq=False):
         state, ended = machine.state, machine.ended
         if machine.failure is None and state in _RUNNING:
             return  # all goes well
-        lost = state is ReceiveState.LOST
         if not self._given_up and state is not ReceiveState.DONE:
             self._give_up()  # whoever ended it: no scatter begins any more
         if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
-        if ended or lost:
-            if self._run is None:  # else our own copies read it yet
-                stop, turns = machine.granted, self._turns
-                # the peer writes no chunk before there is a place for it
-                stop = stop if turns is None else min(stop, self._copied + turns.places)
-                self.grants.settle(range(machine.arrived, stop), lost=lost)
-            if ended or self.finished or not self.link.is_open or self.route is Route.PULL:
-                # nothing that it has posted needs this side to end any more, nor does it wait for news of it
-                if self._awake is not no_hold:
-                    self._awake()
-                    self._awake = no_hold
-                if self._run is None and self._leave is not no_hold:
-                    self._leave()
-                if self._said is not None and self._said.again is not None:
-                    self._said.again.cancel()
+        lost = state is ReceiveState.LOST
+        if (ended or lost) and self._run is None:  # else our own copies read it yet
+            self.grants.settle(self._in_hand if lost else _NOTHING, lost=lost)
+        if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
+            # nothing that it has posted needs this side to end any more, nor does it wait for news of it
+            if self._awake is not no_hold:
+                self._awake()
+                self._awake = no_hold
+            if self._leave is not no_hold and self._run is None:
+                self._leave()
+            if self._said is not None and self._said.again is not None:
+                self._said.again.cancel()
         if ended:
             self.exposure.end()
             if self._answer is None:  # else `run` has not begun, and will not
@@ -1247,6 +1257,14 @@ class Receiver(Struct, eq=False):
         self.fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
             self.fetch.doubted(self)
+
+    @property
+    def _in_hand(self) -> range:
+        """Chunks that the peer may be writing: none before there is a place for it."""
+        machine, turns = self.machine, self._turns
+        return range(
+            machine.arrived, machine.granted if turns is None else min(machine.granted, self._copied + turns.places)
+        )
 
 
 def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:

@@ -1,20 +1,21 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, repeat
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from kvxfer.copy.port import READY, as_event
 from kvxfer.decode.fetch import Fetch
-from kvxfer.decode.receiver import Grants, Receiver
+from kvxfer.decode.receiver import Engine, Grants, Part, Receiver
 from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
 from kvxfer.geometry import Blocks, PairPlan
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import wanted_blocks
+from kvxfer.plans.planning import selection_to_wire, wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure, Receiving
@@ -306,6 +307,9 @@ class Recoveries:
 
 _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
+_KNOWN_ENGINES: Final = 1024
+_NO_TICKET: Final = wire.TicketRef("", 0, b"")
+_peer_of: Final = attrgetter("peer")
 _TAKES: Final[Mapping[type[wire.Message], str]] = {
     wire.Accept: "accepted",
     wire.Arrived: "came",
@@ -330,12 +334,13 @@ class Decode:
         self._site: Final = site
         self._numbers = count(1)
         self._prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
+        self._engines: dict[tuple[str, tuple[str, ...]], Engine] = {}  # by epoch, and where its ranks are
         self._ending: list[Fetch] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
-        self._incoming: dict[int, Receiver] = {}
+        self.incoming: Final[dict[int, Receiver]] = {}  # what takes parts of them, by number
         self.recoveries: Final = Recoveries(site, peers)
         self._claims: Final = Claims(site, peers)
 
@@ -397,10 +402,8 @@ class Decode:
             same.add(fetch)
         else:
             self._of_ticket[key] = {fetch}
-        if (later := self._later.pop(key, None)) is not None:
-            later.cancel()
-        if self._windows:
-            self._close_window(key)
+        if self._later or self._windows:
+            self._take_up(key)
         self.fetches.add(fetch)
         fetch.begin()
         return fetch
@@ -438,20 +441,53 @@ class Decode:
 
     # --- what fetches say
 
-    def receiver(self, link: Link, pair: PairPlan, fetch: Fetch) -> Receiver:
+    def known(self, ticket: Ticket) -> list[Link | None]:
+        """Links to all ranks of its engine; None for one that is not connected."""
+        return list(map(self.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
+
+    def engine(self, ticket: Ticket) -> Engine | None:
+        """What its ranks send, if all are connected, and it is known what each of them has."""
+        found = self._engines.get((ticket.epoch, ticket.rank_endpoints))
+        if found is not None:
+            return found
+        links = self.known(ticket)
+        pairs = None if None in links else self._site.plans.known_shares(map(_peer_of, links))
+        return None if pairs is None else self.divided(ticket, links, pairs)
+
+    def divided(self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]) -> Engine:
+        """The same of those that could be reached, and what each of these has that this rank needs."""
+        site, parts = self._site, list[Part]()
+        for link, pair in zip(links, pairs, strict=True):
+            if link is not None and pair is not None:
+                peer, wanted = link.peer, list(map(selection_to_wire, pair.selections))
+                routes = site.routes(peer, trusted=link.trusted, sending=False) if link.is_open else []
+                fenced = site.keys.has(peer)
+                asks = wire.Fetch(0, _NO_TICKET, wanted, [], 0, 0, routes, site.place_bytes, 0, fenced=fenced)
+                parts.append(Part(link, pair, asks, routes[0] if routes else Route.UNKNOWN))
+        there, busy = list(filter(None, links)), [part.link for part in parts]
+        engine = Engine(there, parts, [link for link in there if link not in busy])
+        if len(there) == len(links) and all(link.is_open for link in there):
+            if len(self._engines) >= _KNOWN_ENGINES:
+                self._engines.clear()
+            self._engines[ticket.epoch, ticket.rank_endpoints] = engine
+        return engine
+
+    def forget_engines(self) -> None:
+        """A link was opened, or is gone, and with it perhaps what is known of a peer."""
+        self._engines.clear()
+
+    def receiver(self, part: Part, fetch: Fetch) -> Receiver:
         """What takes one rank's part of a fetch: it gets the messages that are for it."""
-        number = fetch.number if not fetch.receivers else next(self._numbers)
-        site, peer = self._site, link.peer
+        site, link, number = self._site, part.link, next(self._numbers) if fetch.receivers else fetch.number
+        peer = link.peer
         grants, exposure = Grants(site, peer, site.receive_desk), Exposure(site, link, f"{self._prefix}{number}")
-        receiver = Receiver(site, link, number, pair, fetch, peer, grants, exposure, Receiving(number))
-        self._incoming[number] = receiver
-        return receiver
+        return Receiver(site, link, number, part, fetch, peer, grants, exposure, Receiving(number))
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
         self._claims.drop(fetch.key)
         for receiver in fetch.receivers:
-            del self._incoming[receiver.transfer]
+            del self.incoming[receiver.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
@@ -491,7 +527,7 @@ class Decode:
             fetch.settle()
             for receiver in receivers[:]:
                 if not receiver.owes_an_answer:
-                    self._incoming.pop(receiver.transfer, None)
+                    self.incoming.pop(receiver.transfer, None)
                     receiver.exposure.end()
                     receiver.grants.let_go()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
@@ -500,10 +536,10 @@ class Decode:
 
     def handle(self, link: Link, message: Any) -> None:
         """Take a message of a prefill rank."""
-        take = _TAKES.get(type(message))
+        take = _TAKES.get(message.__class__)
         if take is None:
             return
-        incoming = self._incoming.get(message.transfer)
+        incoming = self.incoming.get(message.transfer)
         if incoming is None:
             if isinstance(message, (wire.Arrived, wire.KvAgentResult)):
                 self._site.metrics.results_dropped["stale"] += 1
@@ -517,20 +553,20 @@ class Decode:
         if self._site.config.sums_every:
             link.send(wire.Check(self._site.config.sums_every))
             self._site.warm_sums(link.peer, sending=False)
-        for receiver in list(self._incoming.values()):
+        for receiver in list(self.incoming.values()):
             if receiver.peer.identity.incarnation == link.peer.identity.incarnation and receiver.is_lost:
                 receiver.resume(link)
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone: every transfer on it fails."""
         failure = Failure(Status.FAILED, Code.PEER_LOST, str(error))
-        for incoming in list(self._incoming.values()):
+        for incoming in list(self.incoming.values()):
             if incoming.link is link and not incoming.machine.ended:
                 incoming.lost(failure)
 
     def renewed(self, link: Link) -> None:
         """A prefill rank has made its agent anew."""
-        for receiver in list(self._incoming.values()):
+        for receiver in list(self.incoming.values()):
             if receiver.peer.identity.incarnation == link.peer.identity.incarnation:
                 receiver.exposure.met(link.renewals)
 
@@ -565,7 +601,7 @@ class Decode:
     @property
     def owing(self) -> Iterable[Link]:
         """Links on which something was asked for that has not ended; they may be gone."""
-        return (receiver.link for receiver in self._incoming.values())
+        return (receiver.link for receiver in self.incoming.values())
 
     @property
     def exposed(self) -> bool:
@@ -579,14 +615,14 @@ class Decode:
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for reads of ours."""
-        for incoming in list(self._incoming.values()):
+        for incoming in list(self.incoming.values()):
             if incoming.reading:
                 incoming.stop(failure)
 
     # --- inside
 
     def _in_hand(self) -> Iterator[Receiver]:
-        for incoming in self._incoming.values():
+        for incoming in self.incoming.values():
             machine = incoming.machine
             if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
                 yield incoming
@@ -597,6 +633,12 @@ class Decode:
             same.discard(fetch)
             if not same:
                 del self._of_ticket[fetch.key]
+
+    def _take_up(self, key: TicketKey) -> None:
+        """A request is tried again: nobody is told that it is not wanted any more."""
+        if (later := self._later.pop(key, None)) is not None:
+            later.cancel()
+        self._close_window(key)
 
     def _close_window(self, key: TicketKey) -> None:
         timer, _ = self._windows.pop(key, (None, None))

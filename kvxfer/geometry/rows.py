@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
@@ -46,8 +47,7 @@ Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Span:
+class Span(Struct, frozen=True, eq=False, dict=True):
     """A block list that does not start at token 0 (a sliding window), or the normal form of any block list.
 
     Attributes:
@@ -174,43 +174,66 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
     Raises:
         BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
     """
-    groups = geometry.groups
-    if len(groups) != 1 and not isinstance(blocks, Mapping):
+    groups, spans = geometry.groups, dict[str, Span]()
+    if isinstance(blocks, Mapping):
+        of_group: Mapping[str, Ids | Span] = blocks
+    elif len(groups) != 1:
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
-    of_group = dict(blocks) if isinstance(blocks, Mapping) else dict.fromkeys(groups, blocks)
-    if set(of_group) != set(groups):
+    else:
+        of_group = dict.fromkeys(groups, blocks)
+    if of_group.keys() != groups.keys():
         raise BlocksError(f"blocks= names the groups {sorted(of_group, key=str)}, but this cache has {sorted(groups)}")
-    spans: dict[str, Span] = {}
     for group in groups:
         value = of_group[group]
         given, first = (value.ids, value.first_token) if isinstance(value, Span) else (value, 0)
         try:
-            count = len(given) if hasattr(given, "__len__") else 0
-            if count > _MAX_IDS:
-                raise ValueError(f"{count} of them are more than any pool has")
+            if hasattr(given, "__len__") and len(given) > _MAX_IDS:
+                raise ValueError(f"{len(given)} of them are more than any pool has")
             ids = np.asarray(given)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # ragged lists, tensors of a GPU
             raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
-        if ids.size == 0:
-            ids = ids.astype(np.int64).reshape(-1)
-        if ids.dtype.kind == "b":
-            raise BlocksError(
-                f"group {group!r}: block ids must be whole numbers, not bool of shape {ids.shape}; "
-                "of a mask over the pool give the positions that are true"
-            )
-        if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
-            _check_fit(group, given if isinstance(given, list | tuple) else ids.tolist())
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            what = f"{ids.dtype} of shape {ids.shape}"
-            raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension, not {what}")
-        if isinstance(first, bool) or not hasattr(first, "__index__"):
-            raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
-        if not 0 <= first <= MAX_TOKENS:
-            rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
-            raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
-        made = spans[group] = Span(ids.astype(np.int64), int(first))
+        if ids.ndim != 1 or ids.dtype.kind != "i":
+            ids = _whole(group, given, ids)
+        if type(first) is not int or not 0 <= first <= MAX_TOKENS:
+            first = _first(group, first)
+        made = spans[group] = Span(ids.astype(np.int64), first)
         vars(made)["packed"] = ids.astype("<u4").tobytes()  # nearly every list is hashed, or sent
     return spans
+
+
+def _whole(group: str, given: Ids, ids: NDArray[Any]) -> NDArray[Any]:
+    """Ids that are not plainly whole numbers in one dimension, if they are that all the same.
+
+    Raises:
+        BlocksError: If they are not.
+    """
+    if ids.size == 0:
+        return ids.astype(np.int64).reshape(-1)
+    if ids.dtype.kind == "b":
+        raise BlocksError(
+            f"group {group!r}: block ids must be whole numbers, not bool of shape {ids.shape}; "
+            "of a mask over the pool give the positions that are true"
+        )
+    if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
+        _check_fit(group, given if isinstance(given, list | tuple) else ids.tolist())
+    if ids.ndim != 1 or ids.dtype.kind != "u":
+        what = f"{ids.dtype} of shape {ids.shape}"
+        raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension, not {what}")
+    return ids
+
+
+def _first(group: str, first: Any) -> int:
+    """A first token that is no plain number in range, if it is one all the same.
+
+    Raises:
+        BlocksError: If it is not.
+    """
+    if isinstance(first, bool) or not hasattr(first, "__index__"):
+        raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
+    if not 0 <= first <= MAX_TOKENS:
+        rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
+        raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
+    return int(first)
 
 
 def _check_fit(group: str, ids: Sequence[Any]) -> None:
@@ -226,28 +249,29 @@ def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool
     Raises:
         BlocksError: Naming the group, the position and the id.
     """
+    sides, pools = geometry.sides, geometry.pool_ids
     for group, span in spans.items():
-        side, ids, limit = geometry.sides[group], np.asarray(span.ids, np.int64), geometry.pool_ids[group]
-        is_state, null = side.is_state, side.null_block
-        if ids.size == 0 and receiving and is_state:
-            raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
-        if ids.size == 0:  # whether a list is long enough is for those to say who know the tokens
+        side, ids, limit = sides[group], np.asarray(span.ids, np.int64), pools[group]
+        count, null = len(ids), side.null_block
+        if not count:  # whether a list is long enough is for those to say who know the tokens
+            if receiving and side.is_state:
+                raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
             continue
         unsigned = ids.view(np.uint64)  # then negative ones are beyond every limit
-        if int(unsigned[unsigned.argmax()]) >= limit:
+        if unsigned[unsigned.argmax()] >= limit:
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
-        if null is not None and is_state and (ids == null).any():
+        if null is not None and side.is_state and (ids == null).any():
             raise BlocksError(f"group {group!r} is state, which cannot be padding: its slot is the null block {null}")
         if not receiving:
             continue
-        if len(ids) <= _FEW_IDS or limit > _SPARSE * len(ids):
+        if count <= _FEW_IDS or limit > _SPARSE * count:
             distinct = len(set(ids.tolist()))
         else:
             seen = np.zeros(limit, np.bool_)
             seen[ids] = True
             distinct = int(np.count_nonzero(seen))
-        if distinct < len(ids):
+        if distinct < count:
             ordered = np.sort(ids)
             repeated = ordered[1:][ordered[1:] == ordered[:-1]]
             first, second = np.flatnonzero(ids == repeated[0])[:2]

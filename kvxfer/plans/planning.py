@@ -127,27 +127,29 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
     Raises:
         BlocksError: Naming the group and both numbers.
     """
+    sides, asked = geometry.sides, len(tokens) > 0
     found: dict[str, I64] = {}
     for group, span in spans.items():
-        side, ids = geometry.sides[group], np.asarray(span.ids, np.int64)
+        side, ids, first = sides[group], np.asarray(span.ids, np.int64), span.first_token
+        count, size, start, stop = len(ids), side.id_tokens, tokens.start, tokens.stop
         if side.is_state:
-            if len(ids) > 1 or (complete and not len(ids)):
-                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {len(ids)} were given")
+            if count > 1 or (complete and not count):
+                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
             found[group] = ids
             continue
-        first, start, stop, size = span.first_token, tokens.start, tokens.stop, side.id_tokens
         if side.of > 1:  # from here on those of this rank's turns are counted
             first, start, stop = map(side.before, (first, start, stop))
         origin, needed = first // size, stop - stop % side.tokens_per_row
-        cover = (origin + len(ids)) * size
-        if len(tokens) and first < needed and cover < needed:
+        cover = (origin + count) * size
+        if cover < needed and first < needed and asked:
             whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
-                f"group {group!r}: {len(ids)} blocks of {size} tokens reach up to token {cover}{whose}, "
+                f"group {group!r}: {count} blocks of {size} tokens reach up to token {cover}{whose}, "
                 f"but {needed} are needed"
             )
-        begin, end = max(0, start // size - origin), max(0, -(-stop // size) - origin)
-        found[group] = ids[begin : end if len(tokens) else begin]
+        begin = max(0, start // size - origin)
+        end = max(0, -(-stop // size) - origin) if asked else begin
+        found[group] = ids[begin:end]
     return found
 
 
@@ -248,13 +250,10 @@ def selection_from_wire(selection: wire.Selection) -> Selection:
 
 def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists | None = None) -> list[wire.Span]:
     """Block lists of these groups as they travel; of those in `said` only what follows them, if anything does."""
-    found: list[wire.Span] = []
-    for group in groups:
-        span = spans[group]
-        packed = span.packed if said is None else Span(span.ids[len(said[group].ids) :]).packed
-        if said is None or packed:
-            found.append(wire.Span(group, span.first_token, packed))
-    return found
+    if said is None:
+        return [wire.Span(group, spans[group].first_token, spans[group].packed) for group in groups]
+    more = {group: Span(spans[group].ids[len(said[group].ids) :]).packed for group in groups}
+    return [wire.Span(group, spans[group].first_token, packed) for group, packed in more.items() if packed]
 
 
 def decode_spans(spans: Sequence[wire.Span], *, follow: BlockLists = _NO_SPANS) -> dict[str, Span]:
@@ -473,9 +472,13 @@ class PairPlans:
         found = self._shares.get(key)
         if found is None:
             held = [(number, peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None]
-            parts, found = resolve(self._own, [geometry for *_, geometry in held], rank=rank), [None] * len(peers)
-            for (number, peer, _), part in zip(held, parts, strict=True):
-                found[number] = self.pair(peer, part, sending=False) if part else None
+            parts = resolve(self._own, [geometry for *_, geometry in held], rank=rank)
+            of_rank = {
+                number: self.pair(peer, part, sending=False)
+                for (number, peer, _), part in zip(held, parts, strict=True)
+                if part
+            }
+            found = list(map(of_rank.get, range(len(peers))))
             if all(self._geometries.get(peer.identity.incarnation) is geometry for _, peer, geometry in held):
                 self._shares[key] = found  # else one of them has gone, or holds something else since
                 if len(self._shares) > self._kept:

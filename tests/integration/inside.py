@@ -619,7 +619,7 @@ def traced(worker: Any) -> int:
 
 def early_sums(worker: Any) -> int:
     """How many sums its only transfer keeps that nobody compares yet."""
-    (incoming,) = worker._service.decode._incoming.values()
+    (incoming,) = worker._service.decode.incoming.values()
     return len(incoming.checking._sums)
 
 
@@ -662,7 +662,7 @@ def now(worker: Any) -> float:
 
 def unanswered(worker: Any) -> list[int]:
     """Numbers of what it asked peers for that has not ended, or is in doubt."""
-    return list(worker._service.decode._incoming)
+    return list(worker._service.decode.incoming)
 
 
 def being_read(worker: Any) -> bool:
@@ -673,7 +673,7 @@ def being_read(worker: Any) -> bool:
 
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
-    (receiver,) = worker._service.decode._incoming.values()
+    (receiver,) = worker._service.decode.incoming.values()
     return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._run and receiver._run.flow))
 
 
@@ -717,7 +717,7 @@ def bury(worker: Any) -> None:
 
 def being_stopped(worker: Any) -> bool:
     """Whether something that is under way has failed, and its peers are yet to say that it has ended."""
-    receiving, sending = worker._service.decode._incoming.values(), worker._service.prefill.transfers
+    receiving, sending = worker._service.decode.incoming.values(), worker._service.prefill.transfers
     return any(one.machine.failure for one in (*receiving, *sending))
 
 

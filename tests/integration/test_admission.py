@@ -101,9 +101,8 @@ async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route):
         tickets = [prefill.engine.ticket(f"r{number}") for number in range(8)]
         fetches = [decode.start_fetch(one, [at + 8], tokens=range(4), timeout=30) for at, one in enumerate(tickets)]
         assert len(parts_kept()) >= before + len(fetches)
-        for fetch in fetches:
-            await fetch
-        del fetch, fetches
+        while fetches:
+            await fetches.pop()
         await quiet(prefill, decode)
         assert decode.describe()["metrics"]["admission_waits"] or route != "staged"
         await eventually(lambda: len(parts_kept()) == before)

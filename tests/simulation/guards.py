@@ -177,7 +177,7 @@ def any_incarnation(patch):
 
     def resume(role, link):
         opened(role, link)
-        for one in list(role._incoming.values()):
+        for one in list(role.incoming.values()):
             if one.is_lost:
                 one.resume(link)
 

@@ -458,21 +458,6 @@ class OwnLoopOffer(Offer):
             self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
 
 
-class _Mirrored(Progress, kw_only=True, eq=False, dict=True):
-    """What becomes of a fetch, for a caller on another loop."""
-
-    inner: Progress
-    thread: LoopThread
-
-    def cancel(self) -> None:
-        """See `Progress`."""
-        self.thread.post(self.inner.cancel)
-
-    def blocks(self) -> str:
-        """See `Progress`."""
-        return self.inner.blocks()
-
-
 class OwnLoopTransfer(Transfer):
     """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop.
 
@@ -481,7 +466,7 @@ class OwnLoopTransfer(Transfer):
     """
 
     def __init__(self, inner: Progress, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
-        here = _Mirrored(inner.id, inner.request, loop, inner=inner, thread=thread)
+        here = Progress(inner.id, inner.request, loop, inner.written)
         super().__init__(here, Home(loop))
         self._inner = inner
         self._thread = thread
@@ -499,7 +484,7 @@ class OwnLoopTransfer(Transfer):
 
     def cancel(self) -> None:
         """See `Transfer.cancel`."""
-        self._progress.cancel()
+        self._thread.post(self._inner.cancel)
 
     async def _landed(self, wanted: range) -> None:
         if self.done or not await self._thread.awaits(_landed(self._inner, wanted)):

@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.names import lazy
@@ -30,6 +32,7 @@ __all__ = [
     "given_seconds",
     "layer_range",
     "see_through",
+    "short",
     "soon",
 ]
 
@@ -130,6 +133,8 @@ def soon(loop: asyncio.AbstractEventLoop, work: Callable[[], _T]) -> "Future[_T]
 
 # --- transfers
 
+I64: TypeAlias = NDArray[np.int64]
+
 
 class TransferState(IntEnum):
     """Where a transfer stands; ordered, so that ranks may all-reduce the minimum."""
@@ -199,6 +204,7 @@ class Progress(Struct, eq=False, dict=True):
     id: str
     request: str
     loop: asyncio.AbstractEventLoop
+    written: Mapping[str, I64] = {}  # blocks that it writes, by group: int64 ids
     state: TransferState = TransferState.CONNECTING
     done: bool = False
     memory_safe: bool = False
@@ -214,9 +220,10 @@ class Progress(Struct, eq=False, dict=True):
     def cancel(self) -> None:
         """Give up. Idempotent."""
 
-    def blocks(self) -> str:
-        """The destination blocks, for people."""
-        return ""
+    @lazy
+    def listed(self) -> Mapping[str, Sequence[int]]:
+        """The blocks that it writes as lists: made for errors only, since there may be many."""
+        return {group: ids.tolist() for group, ids in self.written.items()}
 
     def watch(self) -> None:
         """Somebody waits for layers."""
@@ -250,11 +257,6 @@ class Progress(Struct, eq=False, dict=True):
     def error(self) -> BaseException | None:
         """Why it failed; None if it did not, or not yet."""
         return self._outcome.exception() if self.done else None
-
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody waits for its end."""
-        return bool(self.waiters)
 
     def result(self) -> FetchResult:
         """See `Transfer.result`."""
@@ -446,7 +448,7 @@ class Transfer:
         try:
             await self._landed(wanted)
         except asyncio.CancelledError:
-            if not (self._entered or self._progress.awaited):
+            if not (self._entered or self._progress.waiters):
                 with contextlib.suppress(ResourceWarning):  # where warnings are errors it is still a cancellation
                     self._warn("goes on, and whoever waited for its layers was cancelled")
             raise
@@ -494,11 +496,17 @@ class Transfer:
             self._warned = True
             warnings.warn(
                 f"the fetch of {self.request!r} ({self.id}) {what}: peers may write the blocks "
-                f"{self._progress.blocks()}; use `async with worker.start_fetch(...)`",
+                f"{short(self._progress.listed)}; use `async with worker.start_fetch(...)`",
                 ResourceWarning,
                 stacklevel=3,
                 source=self,
             )
+
+
+def short(blocks: Mapping[str, Sequence[int]]) -> str:
+    """Block lists as messages show them."""
+    parts = [f"{group}: {list(ids[:8])}{'...' if len(ids) > 8 else ''}" for group, ids in blocks.items()]
+    return "{" + ", ".join(parts) + "}"
 
 
 def _over() -> None:

@@ -773,7 +773,7 @@ class Service:
         site, sending = self.site, link.role is Role.SERVER
         older = succeeded(link, (*self.links, *self.greeting))
         site.meet(peer, found, trusted=link.trusted, sending=sending, process=link.process)
-        self.decode.forget_engines()
+        self.decode.engines.clear()
         self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:
             other.close("a newer session of the same peer was opened")
@@ -789,7 +789,7 @@ class Service:
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone."""
         self.links.discard(link)
-        self.decode.forget_engines()
+        self.decode.engines.clear()
         _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
         if link.role is Role.CLIENT:
             self.peers.lost(link)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 
+import numpy as np
 import pytest
 
 from kvxfer.errors import MemoryInDoubtError, PeerLostError
@@ -19,17 +20,10 @@ async def turns(count=5):
         await asyncio.sleep(0)
 
 
-class Named(Progress):
-    """One whose blocks are known."""
-
-    def blocks(self):
-        return "{default: [3, 4]}"
-
-
 def begun():
     """A transfer as its caller has it, and as the worker has it."""
     loop = asyncio.get_running_loop()
-    progress = Named("0-1", "r", loop)
+    progress = Progress("0-1", "r", loop, {"default": np.array([3, 4])})
     return Transfer(progress, Home(loop)), progress
 
 

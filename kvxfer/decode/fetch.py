@@ -7,16 +7,14 @@ say which blocks are in doubt.
 import asyncio
 import copy
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import numpy as np
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
 from kvxfer.copy.port import Event
-from kvxfer.decode.receiver import Engine, Receiver
+from kvxfer.decode.receiver import Engine, Grants, Receiver
 from kvxfer.errors import (
     ClosedError,
     Code,
@@ -37,16 +35,17 @@ from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import ROUTE_NAMES, Route, Status
-from kvxfer.protocol.transfer import Failure, ReceiveState
+from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving
+from kvxfer.safety.doubt import Exposure
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import FetchResult, Progress, TransferState
+from kvxfer.transfers import FetchResult, Progress, TransferState, short
 
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
 
-__all__ = ["Cause", "Fetch", "Standing", "in_doubt", "reported", "short", "standing", "translated"]
+__all__ = ["Cause", "Fetch", "Standing", "in_doubt", "reported", "standing", "translated"]
 
 # --- what a fetch that failed says
 #
@@ -100,24 +99,12 @@ def translated(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
         retry_after = failure.retry_after_ms / 1000 or None
         return RefusedError(f"{what}: {reason}", peer=peer, reason=failure.code, retry_after=retry_after)
     what = f"{what} while {part.step.value} on route {part.route.name.lower()} after {part.tally.bytes} bytes: {reason}"
-    found = part.checking.finding if part.checking is not None else None
-    if found is not None:
+    if part.checking is not None and (found := part.checking.finding) is not None:
+        chunk, bad = found.chunk, found.damage
         return IntegrityError(
-            what,
-            chunk=found.chunk,
-            layers=found.damage.layers,
-            damaged=found.damage.blocks,
-            peer=peer,
-            transfer=fetch.id,
-            blocks=blocks,
+            what, chunk=chunk, layers=bad.layers, damaged=bad.blocks, peer=peer, transfer=fetch.id, blocks=blocks
         )
-    return TransferFailedError(
-        what,
-        reason=failure.code,
-        peer=peer,
-        transfer=fetch.id,
-        blocks=blocks,
-    )
+    return TransferFailedError(what, reason=failure.code, peer=peer, transfer=fetch.id, blocks=blocks)
 
 
 def in_doubt(
@@ -125,7 +112,7 @@ def in_doubt(
 ) -> MemoryInDoubtError:
     """What is raised instead where somebody may still write the blocks."""
     error = MemoryInDoubtError(
-        f"fetch of {fetch.request!r}: {who} may still write the blocks {fetch.blocks()}; await "
+        f"fetch of {fetch.request!r}: {who} may still write the blocks {short(fetch.listed)}; await "
         f"settled() before reusing them ({cause})",
         settled=settled,
         peer=peer,
@@ -168,15 +155,7 @@ def reported(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, rout
     return error, report
 
 
-def short(blocks: Mapping[str, Sequence[int]]) -> str:
-    """Block lists as messages show them."""
-    parts = [f"{group}: {list(ids[:8])}{'...' if len(ids) > 8 else ''}" for group, ids in blocks.items()]
-    return "{" + ", ".join(parts) + "}"
-
-
 # --- the fetch
-
-I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
@@ -198,13 +177,11 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     after: Event  # the blocks may be written when this has fired
     timeout: float | None  # seconds, or None
     keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
-    written: Mapping[str, I64]  # blocks that the fetch will write, by group: int64 ids
     began: float  # when it was asked for
     ref: wire.TicketRef  # its ticket, as peers know it
     key: tuple[str, str, int]  # the same, as this side does
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
-    # when its caller gives up, by the runtime's clock; infinity if never
-    deadline: float = math.inf
+    deadline: float = math.inf  # when its caller gives up, by the runtime's clock
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
     links: Sequence[Link] = ()  # to every prefill rank that was told what is needed of it
     ending: tuple[Tally, TransferStats] | None = None  # of a success, until the worker has counted it
@@ -212,20 +189,11 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     _error: Cause | None = None
     _standing: Standing = Standing(Step.CONNECTING)  # when it failed, once it has
     _in_doubt: bool = False
-    _unwanted: bool = False
-    _superseded: bool = False
+    unwanted: bool = False  # nobody tries again: what is in doubt of it is given back when that has ended
+    superseded: bool = False  # the request is fetched anew: what becomes of it is that fetch's business
     _timer: asyncio.TimerHandle | None = None
     _revoke: asyncio.TimerHandle | None = None
     _task: asyncio.Task[None] | None = None
-
-    @lazy
-    def listed(self) -> Mapping[str, Sequence[int]]:
-        """The blocks that it writes as lists: made for errors only, since there may be many."""
-        return {group: ids.tolist() for group, ids in self.written.items()}
-
-    def blocks(self) -> str:
-        """See `Progress`."""
-        return short(self.listed)
 
     # --- from the ticket to the end
 
@@ -295,10 +263,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _ask(self, engine: Engine) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
-        self.state, self.links, sent = TransferState.WAITING, engine.links, True
+        site, role, sent = self.site, self.role, True
+        self.state, self.links = TransferState.WAITING, engine.links
         try:
             for part in engine.parts:
-                sent = self.role.receiver(part, self).ask() and sent
+                link, number = part.link, next(role.numbers) if self.receivers else self.number
+                grants = Grants(site, link.peer, site.receive_desk)
+                exposure = Exposure(site, link, f"{role.prefix}{number}")
+                receiver = Receiver(site, link, number, part, self, link.peer, grants, exposure, Receiving(number))
+                sent = receiver.ask() and sent
             for link in engine.idle:
                 link.send(wire.Release(self.ref))
         finally:
@@ -368,9 +341,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         say = _log.info if report.code is Code.CANCELLED else _log.warning
         say("fetch_failed", **stats.log_fields(), **report.log_fields())
         self.fail(error, report)
-        if self._unwanted:
+        if self.unwanted:
             site.loop.call_soon(self._give_back)  # a retry may begin in this turn
-        elif not (self.keep or self._superseded):
+        elif not (self.keep or self.superseded):
             role.failed(self)
         role.ended(self)
 
@@ -418,16 +391,12 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if all(receiver.quiet for receiver in self.receivers):
                 self._failed(self._error)
 
-    def doubted(self, receiver: Receiver) -> None:
-        """A rank says nothing more of its part."""
-        self.role.recoveries.begin(receiver)
-
     # --- what ends it early
 
     def cancel(self) -> None:
         """The caller gave up, also one whose fetch has failed already, and is winding down."""
         if not self.done:
-            self._unwanted = not self.keep
+            self.unwanted = not self.keep
             self._stop(asyncio.CancelledError())
 
     def close(self) -> None:
@@ -516,16 +485,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
         return False in [receiver.finished for receiver in self.receivers]
 
-    def supersede(self) -> None:
-        """The request is fetched anew: what becomes of it is that fetch's business."""
-        self._superseded, self._unwanted = True, False
-
-    def unwant(self) -> None:
-        """Nobody has tried again: what is in doubt of it is given back when that has ended."""
-        self._unwanted = True
-
     def _give_back(self) -> None:
-        if self._unwanted:
+        if self.unwanted:
             self.role.given_up(self)
 
     def settle(self) -> None:

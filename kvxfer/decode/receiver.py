@@ -138,7 +138,6 @@ _MOST_FED: Final = 256
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _RUNNING: Final = (ReceiveState.ASKED, ReceiveState.MOVING)
-_NOTHING: Final = range(0)
 
 
 class Grants(Struct, eq=False):
@@ -281,7 +280,6 @@ class Part(Struct, frozen=True, eq=False):
     link: Link  # to it
     pair: PairPlan  # of the part of the cache that it has
     asks: wire.Fetch  # what every question says of it, the routes that this rank accepts among that, best first
-    first: Route  # of these
 
 
 class Engine(Struct, frozen=True, eq=False):
@@ -324,7 +322,7 @@ class Receiver(Struct, eq=False):
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
     _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
-    _said: _Said | None = None  # by the last grant, and not with the question
+    _grant_said: _Said = field(default_factory=_Said)
     _writes: bool = False  # whether the caller's blocks may be written
     _bound: Bound | None = None
     _grid: ChunkGrid | None = None
@@ -348,11 +346,6 @@ class Receiver(Struct, eq=False):
     _given_up: bool = False
     _awake: Callable[[], None] = no_hold
     _leave: Callable[[], None] = no_hold
-
-    @property
-    def _grant_said(self) -> _Said:
-        self._said = said = self._said or _Said()
-        return said
 
     # --- what others ask
 
@@ -436,22 +429,18 @@ class Receiver(Struct, eq=False):
         spans, tokens, after, pair = fetch.spans, fetch.tokens, fetch.after, part.pair
         machine, exposure = self.machine, self.exposure
         # of a peer that was lost since it was looked up nothing is known any more
-        first, routes, writes = part.first, part.asks.routes if link.is_open else [], after is READY
+        routes, writes = part.asks.routes if link.is_open else [], after is READY
+        first = routes[0] if routes else Route.UNKNOWN
         staged = first is Route.STAGED
         self._routes, self._staged, self._writes, exposure.then = routes, staged, writes, self._safe
         if site.sums_every:
             self.checking = Checking(self.transfer, site.sums_every)
-        ahead = (
-            link.is_open
-            and (staged or (first in IN_PLACE and (writes or has_fired(after))))
-            and not site.rebuilds.paused
-        )
+        ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
         if ahead:
             self._agreement = pair.agreement(spans, tokens)  # it may raise: nothing is taken, and nobody knows of this
         fetch.receivers.append(self)
         fetch.role.incoming[self.transfer] = self
-        self._asked = now = site.now()
-        generation = 0
+        generation, self._asked = 0, site.now()
         if ahead and staged:
             ahead = self._take_ahead(tokens)
         elif ahead:
@@ -460,7 +449,7 @@ class Receiver(Struct, eq=False):
             machine.ahead, grants.lease_ms = True, grants.next_lease_ms()
             exposure.routes = (first,) if staged else routes
             generation = exposure.grant(mapped=Route.MAPPED in routes)
-        left, turns = fetch.deadline - now, self._turns
+        left, turns = fetch.deadline - self._asked, self._turns
         message = replace(
             part.asks,
             transfer=self.transfer,
@@ -572,11 +561,7 @@ class Receiver(Struct, eq=False):
         return Bound(plan, grid)
 
     def _cut(self, message: wire.Accept) -> ChunkGrid:
-        """How the peer cuts it.
-
-        Raises:
-            RefusedError: If that makes another number of chunks than it says.
-        """
+        """How the peer cuts it, which has to make as many chunks as it says."""
         tokens, window, band = self.fetch.tokens, message.tokens_per_chunk, message.windows_per_band
         grid = ChunkGrid(self.part.pair.layers, message.layers_per_chunk, window, tokens.start, tokens.stop, band)
         if grid.chunks != message.chunks:
@@ -741,7 +726,7 @@ class Receiver(Struct, eq=False):
 
     def _say_soon(self) -> None:
         """Say again what our agent tells the peer's, should that not come, and renew the lease of what waits for it."""
-        said = self._said or self._grant_said
+        said = self._grant_said
         news = said.copied < self._copied
         if said.again is not None and news and not said.news:  # it need not wait as long as the lease
             said.again.cancel()
@@ -752,8 +737,7 @@ class Receiver(Struct, eq=False):
             said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
 
     def _say_again(self) -> None:
-        if self._said is not None:
-            self._said.again = None
+        self._grant_said.again = None
         if self.moving and self._copied < self.machine.granted:
             self._say(self.machine.granted)
 
@@ -988,11 +972,6 @@ class Receiver(Struct, eq=False):
             raise outcome.error
         return outcome
 
-    @property
-    def _name(self) -> str:
-        """What its task is called."""
-        return f"kvxfer receive {self.transfer}"
-
     # --- messages
 
     def accepted(self, message: wire.Accept) -> None:
@@ -1144,7 +1123,7 @@ class Receiver(Struct, eq=False):
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._answer is not None and self.moving:
             answer, self._answer = self._answer, None
-            self.site.tasks.spawn(self.run(answer), self._name, self.fetch.broken, spare=True)
+            self.site.tasks.spawn(self.run(answer), f"kvxfer receive {self.transfer}", self.fetch.broken, spare=True)
             return
         self._stirred = True
         if self._news is not None and not self._news.done():
@@ -1169,7 +1148,7 @@ class Receiver(Struct, eq=False):
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, KvxferError):
-            _log.error("task_failed", task=self._name, error=repr(error), exc_info=error)
+            _log.error("task_failed", task=f"kvxfer receive {self.transfer}", error=repr(error), exc_info=error)
             error = TransferFailedError(f"a step of the transfer failed: {error!r}")
         code = error.reason if isinstance(error, RefusedError) else error.code
         self.stop(Failure(Status.FAILED, code, str(error)))
@@ -1240,7 +1219,10 @@ class Receiver(Struct, eq=False):
             self.link.send(*unread)
         lost = state is ReceiveState.LOST
         if (ended or lost) and self._run is None:  # else our own copies read it yet
-            self.grants.settle(self._in_hand if lost else _NOTHING, lost=lost)
+            stop, turns = machine.granted, self._turns
+            if turns is not None:  # the peer writes no chunk before there is a place for it
+                stop = min(stop, self._copied + turns.places)
+            self.grants.settle(range(machine.arrived, stop), lost=lost)
         if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
             # nothing that it has posted needs this side to end any more, nor does it wait for news of it
             if self._awake is not no_hold:
@@ -1248,23 +1230,15 @@ class Receiver(Struct, eq=False):
                 self._awake = no_hold
             if self._leave is not no_hold and self._run is None:
                 self._leave()
-            if self._said is not None and self._said.again is not None:
-                self._said.again.cancel()
+            if self._grant_said.again is not None:
+                self._grant_said.again.cancel()
         if ended:
             self.exposure.end()
             if self._answer is None:  # else `run` has not begun, and will not
                 self._wake()
         self.fetch.changed()
         if lost and (not self.finished or self.owes_an_answer):
-            self.fetch.doubted(self)
-
-    @property
-    def _in_hand(self) -> range:
-        """Chunks that the peer may be writing: none before there is a place for it."""
-        machine, turns = self.machine, self._turns
-        return range(
-            machine.arrived, machine.granted if turns is None else min(machine.granted, self._copied + turns.places)
-        )
+            self.fetch.role.recoveries.begin(self)
 
 
 def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:

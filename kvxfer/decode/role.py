@@ -5,12 +5,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice, repeat
-from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from kvxfer.copy.port import READY, as_event
 from kvxfer.decode.fetch import Fetch
-from kvxfer.decode.receiver import Engine, Grants, Part, Receiver
+from kvxfer.decode.receiver import Engine, Part, Receiver
 from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
 from kvxfer.geometry import Blocks, PairPlan
 from kvxfer.peers.connections import Backoff, Peers
@@ -18,8 +17,7 @@ from kvxfer.peers.link import Link
 from kvxfer.plans.planning import selection_to_wire, wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
-from kvxfer.protocol.transfer import Failure, Receiving
-from kvxfer.safety.doubt import Exposure
+from kvxfer.protocol.transfer import Failure
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -93,7 +91,7 @@ class Claims:
         self._site: Final = site
         self._peers: Final = peers
         self._engine_of: dict[TicketKey, _Engine] = {}
-        self._engines: dict[object, _Engine] = {}
+        self.engines: dict[object, _Engine] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -114,10 +112,10 @@ class Claims:
         kept = self.drop(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
         kept.ticket, kept.holders = ticket, kept.holders + 1
         place = ticket.epoch, ticket.world, ticket.endpoints
-        engine = self._engines.get(place)
+        engine = self.engines.get(place)
         if engine is None:
             ranks = [_Rank(endpoint, endpoint) for endpoint in ticket.rank_endpoints]
-            engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
+            engine = self.engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
         self._engine_of[ticket.key] = engine
         engine.kept[ticket.key] = kept
         if not engine.unsaid:
@@ -144,13 +142,13 @@ class Claims:
     def close(self) -> None:
         """Stop renewing, and connect nobody; for shutdown."""
         self._closed = True
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             for rank in engine.ranks:
                 if rank.timer is not None:
                     rank.timer.cancel()
             engine.kept.clear()  # for those that are being connected
         self._engine_of.clear()
-        self._engines.clear()
+        self.engines.clear()
 
     def _let_go(self, kept: _Kept) -> bool:
         kept.holders -= 1
@@ -163,7 +161,7 @@ class Claims:
     def _forget(self, engine: _Engine) -> None:
         """If nothing is claimed there, and nothing to come would find it here."""
         if not (engine.kept or engine.unsaid or engine.busy):
-            self._engines.pop(engine.place, None)
+            self.engines.pop(engine.place, None)
 
     def _say_new(self, engine: _Engine) -> None:
         unsaid, engine.unsaid = engine.unsaid, []
@@ -308,8 +306,7 @@ class Recoveries:
 _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
 _KNOWN_ENGINES: Final = 1024
-_NO_TICKET: Final = wire.TicketRef("", 0, b"")
-_peer_of: Final = attrgetter("peer")
+_NO_REF: Final = wire.TicketRef("", 0, b"")
 _TAKES: Final[Mapping[type[wire.Message], str]] = {
     wire.Accept: "accepted",
     wire.Arrived: "came",
@@ -332,9 +329,10 @@ class Decode:
     def __init__(self, site: Site, peers: Peers) -> None:
         self.peers: Final = peers
         self._site: Final = site
-        self._numbers = count(1)
-        self._prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
-        self._engines: dict[tuple[str, tuple[str, ...]], Engine] = {}  # by epoch, and where its ranks are
+        self.numbers: Final = count(1)
+        self.prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
+        # by epoch, and where its ranks are; forgotten when a link is opened or lost
+        self.engines: Final[dict[tuple[str, tuple[str, ...]], Engine]] = {}
         self._ending: list[Fetch] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
@@ -373,8 +371,8 @@ class Decode:
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = after if after is READY else as_event(after, site.geometry)
         limit = given_seconds(timeout, None)
-        number, now = next(self._numbers), site.now()
-        ident = f"{self._prefix}{number}"
+        number, now = next(self.numbers), site.now()
+        ident = f"{self.prefix}{number}"
         site.custody.hold(ident, written)
         fetch = Fetch(
             ident,
@@ -398,12 +396,13 @@ class Decode:
         self._claims.note_fetch(key, given_up=False)
         if same := self._of_ticket.get(key):
             for older in same:
-                older.supersede()
+                older.superseded, older.unwanted = True, False
             same.add(fetch)
         else:
             self._of_ticket[key] = {fetch}
-        if self._later or self._windows:
-            self._take_up(key)
+        if key in self._later:
+            self._later.pop(key).cancel()
+        self._close_window(key)
         self.fetches.add(fetch)
         fetch.begin()
         return fetch
@@ -447,12 +446,13 @@ class Decode:
 
     def engine(self, ticket: Ticket) -> Engine | None:
         """What its ranks send, if all are connected, and it is known what each of them has."""
-        found = self._engines.get((ticket.epoch, ticket.rank_endpoints))
+        found = self.engines.get((ticket.epoch, ticket.rank_endpoints))
         if found is not None:
             return found
-        links = self.known(ticket)
-        pairs = None if None in links else self._site.plans.known_shares(map(_peer_of, links))
-        return None if pairs is None else self.divided(ticket, links, pairs)
+        links, plans = self.known(ticket), self._site.plans
+        peers = [link.peer for link in links if link is not None]
+        known = len(peers) == len(links) and not plans.shares_rows(peers)
+        return self.divided(ticket, links, plans.shares(peers, rank=self._site.config.rank)) if known else None
 
     def divided(self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]) -> Engine:
         """The same of those that could be reached, and what each of these has that this rank needs."""
@@ -461,27 +461,15 @@ class Decode:
             if link is not None and pair is not None:
                 peer, wanted = link.peer, list(map(selection_to_wire, pair.selections))
                 routes = site.routes(peer, trusted=link.trusted, sending=False) if link.is_open else []
-                fenced = site.keys.has(peer)
-                asks = wire.Fetch(0, _NO_TICKET, wanted, [], 0, 0, routes, site.place_bytes, 0, fenced=fenced)
-                parts.append(Part(link, pair, asks, routes[0] if routes else Route.UNKNOWN))
+                asks = wire.Fetch(0, _NO_REF, wanted, [], 0, 0, routes, site.place_bytes, 0, fenced=site.keys.has(peer))
+                parts.append(Part(link, pair, asks))
         there, busy = list(filter(None, links)), [part.link for part in parts]
         engine = Engine(there, parts, [link for link in there if link not in busy])
         if len(there) == len(links) and all(link.is_open for link in there):
-            if len(self._engines) >= _KNOWN_ENGINES:
-                self._engines.clear()
-            self._engines[ticket.epoch, ticket.rank_endpoints] = engine
+            if len(self.engines) >= _KNOWN_ENGINES:
+                self.engines.clear()
+            self.engines[ticket.epoch, ticket.rank_endpoints] = engine
         return engine
-
-    def forget_engines(self) -> None:
-        """A link was opened, or is gone, and with it perhaps what is known of a peer."""
-        self._engines.clear()
-
-    def receiver(self, part: Part, fetch: Fetch) -> Receiver:
-        """What takes one rank's part of a fetch: it gets the messages that are for it."""
-        site, link, number = self._site, part.link, next(self._numbers) if fetch.receivers else fetch.number
-        peer = link.peer
-        grants, exposure = Grants(site, peer, site.receive_desk), Exposure(site, link, f"{self._prefix}{number}")
-        return Receiver(site, link, number, part, fetch, peer, grants, exposure, Receiving(number))
 
     def succeeded(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
@@ -511,7 +499,7 @@ class Decode:
         def over() -> None:
             self._windows.pop(ticket.key, None)
             for left in self._of_ticket.get(ticket.key, ()):
-                left.unwant()
+                left.unwanted = True
             self._give_back(ticket, links)
 
         self._close_window(ticket.key)
@@ -633,12 +621,6 @@ class Decode:
             same.discard(fetch)
             if not same:
                 del self._of_ticket[fetch.key]
-
-    def _take_up(self, key: TicketKey) -> None:
-        """A request is tried again: nobody is told that it is not wanted any more."""
-        if (later := self._later.pop(key, None)) is not None:
-            later.cancel()
-        self._close_window(key)
 
     def _close_window(self, key: TicketKey) -> None:
         timer, _ = self._windows.pop(key, (None, None))

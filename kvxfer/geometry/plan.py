@@ -20,8 +20,6 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
@@ -93,8 +91,9 @@ class _Banded:
         return (begin + window) * self.runs + run
 
 
-class ChunkGrid(Struct, frozen=True):
-    """How a transfer is cut: windows of tokens x runs of layers.
+@dataclass(slots=True)
+class ChunkGrid:
+    """How a transfer is cut: windows of tokens x runs of layers. Nobody changes it once it is made.
 
     Chunks go in the order of their numbers: band by band of windows, in a band run by run, and of a run window by
     window. So bands of one window are for a request that grows by tokens, and one band of all windows is for layers
@@ -110,21 +109,19 @@ class ChunkGrid(Struct, frozen=True):
     stop: int
     band: int = 1  # windows in a band; bands begin at multiples of it, as windows do
     # what follows from these: the token at which the first window begins, if not before
-    first: int = 0
-    windows: int = 0
-    layer_runs: int = 0  # runs of layers in each window
-    chunks: int = 0
+    first: int = field(init=False, repr=False, compare=False)
+    windows: int = field(init=False, repr=False, compare=False)
+    layer_runs: int = field(init=False, repr=False, compare=False)  # runs of layers in each window
+    chunks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         each, step, start, stop = self.layers_per_chunk, self.tokens_per_chunk, self.start, self.stop
         if each < 1 or step < 1 or self.band < 1 or not self.layers or not 0 < stop >= start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
-        first = start if start < stop else stop - 1
-        windows, runs = (stop - 1) // step - first // step + 1, -(-len(self.layers) // each)
-        force_setattr(self, "first", first)
-        force_setattr(self, "windows", windows)
-        force_setattr(self, "layer_runs", runs)
-        force_setattr(self, "chunks", windows * runs)
+        first = self.first = start if start < stop else stop - 1
+        windows = self.windows = (stop - 1) // step - first // step + 1
+        runs = self.layer_runs = -(-len(self.layers) // each)
+        self.chunks = windows * runs
 
     @property
     def cells(self) -> "range | _Banded":
@@ -139,8 +136,7 @@ class ChunkGrid(Struct, frozen=True):
         first, runs = self.first // self.tokens_per_chunk, self.layer_runs
         run = bisect_left(self.layers, layer) // self.layers_per_chunk
         begin = max(0, (first + self.windows - 1) // self.band * self.band - first)  # of the last band
-        size = self.windows - begin
-        return begin * runs + run * size + size - 1
+        return begin * runs + (run + 1) * (self.windows - begin) - 1
 
     @property
     def edges(self) -> I64:

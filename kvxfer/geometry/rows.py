@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
@@ -47,7 +46,8 @@ Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
 
 
-class Span(Struct, frozen=True, eq=False, dict=True):
+@dataclass(frozen=True, eq=False)
+class Span:
     """A block list that does not start at token 0 (a sliding window), or the normal form of any block list.
 
     Attributes:
@@ -175,12 +175,9 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
         BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
     """
     groups, spans = geometry.groups, dict[str, Span]()
-    if isinstance(blocks, Mapping):
-        of_group: Mapping[str, Ids | Span] = blocks
-    elif len(groups) != 1:
+    if len(groups) != 1 and not isinstance(blocks, Mapping):
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
-    else:
-        of_group = dict.fromkeys(groups, blocks)
+    of_group = blocks if isinstance(blocks, Mapping) else dict.fromkeys(groups, blocks)
     if of_group.keys() != groups.keys():
         raise BlocksError(f"blocks= names the groups {sorted(of_group, key=str)}, but this cache has {sorted(groups)}")
     for group in groups:
@@ -194,19 +191,18 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
             raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
         if ids.ndim != 1 or ids.dtype.kind != "i":
             ids = _whole(group, given, ids)
-        if type(first) is not int or not 0 <= first <= MAX_TOKENS:
-            first = _first(group, first)
-        made = spans[group] = Span(ids.astype(np.int64), first)
+        if type(first) is not int and (isinstance(first, bool) or not hasattr(first, "__index__")):
+            raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
+        if not 0 <= first <= MAX_TOKENS:
+            rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
+            raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
+        made = spans[group] = Span(ids.astype(np.int64), int(first))
         vars(made)["packed"] = ids.astype("<u4").tobytes()  # nearly every list is hashed, or sent
     return spans
 
 
 def _whole(group: str, given: Ids, ids: NDArray[Any]) -> NDArray[Any]:
-    """Ids that are not plainly whole numbers in one dimension, if they are that all the same.
-
-    Raises:
-        BlocksError: If they are not.
-    """
+    """Ids that are not plainly whole numbers in one dimension, if they are that all the same; raises if not."""
     if ids.size == 0:
         return ids.astype(np.int64).reshape(-1)
     if ids.dtype.kind == "b":
@@ -220,20 +216,6 @@ def _whole(group: str, given: Ids, ids: NDArray[Any]) -> NDArray[Any]:
         what = f"{ids.dtype} of shape {ids.shape}"
         raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension, not {what}")
     return ids
-
-
-def _first(group: str, first: Any) -> int:
-    """A first token that is no plain number in range, if it is one all the same.
-
-    Raises:
-        BlocksError: If it is not.
-    """
-    if isinstance(first, bool) or not hasattr(first, "__index__"):
-        raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
-    if not 0 <= first <= MAX_TOKENS:
-        rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
-        raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
-    return int(first)
 
 
 def _check_fit(group: str, ids: Sequence[Any]) -> None:

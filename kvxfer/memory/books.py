@@ -720,12 +720,9 @@ class Custody:
             books, ids = self._groups[group], np.asarray(listed, np.int64)
             if not len(ids):
                 continue
-            try:
-                taken = books.marks[ids]
-            except IndexError:  # nobody has asked about so large a one
-                more = np.zeros(int(ids.max()) + 1 - len(books.marks), np.int32)
-                books.marks = np.concatenate([books.marks, more])
-                taken = books.marks[ids]
+            if (most := int(ids[ids.argmax()])) >= len(books.marks):
+                books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
+            taken = books.marks[ids]
             if books.readers:
                 taken |= np.fromiter((block in books.readers for block in ids.tolist()), np.bool_, len(ids))
             if taken[taken.argmax()]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
-from operator import add, attrgetter
+from operator import add
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -287,7 +287,6 @@ def _ids(packed: bytes) -> Sequence[int]:
 
 # --- plans
 
-_incarnation_of: Final = attrgetter("identity.incarnation")
 IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
@@ -456,10 +455,6 @@ class PairPlans:
                 self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
 
-    def known_shares(self, peers: Iterable[PeerInfo]) -> list[PairPlan | None] | None:
-        """What `shares` returns of ranks that are all there, if that was found out before."""
-        return self._shares.get(tuple(map(_incarnation_of, peers)))
-
     def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[PairPlan | None]:
         """The plans of what this decode rank needs of each of these prefill ranks; None of one that has nothing of it.
 
@@ -473,11 +468,8 @@ class PairPlans:
         if found is None:
             held = [(number, peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None]
             parts = resolve(self._own, [geometry for *_, geometry in held], rank=rank)
-            of_rank = {
-                number: self.pair(peer, part, sending=False)
-                for (number, peer, _), part in zip(held, parts, strict=True)
-                if part
-            }
+            whole = zip(held, parts, strict=True)
+            of_rank = {number: self.pair(peer, part, sending=False) for (number, peer, _), part in whole if part}
             found = list(map(of_rank.get, range(len(peers))))
             if all(self._geometries.get(peer.identity.incarnation) is geometry for _, peer, geometry in held):
                 self._shares[key] = found  # else one of them has gone, or holds something else since

@@ -13,7 +13,7 @@ transfer is stopped, and wake `run`, which looks at how things stand.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -228,7 +228,7 @@ def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route
         return grid
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
     together = -(-(plan.tokens.stop if step is None else step) // grid.tokens_per_chunk)
-    return with_fields(grid, band=min(MAX_CHUNKS, together))
+    return replace(grid, band=min(MAX_CHUNKS, together))
 
 
 def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:

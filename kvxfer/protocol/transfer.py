@@ -500,22 +500,20 @@ class Receiving(Struct, eq=False):
             token: By which the two agents notify each other, if they do.
         """
         self._begin("grant")
-        if chunks != self.granted and not self.granted < chunks <= self.ready:
-            raise self._stuck(self.granted, chunks, self.ready)
+        if chunks != self.granted:
+            self._advance(self.granted, chunks, self.ready)
         self.granted = chunks
         return [wire.Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
 
     def read(self, chunks: int) -> None:
         """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
         self._begin("read")
-        if not self.reading < chunks <= self.ready:
-            raise self._stuck(self.reading, chunks, self.ready)
+        self._advance(self.reading, chunks, self.ready)
         self.reading = chunks
 
     def landed(self, chunks: int) -> list[wire.Message]:
         """Route `pull`: the first so many chunks have been read; the peer confirms them."""
-        if not self.granted < chunks <= self.reading:
-            raise self._stuck(self.granted, chunks, self.reading)
+        self._advance(self.granted, chunks, self.reading)
         self.granted = chunks
         return [wire.Landed(self.transfer, chunks)]
 
@@ -571,8 +569,7 @@ class Receiving(Struct, eq=False):
 
     def done(self, chunks: int) -> None:
         """The first so many chunks are where they belong, and visible."""
-        if not self.chunks_done < chunks <= self.arrived:
-            raise self._stuck(self.chunks_done, chunks, self.arrived)
+        self._advance(self.chunks_done, chunks, self.arrived)
         self.chunks_done = chunks
         if self.heard_last:
             self._complete()
@@ -622,18 +619,18 @@ class Receiving(Struct, eq=False):
         return [wire.Abandon(self.transfer, code)] if reading else self.unread()
 
     def _complete(self) -> None:
-        if self.chunks_done == self.chunks and self.failure is None:
-            over = RECEIVE_TRANSITIONS.get((self.state, "complete"))
-            if over is not None:
-                self.state, self.ended = over, True
+        over = RECEIVE_TRANSITIONS.get((self.state, "complete"))
+        if over is not None and self.chunks_done == self.chunks and self.failure is None:
+            self.state, self.ended = over, True
 
     def _begin(self, what: str) -> None:
         if self.state is not ReceiveState.MOVING:
             raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
 
-    def _stuck(self, before: int, chunks: int, most: int) -> ProtocolError:
-        """A count does not go on, or too far."""
-        return ProtocolError(f"transfer {self.transfer} cannot go on from {before} to {chunks} chunks of {most}")
+    def _advance(self, before: int, chunks: int, most: int) -> None:
+        """Check that a count goes on, and not too far."""
+        if not before < chunks <= most:
+            raise ProtocolError(f"transfer {self.transfer} cannot go on from {before} to {chunks} chunks of {most}")
 
     def _event(self, event: str) -> None:
         following = RECEIVE_TRANSITIONS.get((self.state, event))

@@ -1,6 +1,6 @@
 """What compiled code makes of requests, against the planner: the same numbers, the same words, the same refusals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -10,7 +10,6 @@ from decoded import accesses
 from execute import by_destination, table_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from opened import opened
 from worlds import Rank, contiguous, make_world
 

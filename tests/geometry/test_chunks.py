@@ -1,9 +1,10 @@
 """Chunk grids, and the order of bytes in staging."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from execute import by_destination, byte_pairs
-from msgspec.structs import replace
 from worlds import Rank, contiguous
 
 from kvxfer.errors import GeometryError

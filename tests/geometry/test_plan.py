@@ -9,7 +9,6 @@ import pytest
 from agree import check_world, without_bases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
@@ -96,8 +95,8 @@ def test_digest_covers_what_must_agree() -> None:
         digest(pair, Span(ids), Span(to), range(2, 12)),
         digest(pair, Span(ids), Span(to), range(1, 11)),
         digest(pair, Span(ids), Span(to[1:], 4)),
-        digest(pair, Span(ids), Span(to), cut=structs.replace(grid, layers_per_chunk=1)),
-        digest(pair, Span(ids), Span(to), cut=structs.replace(grid, tokens_per_chunk=4)),
+        digest(pair, Span(ids), Span(to), cut=replace(grid, layers_per_chunk=1)),
+        digest(pair, Span(ids), Span(to), cut=replace(grid, tokens_per_chunk=4)),
         digest(fewer, Span(ids), Span(to)),
         digest(narrower, Span(ids), Span(to)),
         digest(PairPlan(nulls, target.geometry, pair.selections), Span(ids), Span(to)),

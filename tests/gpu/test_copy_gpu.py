@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.append(str(ROOT / "tests" / "copy"))
 
 import conversions  # noqa: E402  # pyright: ignore[reportMissingImports]
 from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan  # noqa: E402  # pyright: ignore[reportMissingImports]

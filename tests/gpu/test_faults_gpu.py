@@ -9,10 +9,14 @@ import copy
 import os
 import random
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
+sys.path.append(str(Path(__file__).parent))
 
 import scene  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import Doomed, Far, idle  # noqa: E402  # pyright: ignore[reportMissingImports]

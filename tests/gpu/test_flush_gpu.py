@@ -7,13 +7,16 @@ prints the attributes.
 
 import ctypes
 import queue
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
 
 from copy_plans import contiguous_rows  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]

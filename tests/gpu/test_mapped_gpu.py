@@ -4,8 +4,10 @@ import contextlib
 import multiprocessing as mp
 import os
 import select
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
 
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
 
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 

@@ -2,7 +2,9 @@
 
 import os
 import queue
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
+TESTS = Path(__file__).parent.parent
+for folder in ("rows", "geometry", "copy"):
+    sys.path.append(str(TESTS / folder))
 
 from catalogue import CASES  # noqa: E402  # pyright: ignore[reportMissingImports]
 from ranks import World  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -5,11 +5,15 @@ The same tests run on CPU memory, where what is launched moves nothing until it 
 """
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
+sys.path.append(str(Path(__file__).parent))
 
 from far import Far, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
 from holding import Holding  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -1,13 +1,16 @@
 """Sums made on a GPU: the same as on a CPU, of what has just been copied, at any address."""
 
 import os
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
 
 from sum_plans import pair_of  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]

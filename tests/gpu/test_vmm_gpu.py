@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
+sys.path.append(str(Path(__file__).parent))
 
 import test_mapped_gpu as mapped_gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import CANARY as GUARDED  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -5,10 +5,13 @@ The same tests run on CPU memory wherever NIXL is installed, so that what they e
 
 import asyncio
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
 import scene  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import now_on  # noqa: E402  # pyright: ignore[reportMissingImports]

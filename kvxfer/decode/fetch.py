@@ -305,16 +305,16 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         self.role.succeeded(self)
 
     def account(self) -> None:
-        """Count a success, and tell every prefill rank that nothing more of the request is needed."""
+        """Tell every prefill rank that nothing more of the request is needed, and count a success."""
         if self.ending is None:
             return
         (tally, stats), self.ending = self.ending, None
+        for link in self.links:
+            link.send(wire.Release(self.ref))
         key = self.request, self.ticket.attempt
         self.site.metrics.transfer_ended(Ended("receive", None, stats, None, self.id, key, tally.stages))
         if _hears_info():
             _log.info("fetch_ended", request=self.request, transfer=self.id, outcome="ok", **stats.log_fields())
-        for link in self.links:
-            link.send(wire.Release(self.ref))
 
     def _failed(self, error: Cause) -> None:
         """Tell the caller why it failed, and keep in custody what may still be written. Once."""

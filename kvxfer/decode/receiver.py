@@ -464,6 +464,7 @@ class Receiver(Struct, eq=False):
             ring=named(grants.ahead) if grants.ahead else [],
             ring_chunks=machine.staging,
             token=b"" if turns is None else turns.token,
+            fenced=site.keys.has(self.peer),
             trace=fetch.trace,
         )
         if link.send(message):

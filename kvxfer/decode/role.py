@@ -91,7 +91,7 @@ class Claims:
         self._site: Final = site
         self._peers: Final = peers
         self._engine_of: dict[TicketKey, _Engine] = {}
-        self.engines: dict[object, _Engine] = {}
+        self._engines: dict[object, _Engine] = {}
         self._closed = False
 
     def __len__(self) -> int:
@@ -112,10 +112,10 @@ class Claims:
         kept = self.drop(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
         kept.ticket, kept.holders = ticket, kept.holders + 1
         place = ticket.epoch, ticket.world, ticket.endpoints
-        engine = self.engines.get(place)
+        engine = self._engines.get(place)
         if engine is None:
             ranks = [_Rank(endpoint, endpoint) for endpoint in ticket.rank_endpoints]
-            engine = self.engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
+            engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
         self._engine_of[ticket.key] = engine
         engine.kept[ticket.key] = kept
         if not engine.unsaid:
@@ -142,13 +142,13 @@ class Claims:
     def close(self) -> None:
         """Stop renewing, and connect nobody; for shutdown."""
         self._closed = True
-        for engine in self.engines.values():
+        for engine in self._engines.values():
             for rank in engine.ranks:
                 if rank.timer is not None:
                     rank.timer.cancel()
             engine.kept.clear()  # for those that are being connected
         self._engine_of.clear()
-        self.engines.clear()
+        self._engines.clear()
 
     def _let_go(self, kept: _Kept) -> bool:
         kept.holders -= 1
@@ -161,7 +161,7 @@ class Claims:
     def _forget(self, engine: _Engine) -> None:
         """If nothing is claimed there, and nothing to come would find it here."""
         if not (engine.kept or engine.unsaid or engine.busy):
-            self.engines.pop(engine.place, None)
+            self._engines.pop(engine.place, None)
 
     def _say_new(self, engine: _Engine) -> None:
         unsaid, engine.unsaid = engine.unsaid, []
@@ -461,7 +461,7 @@ class Decode:
             if link is not None and pair is not None:
                 peer, wanted = link.peer, list(map(selection_to_wire, pair.selections))
                 routes = site.routes(peer, trusted=link.trusted, sending=False) if link.is_open else []
-                asks = wire.Fetch(0, _NO_REF, wanted, [], 0, 0, routes, site.place_bytes, 0, fenced=site.keys.has(peer))
+                asks = wire.Fetch(0, _NO_REF, wanted, [], 0, 0, routes, site.place_bytes, 0)
                 parts.append(Part(link, pair, asks))
         there, busy = list(filter(None, links)), [part.link for part in parts]
         engine = Engine(there, parts, [link for link in there if link not in busy])
@@ -483,10 +483,13 @@ class Decode:
         self._ending.append(fetch)
 
     def account(self) -> None:
-        """Count what has succeeded, and tell its prefill ranks: before the counters are read, and soon at any rate."""
-        ending, self._ending = self._ending, []
-        for fetch in ending:
-            fetch.account()
+        """Tell prefill ranks of what has succeeded, and count it: before counters are read, and soon at any rate."""
+        try:
+            while self._ending:
+                self._ending.pop(0).account()
+        finally:  # of one that a log handler or an observer failed for the others hear nothing
+            if self._ending:
+                self._site.loop.call_soon(self.account)
 
     def given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""

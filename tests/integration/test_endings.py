@@ -6,7 +6,7 @@ import time
 import pytest
 from stage import Cache, Gate, eventually, frames, quiet
 
-from kvxfer import KvxferError, TransferFailedError, Withdrawn
+from kvxfer import KvxferError, Released, TransferFailedError, Withdrawn
 from kvxfer.copy.mover import Mover
 from kvxfer.protocol.messages import Reserve
 
@@ -69,3 +69,24 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, tap, route,
     ends = await asyncio.gather(*waits, return_exceptions=True)
     assert all(isinstance(end, KvxferError) for end in ends)
     await quiet(prefill, decode)
+
+
+async def test_a_line_that_fails_keeps_no_request_of_its_own_or_another(stage, monkeypatch):
+    """They succeed in one turn, and are counted after it."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await stage.bring(prefill, decode, "before")
+    failed = []
+
+    def fails():
+        if not failed:
+            failed.append(True)
+            raise OSError("the log cannot be written")
+        return False
+
+    monkeypatch.setattr("kvxfer.decode.fetch._hears_info", fails)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    begun = [stage.begin(prefill, decode, f"r{at}", (at,), (at + 4,), range(4)) for at in range(3)]
+    await asyncio.gather(*(transfer for _, transfer in begun))
+    endings = await asyncio.gather(*(asyncio.wait_for(offer.released(), 3) for offer, _ in begun))
+    assert failed
+    assert all(isinstance(ending, Released) for ending in endings)

@@ -201,7 +201,7 @@ async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(s
         return found
 
     monkeypatch.setattr(receiver.Receiver, "_named_turns", pause)
-    monkeypatch.setattr(receiver.Receiver, "_grant_ahead", lambda _: 0)
+    monkeypatch.setattr(receiver.Receiver, "_take_ahead", lambda *_: False)
     fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
     await eventually(lambda: paused)
     for _ in range(20):

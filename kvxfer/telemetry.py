@@ -46,9 +46,6 @@ __all__ = [
 # until the application does (`logging.basicConfig()` suffices). A message reads `event key=value ...`; the same data
 # stand as a dict in the record's attribute `kvxfer`, for formatters that write JSON. Events are snake_case in the past
 # tense, and keys come from the one list of the house test that reads every call.
-#
-# Counters are plain numbers that belong to the event loop's thread; `Metrics.snapshot` hands them to whatever exports
-# them.
 
 _GIGABYTE: Final = 1e9
 _ADDED: Final = 256

@@ -385,7 +385,7 @@ async def assemble(parts: Assembly) -> Site:
         await see_through(asyncio.create_task(parts.abandon(fabric, mover), name="kvxfer abandon"))
         raise
     in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
-    return Site(
+    site = Site(
         config=config,
         runtime=runtime,
         loop=loop,
@@ -412,6 +412,8 @@ async def assemble(parts: Assembly) -> Site:
         processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,
     )
+    mover.keep(parts, site.mappings)
+    return site
 
 
 def _observer(config: Config) -> Observer | None:

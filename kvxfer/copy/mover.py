@@ -391,6 +391,10 @@ class Mover:
         if self._gpu is not None:
             self._gpu.warm_sums(plans)
 
+    def keep(self, *owners: object) -> None:
+        """Keep what owns memory that copies and posts may touch, also if nobody closes this and all is dropped."""
+        self._machine.kept = owners
+
     def occupy(self, ctas: int) -> None:
         """Let copies that are asked for from now on occupy so many thread blocks. Safe from any thread."""
         self._ctas = ctas
@@ -1119,6 +1123,7 @@ class _Machine:
         if gpu is not None:
             gpu.install(state, self.ports)
         self._gpu: Final = gpu  # whose memory it uses
+        self.kept: tuple[object, ...] = ()  # what must not be freed before it has stopped
         _machines.add(self)
         self._join, self._wake = runtime.drive("kvxfer-mover", self)
 

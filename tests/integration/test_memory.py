@@ -1,5 +1,9 @@
 """Memory that the transport refuses: what can go another way does, what was asked for by name fails."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from stage import Cache, quiet
 
@@ -64,3 +68,41 @@ async def test_a_peer_that_cannot_stage_is_refused_when_the_two_meet(stage):
     prefill, decode = await worker(stage, "prefill"), await worker(stage, "decode", 1, arena_bytes=0)
     with pytest.raises(MismatchError, match="no common route"):
         await stage.bring(prefill, decode)
+
+
+DROPPED = """
+import asyncio, contextlib, gc, sys, weakref
+
+sys.path[:0] = {path!r}
+from stage import Cache, Stage
+from kvxfer.testing import LoopbackNetwork
+
+owned = []
+
+
+async def main():
+    stage = Stage(LoopbackNetwork(), contextlib.AsyncExitStack())
+    caches = Cache(blocks=160, layers=range(4)), Cache(layout="HND", blocks=160, layers=range(4))
+    workers = await stage.pair(*caches, route="staged")
+    await stage.bring(*workers, "before")
+    _, transfer = stage.begin(*workers, "r", range(150), range(150), range(600))
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert not transfer.done
+    owned.extend(weakref.ref(one) for cache in caches for one in cache.memory.values())
+    stage.caches.clear()
+
+
+loop = asyncio.new_event_loop()
+loop.run_until_complete(main())
+loop.close()
+del loop
+gc.collect()
+assert owned and all(one() is not None for one in owned), "what the mover may write was freed"
+"""
+
+
+def test_memory_of_a_worker_that_is_dropped_in_mid_fetch_is_never_freed():
+    code = DROPPED.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

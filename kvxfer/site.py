@@ -539,7 +539,6 @@ class Site:
     place_bytes: int = field(init=False)  # how large a chunk may be in staging memory that peers write
     in_place_chunk_bytes: int = field(init=False)  # as of the settings
     sums_every: int = field(init=False)  # likewise
-    usual_lease: tuple[float, int] = field(init=False)  # milliseconds, of no more than so many bytes
     rebuilds: Rebuilds = field(init=False)  # when the agent was made anew, and who waits for that
 
     def __post_init__(self) -> None:
@@ -547,7 +546,6 @@ class Site:
         self.now = self.runtime.now
         self.place_bytes = min(self.config.chunk_bytes, self.receive_desk.share.capacity)
         self.in_place_chunk_bytes, self.sums_every = self.config.in_place_chunk_bytes, self.config.sums_every
-        self.usual_lease = min(FOREVER_MS, self.config.grant_lease * 1000), self.config.window * self.config.chunk_bytes
         self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 
@@ -711,8 +709,9 @@ class Site:
 
     def lease_ms(self, nbytes: int) -> int:
         """Milliseconds within which so many bytes that are under way must be begun: as many as a slow wire needs."""
-        lease_ms, usual_bytes = self.usual_lease
-        return int(lease_ms) if nbytes <= usual_bytes else min(FOREVER_MS, int(lease_ms * nbytes / usual_bytes))
+        config = self.config
+        times = max(1.0, nbytes / (config.window * config.chunk_bytes))
+        return min(FOREVER_MS, int(config.grant_lease * 1000 * times))
 
     def heard(self, peer: PeerInfo, *, fenced: bool) -> None:
         """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, TypeVar
@@ -152,7 +153,8 @@ class TransferState(IntEnum):
         return format(self.name, spec)
 
 
-class FetchResult(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FetchResult:
     """Every byte that was asked for has landed and is visible.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -154,3 +155,7 @@ async def test_nobody_is_waited_for_any_more_who_has_gone():
     progress.fail(asyncio.CancelledError())
     await asyncio.wait([waiting])
     assert progress.waiters == {}
+
+
+def test_a_result_is_plain_data_for_whoever_keeps_it():
+    assert asdict(RESULT) == {"request": "r", "payload": b"", "stats": asdict(STATS)}

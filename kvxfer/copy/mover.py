@@ -1125,7 +1125,7 @@ class _Machine:
         self._gpu: Final = gpu  # whose memory it uses
         self.kept: tuple[object, ...] = ()  # what must not be freed before it has stopped
         _machines.add(self)
-        self._join, self._wake = runtime.drive("kvxfer-mover", self)
+        self._join, self.wake = runtime.drive("kvxfer-mover", self)
 
     def run(self) -> None:
         """Go on until STOP: in a thread."""
@@ -1211,8 +1211,8 @@ class _Machine:
             except BlockingIOError:
                 self._loop.add_writer(self._commands, self._send)
                 self._unsent.append(record)
-        if self._wake is not None:
-            self._wake()
+        if self.wake is not None:
+            self.wake()
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -1221,8 +1221,8 @@ class _Machine:
                 self._unsent.popleft()
         if not self._unsent:
             self._loop.remove_writer(self._commands)
-        if self._wake is not None:
-            self._wake()
+        if self.wake is not None:
+            self.wake()
 
     def batch_of(self, tables: Tables) -> "Batch":
         """Tables as compiled code has them."""
@@ -1255,6 +1255,7 @@ class _Machine:
         if not self._join(timeout):
             return False
         _machines.discard(self)
+        self.kept = ()
         self.state[records.TEAM] = 0  # what nobody has taken, as the process ends, is left alone
         self.state[records.TEAM + 3] = 1
         for _ in self._helpers:
@@ -1277,7 +1278,7 @@ _machines: Final[set[_Machine]] = set()
 def _end_all() -> None:
     """The interpreter ends: whoever runs without it must not outlive what it works on."""
     for one in list(_machines):
-        with contextlib.suppress(RuntimeError):  # that of a simulation has gone with its loop
+        if one.wake is None:  # what a simulation steps is left as it is, and may have gone with its loop
             one.stop(_EXIT_S)
 
 

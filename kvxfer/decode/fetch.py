@@ -8,7 +8,6 @@ import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct, field
@@ -160,9 +159,6 @@ def reported(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, rout
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
-_name_of: Final = attrgetter("peer.name")
-_route_of: Final = attrgetter("route")
-_why_of: Final = attrgetter("why")
 
 
 class Fetch(Progress, kw_only=True, eq=False, dict=True):
@@ -349,18 +345,19 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _counted(self) -> tuple[Tally, TransferStats]:
         """What all ranks' parts counted, and that as the caller sees it. Once."""
-        receivers = self.receivers
+        routes, whys, peers, receivers = set[str](), dict[str, None](), list[str](), self.receivers
         tally = receivers[0].tally if len(receivers) == 1 else Tally()
         for receiver in receivers:
-            moved = receiver.tally
-            receiver.link.moved[receiver.route] += moved.bytes
-            if tally is not moved:
-                tally.merge(moved)
-        routes: set[str] = set(map(ROUTE_NAMES.__getitem__, map(_route_of, receivers)))
+            routes.add(ROUTE_NAMES[receiver.route])
+            whys[receiver.why] = None
+            peers.append(receiver.peer.name)
+            receiver.link.moved[receiver.route] += receiver.tally.bytes
+            if tally is not receiver.tally:
+                tally.merge(receiver.tally)
         return tally, tally.stats(
             route="+".join(sorted(filter(None, routes))),
-            why="; ".join(filter(None, dict.fromkeys(map(_why_of, receivers)))),
-            peers=tuple(map(_name_of, receivers)),
+            why="; ".join(filter(None, whys)),
+            peers=tuple(peers),
             started=self.began,
             finished=self.site.now(),
         )

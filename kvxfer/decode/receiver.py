@@ -43,11 +43,11 @@ from kvxfer.geometry import (
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import IN_PLACE, Bound, bind, block_pieces, decode_spans, encode_spans
+from kvxfer.plans.planning import Bound, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
+from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import SMALL_PLAN, Desk, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger

@@ -1,7 +1,7 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice, repeat
@@ -307,15 +307,6 @@ _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
 _KNOWN_ENGINES: Final = 1024
 _NO_REF: Final = wire.TicketRef("", 0, b"")
-_TAKES: Final[Mapping[type[wire.Message], str]] = {
-    wire.Accept: "accepted",
-    wire.Arrived: "came",
-    wire.KvAgentResult: "result",
-    wire.Refuse: "refused",
-    wire.Sums: "added_up",
-    wire.Want: "wanted",
-}
-"""What is said of a transfer, and which method of its `Receiver` takes it."""
 
 
 class Decode:
@@ -525,10 +516,9 @@ class Decode:
 
     # --- messages
 
-    def handle(self, link: Link, message: Any) -> None:
+    def handle(self, link: Link, message: wire.Message) -> None:
         """Take a message of a prefill rank."""
-        take = _TAKES.get(message.__class__)
-        if take is None:
+        if not isinstance(message, (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.Sums, wire.KvAgentResult)):
             return
         incoming = self.incoming.get(message.transfer)
         if incoming is None:
@@ -537,7 +527,19 @@ class Decode:
             return
         if incoming.link is not link and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
             raise ProtocolError(f"transfer {message.transfer} belongs to another peer", peer=link.peer.name)
-        getattr(incoming, take)(message)
+        match message:
+            case wire.KvAgentResult():
+                incoming.result(message)
+            case wire.Arrived():
+                incoming.came(message)
+            case wire.Accept():
+                incoming.accepted(message)
+            case wire.Refuse():
+                incoming.refused(message)
+            case wire.Want():
+                incoming.wanted(message)
+            case wire.Sums():
+                incoming.added_up(message)
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from kvxfer.copy.template import Batch, Cut, Template
 
 __all__ = [
-    "IN_PLACE",
     "LISTED",
     "Agreed",
     "Bound",
@@ -287,8 +286,6 @@ def _ids(packed: bytes) -> Sequence[int]:
 
 # --- plans
 
-IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
-"""Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 """Routes whose pieces are listed for the transport."""
 _LISTED_PIECES: Final = 1 << 16

@@ -52,7 +52,6 @@ from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPl
 from kvxfer.memory.books import Extent, ExtentState
 from kvxfer.peers.link import Link
 from kvxfer.plans.planning import (
-    IN_PLACE,
     LISTED,
     Bound,
     bind,
@@ -70,7 +69,7 @@ from kvxfer.prefill.offers import Entry
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import REPEAT_S, UNTIMED, Failure, Sending, SendState, added, names_turns
+from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, names_turns
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
 from kvxfer.site import Callback, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger

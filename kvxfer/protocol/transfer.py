@@ -17,6 +17,7 @@ from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol import messages as wire
 
 __all__ = [
+    "IN_PLACE",
     "RECEIVE_TRANSITIONS",
     "REPEAT_S",
     "SEND_TRANSITIONS",
@@ -60,7 +61,8 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 }
 """Legal events of `SendState`. ENDED is final."""
 
-_IN_PLACE: Final = frozenset({wire.Route.DIRECT, wire.Route.MAPPED})
+IN_PLACE: Final = frozenset({wire.Route.DIRECT, wire.Route.MAPPED})
+"""Routes on which the prefill rank writes the decode rank's blocks."""
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
 UNTIMED: Final = wire.Timings()
 """Of what has taken no time that anybody measured."""
@@ -444,7 +446,7 @@ class Receiving(Struct, eq=False):
         """
         chunks, staging, route = message.chunks, self.staging, message.route
         if message.ahead:
-            covered = route is wire.Route.STAGED and chunks > 0 if staging else route in _IN_PLACE
+            covered = route is wire.Route.STAGED and chunks > 0 if staging else route in IN_PLACE
             if not (self.ahead and covered):
                 raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         following = RECEIVE_TRANSITIONS.get((self.state, "accept"))

@@ -31,7 +31,7 @@ class Stepped:
     def drive(self, name, machine) -> Any:
         del name
         self.machine = machine  # the test steps it
-        return self.stop, None
+        return self.stop, lambda: None
 
     def stop(self, timeout) -> bool:
         del timeout

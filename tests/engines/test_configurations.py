@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from pd import LENGTHS, TOKENS, Engine, connected, gathered, prompts, routed, shorter
@@ -15,6 +16,15 @@ SMALL = ("--num-gpu-blocks-override", "18", "--block-size", "32", "--no-schedule
 """Memory for the longest prompt, and begun for more than fit."""
 SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "16")
 """Several prompts are computed at a time, a little of each in a step."""
+
+APART: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "cached": False,
+    "concurrencies": (1,),
+    "lengths": (300,) * 5,
+    "alone": ("--max-num-batched-tokens", "299", "--no-enable-prefix-caching"),
+}
+"""In bfloat16 a last token that is computed apart, as a decode engine does it, may give another answer, alone too."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +105,8 @@ FULL = {
         model="short-conv", cached=False, prefill=(*SMALL, *SOME_AT_ONCE), decode=SMALL, preempted="decode0"
     ),
     "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,)),
-    # in bfloat16 a last token that is computed apart, as a decode engine does it, may give another answer, alone too
-    "short convolution, bfloat16": Configuration(
-        model="short-conv",
-        dtype="bfloat16",
-        cached=False,
-        concurrencies=(1,),
-        lengths=(300,) * 5,
-        alone=("--max-num-batched-tokens", "299", "--no-enable-prefix-caching"),
-    ),
-    "gated delta rule": Configuration(
-        model="delta-rule",
-        dtype="bfloat16",
-        cached=False,
-        concurrencies=(1,),
-        lengths=(300,) * 5,
-        alone=("--max-num-batched-tokens", "299", "--no-enable-prefix-caching"),
-    ),
+    "short convolution, bfloat16": Configuration(model="short-conv", **APART),
+    "gated delta rule": Configuration(model="delta-rule", **APART),
 }
 
 

@@ -1276,10 +1276,11 @@ _machines: Final[set[_Machine]] = set()
 
 
 def _end_all() -> None:
-    """The interpreter ends: whoever runs without it must not outlive what it works on."""
-    for one in list(_machines):
-        if one.wake is None:  # what a simulation steps is left as it is, and may have gone with its loop
-            one.stop(_EXIT_S)
+    """The interpreter ends: whoever runs without it must not outlive what it works on, be it memory of a peer here."""
+    # what a simulation steps is left as it is, and may have gone with its loop
+    ending = {one: one.kept for one in _machines if one.wake is None}
+    for one in ending:
+        one.stop(_EXIT_S)
 
 
 def _forget_all() -> None:

@@ -41,6 +41,8 @@ MODELS = {
     "llama": ("Llama", {"num_key_value_heads": 4, "head_dim": 32}),
     # K is not stored as K of the others is: its heads are no multiple of 32
     "llama-48": ("Llama", {"num_key_value_heads": 4, "head_dim": 48}),
+    # with a cache beside each layer's, of a class of our own
+    "indexed": ("Llama", {"num_key_value_heads": 4, "head_dim": 32, "architectures": ["IndexedLlamaForCausalLM"]}),
     # a window sees where a block stands, which full attention does not; of 300 tokens it begins with a block
     "sliding": (
         "Gemma3",
@@ -108,6 +110,9 @@ def make(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**COMMON | own)
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder / name, safe_serialization=True)
+    if "architectures" in own:  # of which transformers has written its own
+        config.architectures = own["architectures"]
+        config.save_pretrained(folder / name)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}

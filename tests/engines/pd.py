@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("indexed")), os.environ.get("PYTHONPATH", "")]),
 }
 
 

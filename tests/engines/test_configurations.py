@@ -88,6 +88,10 @@ FULL = {
     "a draft model, chunked, layerwise on both": Configuration(
         drafts=3, cached=False, layerwise=("prefill", "decode"), prefill=SOME_AT_ONCE
     ),
+    "an indexer": Configuration(model="indexed"),
+    "an indexer, chunked, layerwise on both": Configuration(
+        model="indexed", cached=False, layerwise=("prefill", "decode"), prefill=SOME_AT_ONCE
+    ),
     "sliding windows and full attention": Configuration(model="sliding"),
     "sliding windows, layerwise on both": Configuration(
         model="sliding", layerwise=("prefill", "decode"), cached=False, decode=("--block-size", "64")

@@ -8,12 +8,16 @@ are wrong. So each is made to show where it has K and V, and if that is elsewher
 
 Recurrent state (Mamba, short convolution, a gated delta rule) has no tokens: a block is a page that holds what a layer
 remembers of all tokens so far, and the layer is bound to views of its parts. These are described, each as it is.
+
+What an indexer keeps beside the cache of a layer (sparse attention) is quantised, and how is its kernel's affair: of a
+page of it nothing is believed, and it goes as it is, to an engine of the same release and platform.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, Final
 
@@ -28,6 +32,8 @@ _WINDOWED: Final = "SlidingWindowSpec"
 _RECURRENT: Final = "MambaSpec"
 _KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", _WINDOWED})
 """vLLM's classes of caches that hold every token of a request, or the last ones."""
+_INDEXER: Final = "indexer"
+"""What vLLM calls the part that the cache of one plays."""
 
 _DRAFTED: Final = "draft_model."
 """What names of a draft model's layers begin with."""
@@ -44,6 +50,7 @@ class BlockGroup:
     block_tokens: int
     window: int | None  # so many tokens up to the one that is computed are read; none: all
     state: bool = False  # what is left of all tokens so far is, and lies in the block that the last of them would be in
+    indexed: bool = False  # layers of it have an indexer, whose cache goes by whole pages
 
     def live(self, tokens: int, *, whole: bool) -> int:
         """The first token that is still held once so many are computed; or the first of the block that holds it."""
@@ -82,7 +89,8 @@ def block_groups(config: Any) -> list[BlockGroup]:
     """The groups that are handed over, of vLLM's `KVCacheConfig`.
 
     Raises:
-        GeometryError: If the layers of one see windows of different sizes.
+        GeometryError: If the layers of one see windows of different sizes, or its blocks are smaller than the pages
+            that an indexer has of another.
     """
     found: list[BlockGroup] = []
     held = [(at, group) for at, group in enumerate(config.kv_cache_groups) if group.enable_kv_transfer]
@@ -98,7 +106,13 @@ def block_groups(config: Any) -> list[BlockGroup]:
         name = "state" if state else "full" if window is None else f"window-{window}"
         seen[name] += 1
         name = "default" if len(held) == 1 else f"{name}.{seen[name]}"
-        found.append(BlockGroup(name, at, spec.block_size, window, state))
+        found.append(BlockGroup(name, at, spec.block_size, window, state, any(map(_is_index, every))))
+    for one, other in product((one for one in found if one.indexed), (one for one in found if not one.state)):
+        if other.block_tokens % one.block_tokens:
+            raise GeometryError(
+                f"an indexer has pages of {one.block_tokens} tokens, which go whole, and other layers blocks of "
+                f"{other.block_tokens} tokens, which such pages do not fill: run vLLM with one --block-size for both"
+            )
     return found
 
 
@@ -114,6 +128,11 @@ def _is_state(spec: Any) -> bool:
     return type(spec).__name__ == _RECURRENT
 
 
+def _is_index(spec: Any) -> bool:
+    """Whether this is what an indexer keeps beside the cache of a layer."""
+    return getattr(spec, "cache_role", None) == _INDEXER
+
+
 def describe(
     caches: Mapping[str, Any],
     config: Any,
@@ -121,6 +140,7 @@ def describe(
     model: Model,
     layers: Mapping[str, Any],
     *,
+    release: str = "",
     trusted: bool = False,
 ) -> dict[str, list[CacheTensor]]:
     """Describe the caches of a worker.
@@ -131,6 +151,7 @@ def describe(
         place: This worker's among those that share the heads.
         model: The model.
         layers: vLLM's attention layers by their names, once their backends are set up and their caches are bound.
+        release: vLLM's: of another one, pages that are not looked into may hold something else.
         trusted: Believe what the views say.
 
     Returns:
@@ -142,14 +163,21 @@ def describe(
     """
     found: dict[str, list[CacheTensor]] = {}
     shown: Counter[tuple[str, str]] = Counter()
+    whole: Counter[str] = Counter()
     for group in block_groups(config):
         of = config.kv_cache_groups[group.index]
-        numbers = {name: model.number(name) for name in of.layer_names if name in caches}
-        if several := [number for number, count in Counter(numbers.values()).items() if count > 1]:
+        specs = getattr(of.kv_cache_spec, "kv_cache_specs", {})
+        held_here = {name: specs.get(name, of.kv_cache_spec) for name in of.layer_names if name in caches}
+        numbers = Counter((model.number(name), _is_index(spec)) for name, spec in held_here.items())
+        if several := [number for (number, _), count in numbers.items() if count > 1]:
             raise GeometryError(f"layers {sorted(several)} have several caches in one group of cache blocks")
-        for name, number in numbers.items():
-            spec = getattr(of.kv_cache_spec, "kv_cache_specs", {}).get(name, of.kv_cache_spec)
+        for name, spec in held_here.items():
+            number = model.number(name)
             held = {"layers": [number], "group": group.name}
+            if _is_index(spec):
+                pages, backend = _index(name, caches[name], spec, config.num_blocks, layers.get(name), held, release)
+                found[name], whole[backend] = [pages], whole[backend] + 1
+                continue
             if group.state:
                 found[name], how = _states(name, caches[name], spec, place, layers.get(name), held)
                 shown[how] += 1
@@ -162,6 +190,8 @@ def describe(
                 shown[how] += 1
     for (backend, layout), count in shown.items():
         _log.info("layout_proved", backend=backend, count=count, value=layout)
+    for backend, count in whole.items():
+        _log.info("layout_whole", backend=backend, count=count, why="an indexer's pages are not looked into")
     if trusted:
         _log.warning("layout_trusted", count=len(found), why="trust_layout: if it is another one, tokens are wrong")
     return found
@@ -220,6 +250,26 @@ def _shown(
     if not probe.shows(found):
         raise probe.refusal("the next time they were elsewhere")
     return found, (probe.backend, ", ".join(f"{one.kv or ''} {one.axes}".strip() for one in found))
+
+
+def _index(
+    name: str, cache: Any, spec: Any, num_blocks: int, layer: Any, held: dict[str, Any], release: str
+) -> tuple[CacheTensor, str]:
+    """The pages of an indexer, each as a row that stands for all of its tokens; and which backend has them."""
+    if layer is None or not cache[0].is_contiguous():
+        raise GeometryError(
+            f"the cache of {name} is an indexer's, and {'no layer has it' if layer is None else 'its pages have gaps'} "
+            f"(shape {tuple(cache.shape)}, strides {cache.stride()}): it cannot be handed over by whole pages"
+        )
+    import torch
+
+    backend, pages = layer.get_attn_backend(), cache.flatten(1).view(torch.uint8).unsqueeze(1)
+    ratio = len(pages) // num_blocks
+    held |= {"kernel_blocks_per_id": ratio, "tokens_per_row": spec.block_size // ratio}
+    platform = "rocm" if torch.version.hip else cache.device.type  # its kernels may have another order
+    part = f"{_INDEXER} of vllm {release} on {platform}, {backend.__qualname__}"
+    named = f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})"
+    return CacheTensor(pages, "block token dim", part=part, **held), named
 
 
 def _states(

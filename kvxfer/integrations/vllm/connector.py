@@ -18,6 +18,7 @@ from kvxfer.integrations.vllm.seen import Counts
 from kvxfer.telemetry import join_logs, logger
 
 try:
+    import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
@@ -161,6 +162,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         groups = block_groups(kv_cache_config)
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
         simple = [group.window for group in groups] == [None] and len(kv_cache_config.kv_cache_groups) == 1
+        # it counts the blocks of a load inside of a step as cached before they are: another request may hit them, and
+        # they stay in its cache if their own has gone when the load fails. And it waits for a layer when that layer's
+        # indexer has chosen already
+        cached = bool(vllm_config.cache_config.enable_prefix_caching)
+        indexed = any(group.indexed for group in groups)
+        in_steps = layerwise and simple and not cached and not indexed
         stateful = any(group.state for group in groups)
         if stateful and vllm_config.cache_config.use_replayssm:
             raise ConfigError(
@@ -168,14 +175,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             )
         if role is KVConnectorRole.SCHEDULER:
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
-            # vLLM counts the blocks of a load inside of a step as cached before they are: another request may hit them,
-            # and they stay in its cache if their own has gone when the load fails
-            cached = bool(vllm_config.cache_config.enable_prefix_caching)
-            in_steps = layerwise and simple and not cached
             answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
             self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
             if layerwise and not in_steps:
-                why = "prefix caching is on" if simple else "there are several groups of blocks, windows or state"
+                why = "layers have an indexer" if indexed else "prefix caching is on"
+                why = why if simple else "there are several groups of blocks, windows or state"
                 offers = "as well" if stateful else "are by layer"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
             return
@@ -195,8 +199,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ours: dict[str, Any] = {}
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
-        caching = vllm_config.cache_config.enable_prefix_caching
-        if layerwise and simple and transfer.kv_role != "kv_producer" and not caching and config.arena_bytes:
+        if in_steps and transfer.kv_role != "kv_producer" and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
@@ -285,7 +288,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the caches. Blocks."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        found = describe(kv_caches, self._caches_config, self._place, self._model, layers, trusted=self._trust_layout)
+        told = self._caches_config, self._place, self._model, layers
+        found = describe(kv_caches, *told, release=vllm.__version__, trusted=self._trust_layout)
         self._worker.register(found)
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:

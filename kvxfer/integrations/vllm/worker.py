@@ -6,7 +6,7 @@ other; a load when nobody writes its blocks any more, well or not. Failed blocks
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Final
 
@@ -88,6 +88,7 @@ class WorkerSide:
         self._caches: Mapping[str, list[CacheTensor]] = {}
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
+        self._page = 1  # tokens of what goes whole or not at all
         self._registered = False
         self._claims: Final[dict[str, Claim]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
@@ -108,6 +109,7 @@ class WorkerSide:
         self._caches, self._registered = caches, True
         self._numbers = {name: those[0].layers[0] for name, those in caches.items()}
         self._device = tensors[0].tensor.device
+        self._page = max(tensor.tokens_per_row for tensor in tensors)
 
     def unregister(self) -> None:
         """Let go of the memory before vLLM gives it up. Blocks. Idempotent.
@@ -257,6 +259,8 @@ class WorkerSide:
 
     def _offer(self, step: OfferStep) -> None:
         """Begin an offer, or go on with it."""
+        if step.last:
+            step = replace(step, stop=self._filled(step.stop))
         try:
             if step.start == 0:
                 offer = self._worker.offer(step.name, streaming=True, attempt=step.attempt)
@@ -272,6 +276,10 @@ class WorkerSide:
         except KvxferError as error:  # whoever has the ticket hears that there is no such request
             _log.warning("offer_refused", request=step.request, attempt=step.attempt, error=str(error))
             self._withdraw(self._sending.setdefault(step.request, _Sending(None, safe=True)))
+
+    def _filled(self, tokens: int) -> int:
+        """Where the last page of so many tokens ends: its blocks are the request's own until then."""
+        return -(-tokens // self._page) * self._page
 
     def _spans(self, blocks: Blocks) -> dict[str, Span]:
         """Block lists of those groups of which something is held here.
@@ -325,7 +333,7 @@ class WorkerSide:
         try:
             if silent:
                 raise BusyError("its engine has not answered since a load from there was given up")
-            spans, tokens = self._spans(load.blocks), range(load.start, load.stop)
+            spans, tokens = self._spans(load.blocks), range(load.start, self._filled(load.stop))
             transfer = self._worker.start_fetch(load.ticket, spans, tokens=tokens, after=after)
         except KvxferError as error:
             self._fail(load, error)

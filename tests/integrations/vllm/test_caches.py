@@ -174,6 +174,65 @@ def test_groups_may_share_memory_and_each_is_shown():
         describe(views, grouped(spec(), windowed()), Place(0, 1), Model(4, 2), layers)
 
 
+# --- an indexer
+
+
+def index(**fields):
+    role = enum.Enum("SparseCacheRole", [("INDEXER", "indexer")], type=str).INDEXER
+    usual = {"num_kv_heads": 1, "head_size": 12, "head_size_v": 0, "cache_role": role}
+    return spec("MLAAttentionSpec", **(usual | fields))
+
+
+def beside(*specs, blocks=BLOCKS, tokens=16):
+    """A layer with an indexer, in the order of their specs; and views, the indexer's between pages of others."""
+    names = ["model.layers.3.self_attn.attn", "model.layers.3.self_attn.indexer.k_cache"]
+    kind = make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs=dict(zip(names, specs, strict=True)))
+    group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=kind, enable_kv_transfer=True)
+    attention = torch.zeros(blocks, 2, tokens, 16)
+    pages = torch.zeros(blocks, 3, tokens * 12, dtype=torch.uint8)[:, 1].view(blocks, 1, tokens, 12)
+    views = dict(zip(names, (attention, pages), strict=True))
+    layers = {names[0]: layer(cache=attention), names[1]: layer("FlashMLABackend", cache=pages)}
+    return make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group]), views, layers
+
+
+def described_beside(config, views, layers, **how):
+    found = describe(views, config, Place(1, 2), Model(4, 4), layers, release="1.2", **how)
+    return CacheGeometry.of([one for tensors in found.values() for one in tensors]).tensors
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_an_indexer_beside_a_cache_goes_by_whole_pages(trusted, caplog):
+    caplog.set_level("INFO", "kvxfer")
+    config, views, layers = beside(spec(), index(), blocks=2 * BLOCKS, tokens=8)
+    attention, pages = described_beside(config, views, layers, trusted=trusted)
+    assert (attention.layers, attention.part, attention.id_tokens) == ((3,), "", 16)
+    assert (pages.layers, pages.part) == ((3,), "indexer of vllm 1.2 on cpu, FlashMLABackend")
+    assert (pages.axes, pages.shape, pages.strides) == ("block token dim", (2 * BLOCKS, 1, 96), (3 * 96, 96, 1))
+    assert (pages.tokens_per_row, pages.id_tokens, pages.heads) == (8, 16, range(1)), "all ranks have the same"
+    assert "layout_whole backend='FlashMLABackend" in caplog.text
+    assert [one.indexed for one in block_groups(config)] == [True]
+
+
+def test_an_indexer_whose_pages_are_not_whole_or_nobodys_is_refused():
+    config, views, layers = beside(spec(), index())
+    attention, indexer = views
+    with pytest.raises(GeometryError, match=r"k_cache is an indexer's, and its pages have gaps"):
+        described_beside(config, views | {indexer: torch.zeros(BLOCKS, 1, 16, 24)[..., ::2]}, layers)
+    with pytest.raises(GeometryError, match=r"k_cache is an indexer's, and no layer has it"):
+        described_beside(config, views, {attention: layers[attention]})
+
+
+def test_a_layer_has_one_indexer_in_a_group():
+    with pytest.raises(GeometryError, match=r"layers \[3\] have several caches"):
+        described_beside(*beside(index(), index()))
+
+
+def test_pages_that_blocks_of_other_groups_do_not_fill_are_refused():
+    with pytest.raises(GeometryError, match="pages of 64 tokens, which go whole, and other layers blocks of 16"):
+        block_groups(grouped(index(block_size=64), spec()))
+    assert [group.indexed for group in block_groups(grouped(index(), windowed(block_size=64)))] == [True, False]
+
+
 # --- state
 
 SHAPES, DTYPES = ((3, 20), (2, 5, 4)), (torch.bfloat16, torch.float32)

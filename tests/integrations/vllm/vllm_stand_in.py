@@ -31,6 +31,7 @@ def install() -> None:
             if depth > 1:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
         setattr(sys.modules[known["module"]], name, stock(name))
+    vars(sys.modules["vllm"])["__version__"] = json.loads(RECORD.read_text())["release"]
 
 
 def make(name: str, **fields: Any) -> Any:

@@ -18,7 +18,7 @@ from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped.host import unlike
 from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
-from kvxfer.plans.planning import Agreed, PairPlans
+from kvxfer.plans.planning import SMALL_PLAN, Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
@@ -399,8 +399,6 @@ class Desk:
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
-SMALL_PLAN: Final = 32_768
-"""Table rows up to which a plan is made on the loop, where so many take 0.5 ms; larger ones go to a worker thread."""
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
 

@@ -43,13 +43,13 @@ from kvxfer.geometry import (
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import Bound, bind, block_pieces, decode_spans, encode_spans
+from kvxfer.plans.planning import SMALL_PLAN, Bound, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import SMALL_PLAN, Desk, Site, Tally, no_hold, resolve
+from kvxfer.site import Desk, Site, Tally, no_hold, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -747,12 +747,13 @@ class Receiver(Struct, eq=False):
         run, begun = self._run, self._begun
         # a turn of the ring, two, four: the mover and the peer begin with these while others are made
         more = max(1, len(self.grants.ring), min(_MOST_FED, begun - run.first) if run is not None else 0)
-        chunks = range(begun, min(self.machine.granted, begun + more))
+        chunks = range(begun, begun + bound.at_once(min(self.machine.granted - begun, more)))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
+        if bound.is_long(len(chunks)):
+            await asyncio.sleep(0)
         steps = await self.site.plan(make, rows=rows) if rows else make()
-        if rows:
-            self._go_on_if_moving()
+        self._go_on_if_moving()
         self._go_by(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
     async def _read(self, bound: Bound) -> None:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LISTED",
+    "SMALL_PLAN",
     "Agreed",
     "Bound",
     "PairPlans",
@@ -78,6 +79,9 @@ __all__ = [
     "usual_chunks",
     "wanted_blocks",
 ]
+
+SMALL_PLAN: Final = 32_768
+"""Table rows up to which a plan is made on the loop, where so many take 0.5 ms; larger ones go to a worker thread."""
 
 # --- block lists as callers give them
 
@@ -605,6 +609,14 @@ class Bound:
     def most_bytes(self) -> int:
         """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
         return self.plan.largest_chunk_bytes(self.grid)
+
+    def at_once(self, chunks: int) -> int:
+        """How many of so many chunks are begun in one go: compiled code makes their tables, and the loop waits."""
+        return max(1, min(chunks, SMALL_PLAN // max(1, self.chunk_rows)))
+
+    def is_long(self, chunks: int) -> bool:
+        """Whether others on the loop should have a turn before those of so many chunks are made."""
+        return 2 * chunks * self.chunk_rows > SMALL_PLAN
 
     @property
     def chunk_pieces(self) -> int:

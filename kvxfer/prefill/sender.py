@@ -652,14 +652,16 @@ class Sender(Struct, eq=False):
         return desk.write(extent, min(len(self.machine.ring), self.machine.chunks - first) - 1)
 
     async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
-        """Make steps of chunks, in a thread where that takes long, and give them to the mover."""
-        site, chunks = self.site, range(run.stop, stop)
+        """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
+        site, chunks = self.site, range(run.stop, run.stop + bound.at_once(stop - run.stop))
         rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
         make = partial(self._steps, run, bound, chunks, run.post, run.extents)  # which it has no more when it ends
+        if bound.is_long(len(chunks)):
+            await asyncio.sleep(0)
         steps = await site.plan(make, rows=rows) if rows else make()
         if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped
             return
-        run.stop = stop
+        run.stop = chunks.stop
         for step in steps:
             if step.post is not None:
                 self.tally.descriptors += len(step.post.local.pieces)

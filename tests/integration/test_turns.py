@@ -1,12 +1,15 @@
 """News that comes in the turns of the loop in which a transfer goes on with something else."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from inside import keep_plans, pause_grants, resume_grants, staging, take, take_all
 from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
+from kvxfer.copy.tables import Kind
+from kvxfer.copy.template import Cut
 from kvxfer.decode.receiver import Grants
 from kvxfer.plans.planning import Bound
 from kvxfer.prefill.sender import Sender
@@ -199,3 +202,36 @@ async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(
     await second
     copied.check()
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["mapped", "staged"])
+async def test_while_tables_of_many_rows_are_made_the_loop_has_turns(stage, route, monkeypatch):
+    monkeypatch.setattr("kvxfer.plans.planning.SMALL_PLAN", 16)  # a chunk has as many
+    tables, turn, made = Cut.tables, [0], Counter[tuple[Kind, int]]()
+
+    def counted(cut, kind, chunks, *given, **named):
+        made[kind, turn[0]] += len(chunks)
+        return tables(cut, kind, chunks, *given, **named)
+
+    async def count():
+        while True:
+            turn[0] += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Cut, "tables", counted)
+    source, target = (Cache(layers=range(24), shared=True) for _ in range(2))
+    prefill, decode = await stage.pair(source, target, route=route, chunk_bytes="8KiB")
+    copied, blocks = Copied(target).bring(source, range(16), range(16), range(64)), range(16)
+    offer = prefill.offer("r", streaming=True)
+    offer.extend(blocks, tokens=range(64))
+    offer.ready(layers=[0], tokens=64)
+    counting = asyncio.create_task(count())
+    transfer = decode.start_fetch(offer.ticket, blocks, tokens=range(64))
+    await transfer.layers(0, 1)
+    offer.ready(tokens=64)
+    offer.finish()
+    await transfer
+    counting.cancel()
+    copied.check()
+    assert made.total() >= 24
+    assert max(made.values()) <= 2, "of one chunk at a time; a turn of `count` may see the end of one and another"

@@ -1,8 +1,8 @@
 """A Llama with an indexer beside each layer's cache, as sparse attention has one, that runs on CPUs.
 
 vLLM finds it as a plugin. Like DeepSeek's, the cache of an indexer has blocks of bytes: the values of all tokens, and
-then their scales. Each token looks for the one up to it that is most like its mirror image, and adds it to what the layer
-computes: so answers depend on all of it.
+then their scales. Each token looks for the one up to it that is most like its mirror image, and adds it to what the
+layer computes: so answers depend on all of it.
 """
 
 # vLLM is not installed where types are checked

@@ -82,8 +82,9 @@ def answers(model, tmp_path_factory):
     known = {}
 
     async def ask(name, dtype, lengths=LENGTHS, *args):
-        if (name, dtype) in known:
-            return known[name, dtype]
+        key = name, dtype, lengths, args
+        if key in known:
+            return known[key]
         engine = Engine("plain", model(name), tmp_path_factory.mktemp("plain"), ("--dtype", dtype, *args))
         every = [prompt for seed in range(3) for prompt in prompts(seed, lengths)]
         every += shorter(every)
@@ -94,7 +95,7 @@ def answers(model, tmp_path_factory):
                 said = await gathered(map(router.decode, every), 1)
         finally:
             engine.stop()
-        known[name, dtype] = {tuple(prompt): tokens for prompt, tokens in zip(every, said, strict=True)}
-        return known[name, dtype]
+        known[key] = {tuple(prompt): tokens for prompt, tokens in zip(every, said, strict=True)}
+        return known[key]
 
     return ask

@@ -70,6 +70,7 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # li
     """What a worker says of itself once its caches are registered."""
 
     card: dict[str, Any]
+    indexed: bool = False  # whether layers have an indexer, of which the scheduler's process is not told
 
 
 class KvxferStats(KVConnectorStats):  # type: ignore[misc]  # its base is Any there
@@ -163,11 +164,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
         simple = [group.window for group in groups] == [None] and len(kv_cache_config.kv_cache_groups) == 1
         # it counts the blocks of a load inside of a step as cached before they are: another request may hit them, and
-        # they stay in its cache if their own has gone when the load fails. And it waits for a layer when that layer's
-        # indexer has chosen already
+        # they stay in its cache if their own has gone when the load fails
         cached = bool(vllm_config.cache_config.enable_prefix_caching)
-        indexed = any(group.indexed for group in groups)
-        in_steps = layerwise and simple and not cached and not indexed
+        in_steps = layerwise and simple and not cached
         stateful = any(group.state for group in groups)
         if stateful and vllm_config.cache_config.use_replayssm:
             raise ConfigError(
@@ -178,8 +177,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
             self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
             if layerwise and not in_steps:
-                why = "layers have an indexer" if indexed else "prefix caching is on"
-                why = why if simple else "there are several groups of blocks, windows or state"
+                why = "prefix caching is on" if simple else "there are several groups of blocks, windows or state"
                 offers = "as well" if stateful else "are by layer"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
             return
@@ -199,7 +197,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ours: dict[str, Any] = {}
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
-        if in_steps and transfer.kv_role != "kv_producer" and config.arena_bytes:
+        self._indexed: Final = any(group.indexed for group in groups)
+        if in_steps and not self._indexed and transfer.kv_role != "kv_producer" and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
@@ -247,7 +246,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvxferHandshake]) -> None:
         """Take the workers' cards."""
-        self._scheduler.collect(handshake.card for handshake in metadata.values())
+        indexed = any(handshake.indexed for handshake in metadata.values())
+        self._scheduler.collect([handshake.card for handshake in metadata.values()], indexed=indexed)
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""
@@ -295,7 +295,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_handshake_metadata(self) -> KvxferHandshake | None:
         """This rank's card; another one after each wake-up."""
         card = self._worker.card
-        return None if card is None else KvxferHandshake(card)
+        return None if card is None else KvxferHandshake(card, self._indexed)
 
     def unregister_kv_caches(self) -> None:
         """Go to sleep: the memory is about to be given up."""

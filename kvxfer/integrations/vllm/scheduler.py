@@ -88,7 +88,7 @@ class SchedulerSide:
         self._groups: Final = groups
         self._windowed: Final = any(group.window is not None for group in groups)
         self._cached: Final = cached
-        self._layerwise: Final = layerwise
+        self._layerwise = layerwise
         self._answers: Final = answers
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
@@ -101,12 +101,20 @@ class SchedulerSide:
         ] = []  # requests that got blocks to load into
         self._orders = Orders()
 
-    def collect(self, cards: Iterable[Mapping[str, Any]]) -> None:
+    def collect(self, cards: Iterable[Mapping[str, Any]], *, indexed: bool = False) -> None:
         """The workers' cards, again after they have slept: from now on tickets are of this engine.
+
+        Args:
+            cards: Of all of them.
+            indexed: Whether layers have an indexer. It chooses before vLLM waits for its layer, so no load may run
+                inside of a forward pass.
 
         Raises:
             TicketError: If a rank is missing.
         """
+        if indexed and self._layerwise:
+            self._layerwise = False
+            _log.warning("layerwise_refused", reason="layers have an indexer: loads are whole, offers are by layer")
         card = EngineCard.of(cards)
         self._issuer = Issuer(card, self._key)
         self._orders.join = Membership(card.to_dict(), self._key)

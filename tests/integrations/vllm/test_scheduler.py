@@ -190,6 +190,14 @@ def test_layerwise_loads_leave_a_token_to_compute():
     assert scheduler.build_connector_meta(step()).cancels == []
 
 
+def test_no_load_is_layerwise_where_layers_have_an_indexer_which_workers_alone_know(caplog):
+    scheduler, coming = side(layerwise=True), wanted()
+    scheduler.collect(cards(), indexed=True)
+    scheduler.on_new_request(coming)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
+    assert "layerwise_refused reason='layers have an indexer" in caplog.text
+
+
 def test_another_order_of_calls_is_refused_by_name():
     scheduler, coming = announced(wanted())
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)

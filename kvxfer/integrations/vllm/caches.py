@@ -191,7 +191,7 @@ def describe(
     for (backend, layout), count in shown.items():
         _log.info("layout_proved", backend=backend, count=count, value=layout)
     for backend, count in whole.items():
-        _log.info("layout_whole", backend=backend, count=count, why="an indexer's pages are not looked into")
+        _log.info("layout_skipped", backend=backend, count=count, why="an indexer's pages go whole")
     if trusted:
         _log.warning("layout_trusted", count=len(found), why="trust_layout: if it is another one, tokens are wrong")
     return found

@@ -3,9 +3,8 @@
 Everything above is written against `Runtime`; production uses `ThreadRuntime`, tests and simulations the deterministic
 one of `kvxfer.testing`, in which time is virtual and every step happens in an order drawn from a seed.
 
-A `Runner` is work that must not run on the event loop (posting to a fabric, launching copies). It is a function
-`step() -> float | None`: it does what is ready and says in how many seconds it wants to run again (0.0: at once, None:
-only when woken). The runtime decides where it runs: in a thread of its own, or as a callback of the simulated loop.
+A `Machine` is work that must not run on the event loop (calls of a fabric, copies). The runtime decides where it runs:
+in a thread of its own, or step by step as callbacks of the simulated loop.
 """
 
 import asyncio
@@ -33,7 +32,6 @@ __all__ = [
     "Home",
     "Machine",
     "Placement",
-    "Runner",
     "Runtime",
     "ThreadRuntime",
     "allowed_cpus",
@@ -42,7 +40,6 @@ __all__ = [
     "settle",
 ]
 
-Step = Callable[[], float | None]
 Stop = Callable[[float], bool]
 _T = TypeVar("_T")
 
@@ -52,7 +49,7 @@ _MOST_LENT: Final = 40
 """Worker threads at a time, as many as AnyIO lends to all others together."""
 _SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK
 _NICENESS: Final = 5
-"""How far runners give way to the loop where they have to share its cores; nothing changes where cores are free."""
+"""How far threads give way to the loop where they have to share its cores; nothing changes where cores are free."""
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -70,35 +67,24 @@ def bind(cpus: frozenset[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
-class Runner(Protocol):
-    """A running `step` function."""
-
-    def wake(self) -> None:
-        """Run `step` soon. Safe from any thread; wake-ups before the next step are merged.
-
-        A runner whose `setup` or `step` has raised is over, and wakes no more.
-        """
-        ...
-
-    def stop(self, timeout: float) -> bool:
-        """Stop after the current step and wait for it at most `timeout` seconds. False if it did not end in time."""
-        ...
-
-
 class Machine(Protocol):
-    """Work that sleeps by itself until there is something to do, and needs no interpreter for it."""
+    """Work that sleeps by itself until there is something to do.
+
+    Nothing should be raised by it: whoever waits for its work would not hear of it. What is raised is reported as any
+    thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends it; `stop` works as ever.
+    """
 
     def run(self) -> None:
         """Go on until it is told to stop, in whatever way it is told things."""
         ...
 
     def step(self) -> float | None:
-        """Do what is ready; as a step of a runner."""
+        """Do what is ready; in how many seconds it wants to run again (0.0: at once, None: only when woken)."""
         ...
 
 
 class Runtime(Protocol):
-    """Clock, randomness, runners and work in threads."""
+    """Clock, randomness, machines and work in threads."""
 
     def now(self) -> float:
         """Monotonic seconds. Comparable within this process only."""
@@ -108,21 +94,13 @@ class Runtime(Protocol):
         """Unpredictable bytes."""
         ...
 
-    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Runner:
-        """Start a runner; `setup` runs first where `step` runs (a thread's CUDA context, its affinity).
-
-        Neither of them should raise: whoever waits for the runner's work would not hear of it. What they raise is
-        reported as any thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends the
-        runner; `stop` works as ever.
-        """
-        ...
-
-    def drive(self, name: str, machine: Machine) -> tuple[Stop, Callable[[], None] | None]:
-        """Run a machine: in a thread of its own, or step by step.
+    def drive(self, name: str, machine: Machine, *, gives_way: bool = False) -> tuple[Stop, Callable[[], None] | None]:
+        """Run a machine: in a thread of its own, which may give way to the loop, or step by step.
 
         Returns:
-            As of a `Runner`, its `stop`, before which it must be told to end, and its `wake`: None where it hears of
-            its work by itself.
+            Its `stop`, before which it must be told to end: waits at most so many seconds, and says whether it ended in
+            time. And its `wake`, from any thread, after which `step` runs soon: None where it hears of its work by
+            itself.
         """
         ...
 
@@ -196,74 +174,12 @@ class Home:
         )
 
 
-class _Signal:
-    """Wakes one thread: a `threading.Event` that forgets once it was waited for, and costs a twentieth of one."""
-
-    def __init__(self) -> None:
-        self._unset: Final = threading.Lock()
-        self._unset.acquire()
-
-    def set(self) -> None:
-        """From any thread."""
-        try:  # noqa: SIM105 - `suppress` takes three calls for what is done several times a chunk
-            self._unset.release()
-        except RuntimeError:  # it is set already
-            pass
-
-    def wait(self, seconds: float = -1) -> None:
-        """Until it is set, which ends with that; or until so many seconds have passed."""
-        self._unset.acquire(timeout=seconds)
-
-    def clear(self) -> None:
-        """Forget it."""
-        self._unset.acquire(blocking=False)
-
-
-class _ThreadRunner:
-    """A runner in a daemon thread."""
-
-    def __init__(self, name: str, step: Step, setup: Callable[[], None] | None, cpus: frozenset[int]) -> None:
-        self._step = step
-        self._setup = setup
-        self._cpus = cpus
-        self._wake = _Signal()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def stop(self, timeout: float) -> bool:
-        self._stopping = True
-        self._wake.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        settle(self._cpus)
-        if self._setup is not None:
-            self._setup()
-        while True:
-            self._wake.clear()
-            if self._stopping:  # looked at after `clear`: a `stop` in between has set the event again, or is seen here
-                return
-            delay = self._step()
-            if delay is None:
-                self._wake.wait()
-            elif delay > 0:
-                self._wake.wait(delay)
-            else:
-                time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
-
-
-def settle(cpus: frozenset[int], *, niceness: int = _NICENESS) -> None:
-    """Make this thread one that works for the loop: it stays on these CPUs, if any, and gives way to it so far."""
+def settle(cpus: frozenset[int], *, gives_way: bool = True) -> None:
+    """Make this thread one that works for the loop: it stays on these CPUs, if any, and may give way to it."""
     if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
         with contextlib.suppress(OSError):
-            if niceness:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            if gives_way:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
     _bind_if(cpus)
 
@@ -276,7 +192,7 @@ def _bind_if(cpus: frozenset[int]) -> None:
 
 
 class ThreadRuntime:
-    """Production: the monotonic clock, the system's randomness, one thread a runner, on these CPUs or anywhere."""
+    """Production: the monotonic clock, the system's randomness, one thread a machine, on these CPUs or anywhere."""
 
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
@@ -288,15 +204,11 @@ class ThreadRuntime:
         """Unpredictable bytes from the operating system."""
         return secrets.token_bytes(nbytes)
 
-    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Runner:
-        """Start `step` in a daemon thread called `name`."""
-        return _ThreadRunner(name, step, setup, self._cpus)
-
-    def drive(self, name: str, machine: Machine) -> tuple[Stop, None]:
+    def drive(self, name: str, machine: Machine, *, gives_way: bool = False) -> tuple[Stop, None]:
         """Run a machine in a daemon thread called `name`, where it sleeps by itself."""
 
         def run() -> None:
-            settle(self._cpus, niceness=0)
+            settle(self._cpus, gives_way=gives_way)
             machine.run()
 
         def stop(timeout: float) -> bool:

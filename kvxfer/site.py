@@ -492,7 +492,7 @@ class Site:
     """Everything that the two sides of a worker share."""
 
     config: Config  # effective settings
-    runtime: Runtime  # clock, randomness, runners
+    runtime: Runtime  # clock, randomness, machines
     loop: asyncio.AbstractEventLoop  # the worker's event loop
     geometry: CacheGeometry  # what this rank holds
     custody: Custody  # books of the caller's blocks

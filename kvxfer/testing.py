@@ -6,8 +6,8 @@
     def scenario(runtime): ...                           # async; builds workers with this runtime
     simulate(scenario, seed=7)                           # virtual time; the same seed gives the same run
 
-In a simulation a second costs nothing: when nothing can happen any more, the clock jumps to the next timer. Runners,
-which are threads in production, become callbacks of the loop whose order is drawn from the seed.
+In a simulation a second costs nothing: when nothing can happen any more, the clock jumps to the next timer. Machines,
+which have threads in production, become callbacks of the loop whose order is drawn from the seed.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.runtime import Machine, Runner
+from kvxfer.runtime import Machine
 
 __all__ = ["DeterministicRuntime", "LoopbackNetwork", "LoopbackTransport", "simulate"]
 
 _T = TypeVar("_T")
 _STEP_SECONDS: Final = 1e-6
-"""How far virtual time moves on with every turn of the loop, so that a runner that spins cannot stop it."""
+"""How far virtual time moves on with every turn of the loop, so that a machine that spins cannot stop it."""
 _JITTER_SECONDS: Final = 50e-6
 
 
@@ -55,15 +55,12 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
 
-class _LoopRunner:
-    """A runner as callbacks of the loop, each after a delay drawn from the seed."""
+class _Steps:
+    """A machine's steps as callbacks of the loop, each after a delay drawn from the seed."""
 
-    def __init__(
-        self, runtime: "DeterministicRuntime", step: Callable[[], float | None], setup: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, runtime: "DeterministicRuntime", step: Callable[[], float | None]) -> None:
         self._runtime = runtime
         self._step = step
-        self._setup = setup
         self._next: asyncio.TimerHandle | None = None
         self._stopped = False
         self.wake()
@@ -88,10 +85,7 @@ class _LoopRunner:
 
     def _run(self) -> None:
         self._next = None
-        setup, self._setup = self._setup, None
         try:
-            if setup is not None:
-                setup()
             delay = self._step()
         except BaseException:
             self._stopped = True  # as a thread would be; the loop reports it
@@ -101,7 +95,7 @@ class _LoopRunner:
 
 
 class DeterministicRuntime:
-    """Clock, randomness and runners of a simulation.
+    """Clock, randomness and machines of a simulation.
 
     Args:
         loop: The virtual loop; `simulate` makes it.
@@ -124,15 +118,13 @@ class DeterministicRuntime:
         """A small delay in seconds."""
         return self._random.random() * _JITTER_SECONDS
 
-    def start(self, name: str, step: Callable[[], float | None], *, setup: Callable[[], None] | None = None) -> Runner:
-        """Run `step` as callbacks of the loop."""
-        del name
-        return _LoopRunner(self, step, setup)
-
-    def drive(self, name: str, machine: Machine) -> tuple[Callable[[float], bool], Callable[[], None]]:
+    def drive(
+        self, name: str, machine: Machine, *, gives_way: bool = False
+    ) -> tuple[Callable[[float], bool], Callable[[], None]]:
         """Run a machine step by step, as callbacks of the loop."""
-        runner = self.start(name, machine.step)
-        return runner.stop, runner.wake
+        del name, gives_way
+        steps = _Steps(self, machine.step)
+        return steps.stop, steps.wake
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same: there are no threads to be placed."""

@@ -577,7 +577,7 @@ _LATE_SECONDS: Final = 0.25
 _BLOCKED_SECONDS: Final = 1.0
 """A beat so late is said aloud."""
 _STALLED_SECONDS: Final = 5.0
-"""What owes something for less was only not given a processor: runners give way where many want one."""
+"""What owes something for less was only not given a processor: threads give way where many want one."""
 
 _CALLER = "code that runs on the same loop did not yield; move it to a thread, or set loop='own'"
 _OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"

@@ -1,11 +1,12 @@
-"""Services in threads, which can always be stopped, and work that is lent one."""
-# private state of services and loops that are there
+"""Machines in threads, and work that is lent one."""
+# private state of loops that are there
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import asyncio
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import anyio.to_thread
 import pytest
@@ -16,135 +17,41 @@ from kvxfer.runtime import ThreadRuntime
 LONG = 20.0  # seconds until a test gives up waiting for what takes microseconds
 
 
-# --- services
+# --- machines
 
 
-class Probe:
-    """A step that tells when it ran, and asks for what it is told to."""
+@pytest.fixture
+def driven():
+    """Runs a function as a machine that may give way, and waits for its end."""
 
-    def __init__(self, *delays):
-        self.delays = list(delays)
-        self.steps = 0
-        self.ran = threading.Semaphore(0)
-        self.thread = None
+    def drive(runtime, run, *, gives_way=True):
+        stop, wake = runtime.drive("kvxfer-probe", SimpleNamespace(run=run), gives_way=gives_way)
+        assert wake is None, "it hears of its work by itself"
+        assert stop(LONG)
+        assert stop(0.0)
 
-    def __call__(self):
-        self.thread = threading.current_thread()
-        self.steps += 1
-        delay = self.delays.pop(0) if self.delays else None
-        self.ran.release()
-        return delay
-
-    def wait(self, times=1):
-        for _ in range(times):
-            assert self.ran.acquire(timeout=LONG)
+    return drive
 
 
-def test_a_service_runs_at_once_then_when_woken():
-    probe = Probe()
-    service = ThreadRuntime().start("kvxfer-probe", probe)
-    probe.wait()
-    assert probe.thread.name == "kvxfer-probe"
-    assert probe.thread.daemon
-    service.wake()
-    probe.wait()
-    assert probe.steps == 2
-    assert service.stop(LONG)
-    assert not probe.thread.is_alive()
-
-
-def test_wake_ups_before_a_step_are_merged():
-    entered, leave = threading.Semaphore(0), threading.Semaphore(0)
-    steps = []
-
-    def step():
-        steps.append(None)
-        entered.release()
-        assert leave.acquire(timeout=LONG)
-
-    service = ThreadRuntime().start("kvxfer-probe", step)
-    assert entered.acquire(timeout=LONG)
-    for _ in range(10):
-        service.wake()
-    leave.release()
-    assert entered.acquire(timeout=LONG)  # woken during the first step, so there is a second, and no third
-    leave.release(10)
-    assert service.stop(LONG)
-    assert len(steps) in (2, 3)  # `stop` may come before or after the look at the flag
-
-
-@pytest.mark.parametrize("where", ["setup", "step"])
-def test_what_raises_is_reported_and_ends_the_service(monkeypatch, where):
-    reported, told = [], threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda report: reported.append(report) or told.set())
+def test_what_raises_is_reported_and_ends_the_machine(monkeypatch, driven):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
 
     def broken():
+        assert threading.current_thread().daemon
         raise ValueError("broken")
 
-    steps = []
-    service = ThreadRuntime().start(
-        "kvxfer-probe",
-        broken if where == "step" else lambda: steps.append(None),
-        setup=broken if where == "setup" else None,
-    )
-    assert told.wait(LONG)
-    assert service.stop(LONG)
+    driven(ThreadRuntime(), broken)
     (report,) = reported
     assert (report.exc_type, report.thread.name) == (ValueError, "kvxfer-probe")
-    service.wake()
-    assert service.stop(0.0)
-    assert steps == []
 
 
 def test_stop_is_bounded_and_says_whether_it_ended():
-    entered, leave = threading.Event(), threading.Event()
-
-    def step():
-        entered.set()
-        assert leave.wait(LONG)
-
-    service = ThreadRuntime().start("kvxfer-probe", step)
-    assert entered.wait(LONG)
-    assert not service.stop(0.001)
+    leave = threading.Event()
+    stop, _ = ThreadRuntime().drive("kvxfer-probe", SimpleNamespace(run=leave.wait))
+    assert not stop(0.001)
     leave.set()
-    assert service.stop(LONG)
-    assert service.stop(LONG)
-
-
-def test_stop_from_within_does_not_wait_for_itself():
-    answers, done = [], threading.Event()
-    services = []
-
-    def step():
-        if not services:
-            return 0.0
-        answers.append(services[0].stop(LONG))
-        done.set()
-        return None
-
-    services.append(ThreadRuntime().start("kvxfer-probe", step))
-    assert done.wait(LONG)
-    assert services[0].stop(LONG)
-    assert answers == [False]
-
-
-def test_a_stop_just_before_the_flag_is_cleared_is_not_lost(monkeypatch):
-    """The thread is stopped between its look around and `clear`, which swallows the only wake-up that there is."""
-    started, services = threading.Event(), []
-
-    class Racing(module._Signal):
-        def clear(self):
-            assert started.wait(LONG)
-            services[0]._stopping = True  # what `stop` does, here and now
-            self.set()
-            super().clear()
-
-    monkeypatch.setattr(module, "_Signal", Racing)
-    services.append(ThreadRuntime().start("kvxfer-probe", Probe()))
-    monkeypatch.undo()
-    started.set()
-    services[0]._thread.join(LONG / 4)
-    assert not services[0]._thread.is_alive()
+    assert stop(LONG)
 
 
 # --- CPUs
@@ -159,22 +66,11 @@ def one_cpu():
     return frozenset({max(allowed)})
 
 
-def test_services_run_where_they_are_placed(one_cpu):
+def test_machines_run_where_they_are_placed(driven, one_cpu):
     before = os.sched_getaffinity(0)
     found = []
-    probe = Probe()
-    service = (
-        ThreadRuntime()
-        .placed(one_cpu)
-        .start(
-            "kvxfer-probe",
-            lambda: found.append(("step", os.sched_getaffinity(0))) or probe(),
-            setup=lambda: found.append(("setup", os.sched_getaffinity(0))),
-        )
-    )
-    probe.wait()
-    assert service.stop(LONG)
-    assert found == [("setup", one_cpu), ("step", one_cpu)]
+    driven(ThreadRuntime().placed(one_cpu), lambda: found.append(os.sched_getaffinity(0)))
+    assert found == [one_cpu]
     assert os.sched_getaffinity(0) == before
 
 
@@ -195,15 +91,14 @@ async def test_a_worker_thread_is_lent_and_goes_back_as_it_was(one_cpu):
     assert threads[0][1] == threads[1][1], "it was the same thread"
 
 
-def test_a_place_that_is_gone_since_is_no_reason_to_fail(monkeypatch, one_cpu):
+def test_a_place_that_is_gone_since_is_no_reason_to_fail(monkeypatch, driven, one_cpu):
     def gone(cpus):
         raise OSError("offline")
 
     monkeypatch.setattr(module, "bind", gone)
-    probe = Probe()
-    service = ThreadRuntime(one_cpu).start("kvxfer-probe", probe)
-    probe.wait()
-    assert service.stop(LONG)
+    ran = []
+    driven(ThreadRuntime(one_cpu), lambda: ran.append(True))
+    assert ran
 
 
 # --- the rest
@@ -239,20 +134,16 @@ def test_a_runtime_lends_threads_in_one_loop_after_the_other():
     assert [asyncio.run(runtime.in_thread(lambda: 7)) for _ in range(2)] == [7, 7]
 
 
-def test_services_give_way():
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_machines_give_way_if_they_are_to(driven, gives_way):
     if not sys.platform.startswith("linux"):
         pytest.skip("threads have no priority of their own here")
-    found = threading.Event()
     niceness = []
 
-    def step():
+    def run():
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        found.set()
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    service = ThreadRuntime().start("kvxfer-test", step)
-    service.wake()
-    assert found.wait(LONG)
-    assert service.stop(LONG)
-    assert niceness[0] == min(19, before + 5) or before >= 5
+    driven(ThreadRuntime(), run, gives_way=gives_way)
+    assert niceness == [min(19, before + 5) if gives_way else before] or before >= 5
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ SETTINGS = {"arena_bytes": "64KiB", "chunk_bytes": "4KiB"}
 
 
 def trace(seed):
-    """What a few tasks and services do, and when."""
+    """What a few tasks and machines do, and when."""
     seen = []
 
     async def scenario(runtime):
@@ -33,7 +34,7 @@ def trace(seed):
             return runtime.jitter() if left[0] else None
 
         for name in "abc":
-            runtime.start(name, lambda name=name, left=[6]: step(name, left))
+            runtime.drive(name, SimpleNamespace(step=lambda name=name, left=[6]: step(name, left)))
         note(runtime.token(8))
         await asyncio.sleep(1.0)
 
@@ -105,7 +106,7 @@ def test_what_a_scenario_raises_comes_out():
         simulate(scenario)
 
 
-def test_services_wake_sleep_and_stop():
+def test_machines_wake_sleep_and_stop():
     async def scenario(runtime):
         ran, delays = [], [5.0, None]
 
@@ -113,27 +114,24 @@ def test_services_wake_sleep_and_stop():
             ran.append(runtime.now())
             return delays.pop(0) if delays else None
 
-        service = runtime.start("probe", step, setup=lambda: ran.append("setup"))
+        stop, wake = runtime.drive("probe", SimpleNamespace(step=step))
         assert ran == []
-        await asyncio.sleep(1.0)
-        assert ran[0] == "setup"
         await asyncio.sleep(10.0)
-        assert ran[2] - ran[1] == pytest.approx(5.0, abs=1e-3)
+        assert ran[1] - ran[0] == pytest.approx(5.0, abs=1e-3)
         for _ in range(3):
-            service.wake()
+            wake()
         await asyncio.sleep(1.0)
-        assert len(ran) == 4  # wake-ups before the next step are merged
-        service.wake()
-        assert service.stop(0.0)
-        service.wake()
+        assert len(ran) == 3  # wake-ups before the next step are merged
+        wake()
+        assert stop(0.0)
+        wake()
         await asyncio.sleep(1.0)
-        assert len(ran) == 4
+        assert len(ran) == 3
 
     simulate(scenario)
 
 
-@pytest.mark.parametrize("where", ["setup", "step"])
-def test_a_service_that_raises_is_reported_and_over(where):
+def test_a_machine_that_raises_is_reported_and_over():
     async def scenario(runtime):
         problems, steps = [], []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["exception"]))
@@ -142,18 +140,14 @@ def test_a_service_that_raises_is_reported_and_over(where):
             steps.append(None)
             raise ValueError("broken")
 
-        def setup():
-            if where == "setup":
-                raise ValueError("broken")
-
-        service = runtime.start("probe", step, setup=setup)
+        stop, wake = runtime.drive("probe", SimpleNamespace(step=step))
         await asyncio.sleep(1.0)
-        service.wake()
+        wake()
         await asyncio.sleep(1.0)
         (problem,) = problems
         assert isinstance(problem, ValueError)
-        assert len(steps) == (where == "step")
-        assert service.stop(0.0)
+        assert len(steps) == 1
+        assert stop(0.0)
 
     simulate(scenario)
 

@@ -1,9 +1,9 @@
-"""The fabric: owns a transport, makes the calls that may take long in a runner of its own, and knows when it is over.
+"""The fabric: owns a transport, makes the calls that may take long in a thread of its own, and knows when it is over.
 
-    loop                                  the fabric's runner
+    loop                                  the fabric's thread
     register, connect, ...  -> inbox ->   run in order, answered through a future
 
-What is posted is the mover's, which calls the same agent. One of the two calls it at a time: the runner claims it
+What is posted is the mover's, which calls the same agent. One of the two calls it at a time: the thread claims it
 first, and the mover goes on without it until the call has returned.
 """
 
@@ -20,7 +20,7 @@ from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError, ProtocolError
 from kvxfer.fabric import Memory, Transport, check_owner
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.runtime import Runner, Runtime
+from kvxfer.runtime import Runtime, Stop
 from kvxfer.telemetry import logger
 
 __all__ = ["Fabric", "Holdings", "Lanes"]
@@ -193,10 +193,12 @@ class Fabric:
         self._inbox: deque[_Call] = deque()
         self._refusal: FabricError | None = None
         self._closing: asyncio.Task[bool] | None = None
-        self._runner: Runner | None = None
-        # the runner's own
+        self._called: Final = threading.Event()  # something came in
+        self._wake: Callable[[], None] | None = None
+        self._stop: Stop | None = None
+        # its thread's own
         self._holdings: Final = Holdings(transport)
-        self._defect: Exception | None = None
+        self._set_up = False
         self._gone = False  # the agent
         self._due: float | None = None  # since when it owes a pass, or is in one
         self._renewing = False
@@ -205,14 +207,14 @@ class Fabric:
     # ---- what others ask for ----------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the runner, set the transport up, and give its agent to the mover.
+        """Start its thread, set the transport up, and give its agent to the mover.
 
         Raises:
             FabricError: The transport does not work; every later call fails with the same.
         """
-        if self._runner is not None:
+        if self._stop is not None:
             raise FabricError("a fabric is opened once")
-        self._runner = self._runtime.start("kvxfer-fabric", self._step, setup=self._set_up)
+        self._stop, self._wake = self._runtime.drive("kvxfer-fabric", self, gives_way=True)
         await asyncio.wrap_future(self.metadata(()))
         self._attach()
 
@@ -295,8 +297,8 @@ class Fabric:
         return await asyncio.shield(self._closing)
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the runner, which comes when `close` is done. False if it has not within so long."""
-        return self._runner is None or self._runner.stop(timeout)
+        """Wait for the end of its thread, which comes when `close` is done. False if it has not within so long."""
+        return self._stop is None or self._stop(timeout)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -345,10 +347,10 @@ class Fabric:
         with self._lock:
             self._refusal = self._refusal or FabricError("the fabric is closed")
         clean = not self._mover.lingering
-        if self._runner is not None:
+        if self._stop is not None:
             self._mover.attach(None)
             clean = await asyncio.wrap_future(self._submit(lambda: self._shut(clean=clean), closing=True))
-            self._runner.stop(0.0)
+            self._stop(0.0)
         return clean
 
     def _submit(self, run: Callable[[], _T], *, closing: bool = False) -> Future[_T]:
@@ -359,30 +361,34 @@ class Fabric:
                 self._inbox.append(_Call(run, future))
         if refusal is not None:
             future.set_exception(_restated(refusal))
-        elif self._runner is not None:
+        elif self._stop is not None:
             self._due = self._due or self._runtime.now()
-            self._runner.wake()
+            self._called.set()
+            if self._wake is not None:
+                self._wake()
         return future
 
-    # ---- the runner ------------------------------------------------------------------------------------------------
+    # ---- its thread ------------------------------------------------------------------------------------------------
 
-    def _set_up(self) -> None:
-        try:
-            self._transport.setup()
-        except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the runner unseen
-            self._defect = error
+    def run(self) -> None:
+        """Make the calls as they come in, until everything is undone or left: in a thread."""
+        delay = self.step()
+        while not self._gone:
+            self._called.wait(delay)
+            self._called.clear()  # here, not behind the step: what comes in from now on wakes it again
+            delay = self.step()
 
-    def _step(self) -> float | None:
-        """Make the calls that came in, in order."""
+    def step(self) -> float | None:
+        """Set the transport up, and make the calls that came in, in order."""
         try:
-            if self._defect is not None:
-                defect, self._defect = self._defect, None
-                raise defect
+            if not self._set_up:
+                self._set_up = True
+                self._transport.setup()
             if self._inbox:
                 if not self._mover.claim():
                     return _CLAIM_S
                 self._take()
-        except Exception as error:  # noqa: BLE001 - the runner is supervised here: a defect is named and answered
+        except Exception as error:  # noqa: BLE001 - the thread is supervised here: a defect is named and answered
             self._break(error if isinstance(error, FabricError) else _broken_by(error))
         self._due = None
         return None
@@ -400,7 +406,7 @@ class Fabric:
                 self._mover.release_claim()
 
     def _break(self, error: FabricError) -> None:
-        """Answer everybody, now and from now on, with what went wrong. The runner goes on, for `close`."""
+        """Answer everybody, now and from now on, with what went wrong. The thread goes on, for `close`."""
         with self._lock:
             self._refusal = self._refusal or error
             refused, self._inbox = list(self._inbox), deque()
@@ -426,7 +432,7 @@ class Fabric:
                 step()
             except FabricError as error:
                 _log.warning("fabric_undo_failed", name=self._transport.name, error=str(error))
-            except Exception as error:  # noqa: BLE001 - the last step of the runner: nobody else would see it
+            except Exception as error:  # noqa: BLE001 - the last step of the thread: nobody else would see it
                 _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
                 clean = False
         return clean

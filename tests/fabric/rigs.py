@@ -58,12 +58,11 @@ class Served(Stepped):
     def token(self, nbytes: int) -> bytes:
         return bytes(nbytes)
 
-    def start(self, name: str, step: Callable[[], float | None], *, setup: Any = None) -> ManualService:
-        del name
-        self.service = ManualService(step)
-        if setup is not None:
-            setup()
-        return self.service
+    def drive(self, name: str, machine: Any, *, gives_way: bool = False) -> Any:
+        if not gives_way:
+            return super().drive(name, machine)
+        self.service = ManualService(machine.step)
+        return self.service.stop, self.service.wake
 
 
 class Way:

@@ -60,6 +60,22 @@ async def test_the_service_sleeps_until_there_is_a_call(rig):
     assert rig.serve() is None
 
 
+async def test_a_call_that_comes_in_as_a_thread_forgets_that_it_was_woken_is_made(threaded, monkeypatch):
+    fabric, late = threaded.fabrics[0], []
+    clear = fabric._called.clear
+
+    def racing():
+        late.append(fabric.deregister("nonsense"))  # wakes it here and now, which it forgets
+        clear()
+
+    monkeypatch.setattr(fabric._called, "clear", racing)
+    assert await threaded.now(fabric.metadata([]))
+    monkeypatch.undo()
+    for call in late:
+        with pytest.raises(FabricError):
+            await threaded.now(call)
+
+
 async def test_a_peer_is_forgotten_with_the_last_who_knew_it(rig):
     metadata = rig.others["b"].metadata([])
     assert await rig.now(rig.fabric.connect(metadata)) == "b"

@@ -30,9 +30,8 @@ BROAD = {
     ("kvxfer/decode/receiver.py", "Receiver.accepted"): 1,  # a defect ends the transfer that it is in, and no other
     ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # likewise
     ("kvxfer/tools/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
-    ("kvxfer/fabric/calls.py", "Fabric._set_up"): 1,  # the first step reports it
-    ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the runner is supervised there
-    ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the runner
+    ("kvxfer/fabric/calls.py", "Fabric.step"): 1,  # the thread is supervised there
+    ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the thread
     ("kvxfer/fabric/loopback.py", "_Ported._call"): 1,  # nobody is above a C function
     ("kvxfer/prefill/sender.py", "Sender.run"): 1,  # likewise
     (

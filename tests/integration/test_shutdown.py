@@ -17,6 +17,7 @@ from stage import DEFAULTS, SOON, Cache, Copied, eventually, turns
 from standing import Stuck
 
 from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, Withdrawn, runtime
+from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.worker import Worker
 
@@ -65,14 +66,13 @@ async def test_nothing_is_left(network):
 
 
 async def test_a_fabric_whose_thread_takes_its_time_to_end_is_waited_for(network, monkeypatch):
-    run = runtime._ThreadRunner._run
+    run = Fabric.run
 
-    def slowly(service):
-        run(service)
-        if threading.current_thread().name == "kvxfer-fabric":
-            time.sleep(0.2)
+    def slowly(fabric):
+        run(fabric)
+        time.sleep(0.2)
 
-    monkeypatch.setattr(runtime._ThreadRunner, "_run", slowly)
+    monkeypatch.setattr(Fabric, "run", slowly)
     async with make("p", Cache(), network):
         assert left() != NOTHING
     assert left() == NOTHING

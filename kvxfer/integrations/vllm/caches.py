@@ -15,9 +15,9 @@ page of it nothing is believed, and it goes as it is, to an engine of the same r
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from hashlib import blake2b
 from math import prod
 from typing import Any, Final
 
@@ -26,14 +26,14 @@ from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
 from kvxfer.telemetry import logger
 
-__all__ = ["BlockGroup", "Model", "block_groups", "describe"]
+__all__ = ["INDEXER", "BlockGroup", "Model", "block_groups", "describe"]
 
 _WINDOWED: Final = "SlidingWindowSpec"
 _RECURRENT: Final = "MambaSpec"
 _KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec", _WINDOWED})
 """vLLM's classes of caches that hold every token of a request, or the last ones."""
-_INDEXER: Final = "indexer"
-"""What vLLM calls the part that the cache of one plays."""
+INDEXER: Final = "indexer"
+"""What vLLM calls the part that the cache of one plays, and what our name of its pages begins with."""
 
 _DRAFTED: Final = "draft_model."
 """What names of a draft model's layers begin with."""
@@ -89,14 +89,15 @@ def block_groups(config: Any) -> list[BlockGroup]:
     """The groups that are handed over, of vLLM's `KVCacheConfig`.
 
     Raises:
-        GeometryError: If the layers of one see windows of different sizes, or its blocks are smaller than the pages
-            that an indexer has of another.
+        GeometryError: If the layers of one see windows of different sizes, or it is in the host's memory.
     """
     found: list[BlockGroup] = []
     held = [(at, group) for at, group in enumerate(config.kv_cache_groups) if group.enable_kv_transfer]
     seen: Counter[str] = Counter()
     for at, group in held:
         spec = group.kv_cache_spec
+        if getattr(group, "host_resident", False):
+            raise GeometryError("cache blocks in the host's memory (HiSparse) cannot be handed over")
         every = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
         windows = {_window(one) for one in every}
         if len(windows) != 1:
@@ -107,12 +108,6 @@ def block_groups(config: Any) -> list[BlockGroup]:
         seen[name] += 1
         name = "default" if len(held) == 1 else f"{name}.{seen[name]}"
         found.append(BlockGroup(name, at, spec.block_size, window, state, any(map(_is_index, every))))
-    for one, other in product((one for one in found if one.indexed), (one for one in found if not one.state)):
-        if other.block_tokens % one.block_tokens:
-            raise GeometryError(
-                f"an indexer has pages of {one.block_tokens} tokens, which go whole, and other layers blocks of "
-                f"{other.block_tokens} tokens, which such pages do not fill: run vLLM with one --block-size for both"
-            )
     return found
 
 
@@ -130,7 +125,7 @@ def _is_state(spec: Any) -> bool:
 
 def _is_index(spec: Any) -> bool:
     """Whether this is what an indexer keeps beside the cache of a layer."""
-    return getattr(spec, "cache_role", None) == _INDEXER
+    return getattr(spec, "cache_role", None) == INDEXER
 
 
 def describe(
@@ -163,8 +158,9 @@ def describe(
     """
     found: dict[str, list[CacheTensor]] = {}
     shown: Counter[tuple[str, str]] = Counter()
-    whole: Counter[str] = Counter()
-    for group in block_groups(config):
+    whole: Counter[tuple[str, str]] = Counter()
+    groups = block_groups(config)
+    for group in groups:
         of = config.kv_cache_groups[group.index]
         specs = getattr(of.kv_cache_spec, "kv_cache_specs", {})
         held_here = {name: specs.get(name, of.kv_cache_spec) for name in of.layer_names if name in caches}
@@ -175,8 +171,8 @@ def describe(
             number = model.number(name)
             held = {"layers": [number], "group": group.name}
             if _is_index(spec):
-                pages, backend = _index(name, caches[name], spec, config.num_blocks, layers.get(name), held, release)
-                found[name], whole[backend] = [pages], whole[backend] + 1
+                pages, how = _index(name, caches[name], spec, config.num_blocks, layers.get(name), held, release)
+                found[name], whole[how] = [pages], whole[how] + 1
                 continue
             if group.state:
                 found[name], how = _states(name, caches[name], spec, place, layers.get(name), held)
@@ -188,10 +184,11 @@ def describe(
             else:
                 found[name], how = _shown(name, caches[name], spec, said, layers.get(name))
                 shown[how] += 1
+    _check_pages(groups)
     for (backend, layout), count in shown.items():
         _log.info("layout_proved", backend=backend, count=count, value=layout)
-    for backend, count in whole.items():
-        _log.info("layout_skipped", backend=backend, count=count, why="an indexer's pages go whole")
+    for (backend, layout), count in whole.items():
+        _log.info("layout_skipped", backend=backend, count=count, value=layout, why="an indexer's pages go whole")
     if trusted:
         _log.warning("layout_trusted", count=len(found), why="trust_layout: if it is another one, tokens are wrong")
     return found
@@ -254,11 +251,12 @@ def _shown(
 
 def _index(
     name: str, cache: Any, spec: Any, num_blocks: int, layer: Any, held: dict[str, Any], release: str
-) -> tuple[CacheTensor, str]:
-    """The pages of an indexer, each as a row that stands for all of its tokens; and which backend has them."""
-    if layer is None or not cache[0].is_contiguous():
+) -> tuple[CacheTensor, tuple[str, str]]:
+    """The pages of an indexer, each as a row that stands for all of its tokens; and which backend has what in them."""
+    bound: Any = getattr(layer, "kv_cache", None)
+    if bound is None or bound.data_ptr() != cache.data_ptr() or not cache[0].is_contiguous():
         raise GeometryError(
-            f"the cache of {name} is an indexer's, and {'no layer has it' if layer is None else 'its pages have gaps'} "
+            f"the cache of {name} is an indexer's, and no layer is bound to its pages, or they have gaps "
             f"(shape {tuple(cache.shape)}, strides {cache.stride()}): it cannot be handed over by whole pages"
         )
     import torch
@@ -266,10 +264,29 @@ def _index(
     backend, pages = layer.get_attn_backend(), cache.flatten(1).view(torch.uint8).unsqueeze(1)
     ratio = len(pages) // num_blocks
     held |= {"kernel_blocks_per_id": ratio, "tokens_per_row": spec.block_size // ratio}
-    platform = "rocm" if torch.version.hip else cache.device.type  # its kernels may have another order
-    part = f"{_INDEXER} of vllm {release} on {platform}, {backend.__qualname__}"
-    named = f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})"
-    return CacheTensor(pages, "block token dim", part=part, **held), named
+    # where all of this is equal, so is what is in a page; AMD's GPUs do not all have the same 8 bits for a number
+    chip = torch.cuda.get_device_properties(cache.device).gcnArchName if torch.version.hip else cache.device.type
+    kind, inside = f"{backend.__module__}.{backend.__qualname__}", f"{spec.dtype} {list(bound.shape[1:])}"
+    layout = f"vllm {release} on {chip}: {inside}, {getattr(spec, 'tokens_per_state', 1)} tokens a state"
+    digest = blake2b(f"{kind} {layout}".encode(), digest_size=4).hexdigest()
+    pages = CacheTensor(pages, "block token dim", part=f"{INDEXER} {backend.__qualname__[:64]} {digest}", **held)
+    return pages, (f"{backend.get_name()} ({kind})", f"{layout} ({digest})")
+
+
+def _check_pages(groups: Sequence[BlockGroup]) -> None:
+    """See that what goes whole can be asked for as if it were full: by tokens that other layers have room for.
+
+    Raises:
+        GeometryError: If blocks of a group are smaller, or there is state, which is that of one token.
+    """
+    pages = max((one.block_tokens for one in groups if one.indexed), default=1)
+    if pages > 1 and any(one.state for one in groups):
+        raise GeometryError("a model that has indexers beside recurrent state cannot be handed over")
+    if small := [one.block_tokens for one in groups if one.block_tokens % pages]:
+        raise GeometryError(
+            f"an indexer has pages of {pages} tokens, which go whole, and other layers blocks of {small[0]} tokens, "
+            "which such pages do not fill: run vLLM with one --block-size for both"
+        )
 
 
 def _states(

@@ -70,7 +70,7 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # li
     """What a worker says of itself once its caches are registered."""
 
     card: dict[str, Any]
-    indexed: bool = False  # whether layers have an indexer, of which the scheduler's process is not told
+    page: int = 0  # tokens of a page of an indexer, if there is any, of which the scheduler's process is not told
 
 
 class KvxferStats(KVConnectorStats):  # type: ignore[misc]  # its base is Any there
@@ -197,8 +197,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ours: dict[str, Any] = {}
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
-        self._indexed: Final = any(group.indexed for group in groups)
-        if in_steps and not self._indexed and transfer.kv_role != "kv_producer" and config.arena_bytes:
+        indexed = any(group.indexed for group in groups)
+        if in_steps and not indexed and transfer.kv_role != "kv_producer" and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
@@ -246,8 +246,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvxferHandshake]) -> None:
         """Take the workers' cards."""
-        indexed = any(handshake.indexed for handshake in metadata.values())
-        self._scheduler.collect([handshake.card for handshake in metadata.values()], indexed=indexed)
+        page = max((handshake.page for handshake in metadata.values()), default=0)
+        self._scheduler.collect([handshake.card for handshake in metadata.values()], page=page)
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""
@@ -295,7 +295,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_handshake_metadata(self) -> KvxferHandshake | None:
         """This rank's card; another one after each wake-up."""
         card = self._worker.card
-        return None if card is None else KvxferHandshake(card, self._indexed)
+        return None if card is None else KvxferHandshake(card, self._worker.page)
 
     def unregister_kv_caches(self) -> None:
         """Go to sleep: the memory is about to be given up."""

@@ -88,7 +88,7 @@ class SchedulerSide:
         self._groups: Final = groups
         self._windowed: Final = any(group.window is not None for group in groups)
         self._cached: Final = cached
-        self._layerwise = layerwise
+        self._layerwise, self._page = layerwise, 1
         self._answers: Final = answers
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
@@ -101,18 +101,20 @@ class SchedulerSide:
         ] = []  # requests that got blocks to load into
         self._orders = Orders()
 
-    def collect(self, cards: Iterable[Mapping[str, Any]], *, indexed: bool = False) -> None:
+    def collect(self, cards: Iterable[Mapping[str, Any]], *, page: int = 0) -> None:
         """The workers' cards, again after they have slept: from now on tickets are of this engine.
 
         Args:
             cards: Of all of them.
-            indexed: Whether layers have an indexer. It chooses before vLLM waits for its layer, so no load may run
+            page: Tokens of a page of an indexer, if layers of any worker have one. It goes whole, so all workers offer
+                and load the last one whole; and an indexer chooses before vLLM waits for its layer, so no load may run
                 inside of a forward pass.
 
         Raises:
             TicketError: If a rank is missing.
         """
-        if indexed and self._layerwise:
+        self._page = page or 1
+        if page and self._layerwise:
             self._layerwise = False
             _log.warning("layerwise_refused", reason="layers have an indexer: loads are whole, offers are by layer")
         card = EngineCard.of(cards)
@@ -226,7 +228,11 @@ class SchedulerSide:
             blocks[group.name] = (block_ids[group.index][first // size : -(-stop // size)], first)
         if wanted.in_step:
             wanted.stage = _Stage.OVER  # nothing is reported of it but failed blocks
-        return Load(request.request_id, wanted.ticket, blocks, start, stop, wanted.in_step)
+        return Load(request.request_id, wanted.ticket, blocks, start, self._filled(stop), wanted.in_step)
+
+    def _filled(self, tokens: int) -> int:
+        """Where the last page of so many tokens ends: its blocks are the request's own until then."""
+        return -(-tokens // self._page) * self._page
 
     def _preempt(self, request: str, orders: Orders) -> None:
         produced = self._produced.get(request)
@@ -258,7 +264,10 @@ class SchedulerSide:
                 states += given
                 given = states if last else []
             blocks[group.name] = (given, 0 if produced.offered else kept)
-        orders.steps.append(OfferStep(request, produced.name, produced.attempt, blocks, produced.offered, stop, last))
+        offered = self._filled(stop) if last else stop
+        orders.steps.append(
+            OfferStep(request, produced.name, produced.attempt, blocks, produced.offered, offered, last)
+        )
         produced.offered = stop
 
     # --- what became of it
@@ -311,7 +320,7 @@ class SchedulerSide:
         blocks: Blocks = {
             group.name: (list(ids[group.index][: -(-tokens // group.block_tokens)]), 0) for group in self._groups
         }
-        self._orders.steps.append(OfferStep(name, name, 0, blocks, 0, tokens, last=True, computed=True))
+        self._orders.steps.append(OfferStep(name, name, 0, blocks, 0, self._filled(tokens), last=True, computed=True))
         return True, params | {_DIGEST: digest}
 
     def _params(self, request: Any, produced: _Produced, *, back: bool = False) -> dict[str, Any] | None:

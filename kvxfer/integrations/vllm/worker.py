@@ -6,7 +6,7 @@ other; a load when nobody writes its blocks any more, well or not. Failed blocks
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from kvxfer.blocking import (
 from kvxfer.config import Config
 from kvxfer.errors import BlocksError, BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError
 from kvxfer.geometry import CacheTensor, Group, Span
+from kvxfer.integrations.vllm.caches import INDEXER
 from kvxfer.integrations.vllm.orders import Blocks, Load, OfferStep, Orders
 from kvxfer.integrations.vllm.seen import Ledger
 from kvxfer.telemetry import logger
@@ -88,7 +89,7 @@ class WorkerSide:
         self._caches: Mapping[str, list[CacheTensor]] = {}
         self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
-        self._page = 1  # tokens of what goes whole or not at all
+        self.page = 0  # tokens of a page of an indexer, if a layer has one
         self._registered = False
         self._claims: Final[dict[str, Claim]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
@@ -109,7 +110,7 @@ class WorkerSide:
         self._caches, self._registered = caches, True
         self._numbers = {name: those[0].layers[0] for name, those in caches.items()}
         self._device = tensors[0].tensor.device
-        self._page = max(tensor.tokens_per_row for tensor in tensors)
+        self.page = max((one.tokens_per_row for one in tensors if one.part.startswith(INDEXER)), default=0)
 
     def unregister(self) -> None:
         """Let go of the memory before vLLM gives it up. Blocks. Idempotent.
@@ -259,8 +260,6 @@ class WorkerSide:
 
     def _offer(self, step: OfferStep) -> None:
         """Begin an offer, or go on with it."""
-        if step.last:
-            step = replace(step, stop=self._filled(step.stop))
         try:
             if step.start == 0:
                 offer = self._worker.offer(step.name, streaming=True, attempt=step.attempt)
@@ -276,10 +275,6 @@ class WorkerSide:
         except KvxferError as error:  # whoever has the ticket hears that there is no such request
             _log.warning("offer_refused", request=step.request, attempt=step.attempt, error=str(error))
             self._withdraw(self._sending.setdefault(step.request, _Sending(None, safe=True)))
-
-    def _filled(self, tokens: int) -> int:
-        """Where the last page of so many tokens ends: its blocks are the request's own until then."""
-        return -(-tokens // self._page) * self._page
 
     def _spans(self, blocks: Blocks) -> dict[str, Span]:
         """Block lists of those groups of which something is held here.
@@ -333,7 +328,7 @@ class WorkerSide:
         try:
             if silent:
                 raise BusyError("its engine has not answered since a load from there was given up")
-            spans, tokens = self._spans(load.blocks), range(load.start, self._filled(load.stop))
+            spans, tokens = self._spans(load.blocks), range(load.start, load.stop)
             transfer = self._worker.start_fetch(load.ticket, spans, tokens=tokens, after=after)
         except KvxferError as error:
             self._fail(load, error)

@@ -179,24 +179,26 @@ def test_groups_may_share_memory_and_each_is_shown():
 
 def index(**fields):
     role = enum.Enum("SparseCacheRole", [("INDEXER", "indexer")], type=str).INDEXER
-    usual = {"num_kv_heads": 1, "head_size": 12, "head_size_v": 0, "cache_role": role}
+    usual = {"num_kv_heads": 1, "head_size": 12, "head_size_v": 0, "cache_role": role, "dtype": torch.uint8}
     return spec("MLAAttentionSpec", **(usual | fields))
+
+
+NAMES = ["model.layers.3.self_attn.attn", "model.layers.3.self_attn.indexer.k_cache"]
 
 
 def beside(*specs, blocks=BLOCKS, tokens=16):
     """A layer with an indexer, in the order of their specs; and views, the indexer's between pages of others."""
-    names = ["model.layers.3.self_attn.attn", "model.layers.3.self_attn.indexer.k_cache"]
-    kind = make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs=dict(zip(names, specs, strict=True)))
-    group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=kind, enable_kv_transfer=True)
+    kind = make("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs=dict(zip(NAMES, specs, strict=True)))
+    group = make("KVCacheGroupSpec", layer_names=NAMES, kv_cache_spec=kind, enable_kv_transfer=True)
     attention = torch.zeros(blocks, 2, tokens, 16)
     pages = torch.zeros(blocks, 3, tokens * 12, dtype=torch.uint8)[:, 1].view(blocks, 1, tokens, 12)
-    views = dict(zip(names, (attention, pages), strict=True))
-    layers = {names[0]: layer(cache=attention), names[1]: layer("FlashMLABackend", cache=pages)}
+    views = dict(zip(NAMES, (attention, pages), strict=True))
+    layers = {NAMES[0]: layer(cache=attention), NAMES[1]: layer("FlashMLABackend", cache=pages)}
     return make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group]), views, layers
 
 
-def described_beside(config, views, layers, **how):
-    found = describe(views, config, Place(1, 2), Model(4, 4), layers, release="1.2", **how)
+def described_beside(config, views, layers, release="1.2", **how):
+    found = describe(views, config, Place(1, 2), Model(4, 4), layers, release=release, **how)
     return CacheGeometry.of([one for tensors in found.values() for one in tensors]).tensors
 
 
@@ -206,20 +208,36 @@ def test_an_indexer_beside_a_cache_goes_by_whole_pages(trusted, caplog):
     config, views, layers = beside(spec(), index(), blocks=2 * BLOCKS, tokens=8)
     attention, pages = described_beside(config, views, layers, trusted=trusted)
     assert (attention.layers, attention.part, attention.id_tokens) == ((3,), "", 16)
-    assert (pages.layers, pages.part) == ((3,), "indexer of vllm 1.2 on cpu, FlashMLABackend")
+    assert pages.layers == (3,)
+    assert pages.part.startswith("indexer FlashMLABackend ")
     assert (pages.axes, pages.shape, pages.strides) == ("block token dim", (2 * BLOCKS, 1, 96), (3 * 96, 96, 1))
     assert (pages.tokens_per_row, pages.id_tokens, pages.heads) == (8, 16, range(1)), "all ranks have the same"
     assert "layout_skipped backend='FlashMLABackend" in caplog.text
+    assert "value='vllm 1.2 on cpu: torch.uint8 [8, 12], 1 tokens a state" in caplog.text
     assert [one.indexed for one in block_groups(config)] == [True]
+
+
+def test_pages_are_alike_where_all_that_decides_what_is_in_them_is():
+    def part(one=None, release="1.2", bound=lambda view: view):
+        config, views, layers = beside(spec(), one or index())
+        layers[NAMES[1]].kv_cache = bound(layers[NAMES[1]].kv_cache)
+        return described_beside(config, views, layers, release)[1].part
+
+    others = [part(release="1.3"), part(index(dtype=torch.int8)), part(index(tokens_per_state=4))]
+    others.append(part(bound=lambda view: view.unflatten(1, (2, 8))))
+    assert part() == part()
+    assert len({part(), *others}) == 5
 
 
 def test_an_indexer_whose_pages_are_not_whole_or_nobodys_is_refused():
     config, views, layers = beside(spec(), index())
-    attention, indexer = views
-    with pytest.raises(GeometryError, match=r"k_cache is an indexer's, and its pages have gaps"):
-        described_beside(config, views | {indexer: torch.zeros(BLOCKS, 1, 16, 24)[..., ::2]}, layers)
-    with pytest.raises(GeometryError, match=r"k_cache is an indexer's, and no layer has it"):
-        described_beside(config, views, {attention: layers[attention]})
+    for view in (torch.zeros(BLOCKS, 1, 16, 24)[..., ::2], torch.zeros(BLOCKS, 1, 16, 12)):
+        with pytest.raises(
+            GeometryError, match=r"k_cache is an indexer's, and no layer is bound to its pages, or they"
+        ):
+            described_beside(config, views | {NAMES[1]: view}, layers)
+    with pytest.raises(GeometryError, match=r"k_cache is an indexer's, and no layer is bound"):
+        described_beside(config, views, {NAMES[0]: layers[NAMES[0]]})
 
 
 def test_a_layer_has_one_indexer_in_a_group():
@@ -227,10 +245,27 @@ def test_a_layer_has_one_indexer_in_a_group():
         described_beside(*beside(index(), index()))
 
 
-def test_pages_that_blocks_of_other_groups_do_not_fill_are_refused():
-    with pytest.raises(GeometryError, match="pages of 64 tokens, which go whole, and other layers blocks of 16"):
-        block_groups(grouped(index(block_size=64), spec()))
-    assert [group.indexed for group in block_groups(grouped(index(), windowed(block_size=64)))] == [True, False]
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda: BlockGroup("full.2", 1, 8, None), "pages of 16 tokens, which go whole, and other layers blocks of 8"),
+        (lambda: BlockGroup("state.1", 1, 16, 2, state=True), "indexers beside recurrent state"),
+    ],
+)
+def test_pages_that_cannot_be_asked_for_as_if_they_were_full_are_refused(other, reason, monkeypatch):
+    config, views, layers = beside(spec(), index())
+    groups = [*block_groups(config), other()]
+    monkeypatch.setattr("kvxfer.integrations.vllm.caches.block_groups", lambda _: groups)
+    config.kv_cache_groups.append(make("KVCacheGroupSpec", layer_names=[], kv_cache_spec=spec()))
+    with pytest.raises(GeometryError, match=reason):
+        described_beside(config, views, layers)
+
+
+def test_what_is_in_the_hosts_memory_is_refused():
+    config, *_ = beside(spec(), index())
+    config.kv_cache_groups[0].host_resident = True
+    with pytest.raises(GeometryError, match="HiSparse"):
+        block_groups(config)
 
 
 # --- state

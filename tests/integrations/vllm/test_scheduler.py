@@ -192,10 +192,25 @@ def test_layerwise_loads_leave_a_token_to_compute():
 
 def test_no_load_is_layerwise_where_layers_have_an_indexer_which_workers_alone_know(caplog):
     scheduler, coming = side(layerwise=True), wanted()
-    scheduler.collect(cards(), indexed=True)
+    scheduler.collect(cards(), page=16)
     scheduler.on_new_request(coming)
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
     assert "layerwise_refused reason='layers have an indexer" in caplog.text
+
+
+def test_the_last_page_of_an_indexer_is_offered_and_loaded_whole_by_all_workers():
+    scheduler, coming, sent = side(), wanted(36), produced(name="sent")
+    scheduler.collect(cards(), page=16)
+    for one in (coming, sent):
+        scheduler.on_new_request(one)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 36)
+    coming.num_computed_tokens = 36
+    orders = scheduler.build_connector_meta(step(new=[("sent", [1, 2], 0, 20)]))
+    (load,), (some,) = orders.loads, orders.steps
+    assert (load.start, load.stop, load.blocks) == (0, 48, blocks(5, 6, 7))
+    assert (some.start, some.stop, some.last) == (0, 20, False), "more will come"
+    (rest,) = scheduler.build_connector_meta(step(cached=[("sent", [3], 20, 20)])).steps
+    assert (rest.start, rest.stop, rest.last) == (20, 48, True)
 
 
 def test_another_order_of_calls_is_refused_by_name():

@@ -176,26 +176,6 @@ def test_layers_are_ready_one_by_one_then_all(side):
     ]
 
 
-def test_where_pages_go_whole_the_last_one_does_too(side):
-    pages = CacheTensor(torch.zeros(4, 1, 96), "block token dim", layers=[4], part="pages", tokens_per_row=16)
-    side.register(side._caches | {"indexer": [pages]})
-    begun(side, growing(0, 20, last=False))
-    side.end_step()
-    service = begun(side, growing(20, 33))
-    side.save_layer(NAMES[0])
-    side.end_step()
-    (offer,) = service.offers
-    assert offer.calls[0][-1] == ("tokens", range(20)), "more will come"
-    assert offer.calls[2:] == [
-        ("extend", {"default": ([1, 2], 0)}, ("tokens", range(20, 48))),
-        ("ready", ("layers", [4]), ("tokens", 48), ("after", None)),
-        ("ready", ("tokens", 48), ("after", None)),
-        ("finish",),
-    ]
-    begun(side, Orders(loads=[Load("r", TICKET, {"default": ([1, 2], 20)}, 20, 33, in_step=False)]))
-    assert len(service.transfers) == 1, "which begins to read up to token 48"
-
-
 def test_what_earlier_steps_have_computed_is_ready_at_once_since_no_forward_pass_may_follow(side):
     orders = growing()
     orders.steps = [replace(step, computed=True) for step in orders.steps]

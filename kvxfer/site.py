@@ -516,7 +516,6 @@ class Site:
     gates: Gates  # what keeps peers out of this rank's memory
     processes: Processes  # whether peers on this host are still there
     keys: Keys = field(default_factory=Keys)  # what leads through the gates of peers
-    here: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers to which a link leads
     fenced: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers that pass the gates that grants name
     issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
     tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
@@ -603,7 +602,6 @@ class Site:
                 allow; or if the peer holds something else than what is mapped of it.
         """
         theirs = Capability(peer.identity.capabilities)
-        self.here.add(peer.identity.incarnation)
         self.found.clear()
         self.plans.meet(peer, agreed)
         self.mappings.met(peer, agreed.geometry)
@@ -728,7 +726,6 @@ class Site:
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
-        self.here.discard(key)
         self.found.clear()
         self.lanes.forget(peer)
         self.mappings.forget(peer)

@@ -21,7 +21,8 @@ PAGE = 4096
 @pytest.fixture
 async def site():
     desk = Desk(Share("receive", base=PAGE, capacity=12 * PAGE), lambda: 0.0, asyncio.get_running_loop(), Metrics())
-    site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000, here={b"peer"})
+    site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000)
+    site.plans = SimpleNamespace(knows=lambda peer: True)
     site.estimates, site.mover = Estimates(profile_of("cpu")), SimpleNamespace(crowded=False)
     yield site
     desk.close()
@@ -65,7 +66,7 @@ async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer_that_is_here(gr
     assert grants.turns() == 7
     site.mover.crowded = True
     assert grants.turns() == 2
-    site.here.clear()
+    site.plans.knows = lambda peer: False
     site.estimates.forget(b"peer")
     grants.note(9, 6.0, PAGE)
     assert not site.estimates.paces

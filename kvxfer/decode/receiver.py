@@ -201,7 +201,7 @@ class Grants(Struct, eq=False):
     def note(self, copied: int, now: float, nbytes: int) -> None:
         """So many chunks, of at most so many bytes each, have left their places: see how fast turns are."""
         chunks, key = copied - self._turn, self.peer.identity.incarnation
-        if chunks >= len(self.ring) > 0 and now > self._since and key in self.site.here:
+        if chunks >= len(self.ring) > 0 and now > self._since and self.site.plans.knows(self.peer):
             self.site.estimates.paces[key] = chunks * nbytes / (now - self._since)
             self._turn, self._since = copied, now
 

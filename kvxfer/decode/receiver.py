@@ -747,10 +747,10 @@ class Receiver(Struct, eq=False):
         run, begun = self._run, self._begun
         # a turn of the ring, two, four: the mover and the peer begin with these while others are made
         more = max(1, len(self.grants.ring), min(_MOST_FED, begun - run.first) if run is not None else 0)
-        chunks = range(begun, begun + bound.at_once(min(self.machine.granted - begun, more)))
+        chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
-        if bound.is_long(len(chunks)):
+        if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)
         steps = await self.site.plan(make, rows=rows) if rows else make()
         self._go_on_if_moving()

@@ -599,6 +599,7 @@ class Bound:
         # the chunks as compiled code makes them; None where the planner does
         self.cut: Final[Cut | None] = _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
+        self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
         # as many rows as take the planner the time of a chunk's tables
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
@@ -609,14 +610,6 @@ class Bound:
     def most_bytes(self) -> int:
         """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
         return self.plan.largest_chunk_bytes(self.grid)
-
-    def at_once(self, chunks: int) -> int:
-        """How many of so many chunks are begun in one go: compiled code makes their tables, and the loop waits."""
-        return max(1, min(chunks, SMALL_PLAN // max(1, self.chunk_rows)))
-
-    def is_long(self, chunks: int) -> bool:
-        """Whether others on the loop should have a turn before those of so many chunks are made."""
-        return 2 * chunks * self.chunk_rows > SMALL_PLAN
 
     @property
     def chunk_pieces(self) -> int:

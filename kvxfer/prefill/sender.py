@@ -653,10 +653,10 @@ class Sender(Struct, eq=False):
 
     async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
         """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
-        site, chunks = self.site, range(run.stop, run.stop + bound.at_once(stop - run.stop))
+        site, chunks = self.site, range(run.stop, min(stop, run.stop + bound.at_once))
         rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
         make = partial(self._steps, run, bound, chunks, run.post, run.extents)  # which it has no more when it ends
-        if bound.is_long(len(chunks)):
+        if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)
         steps = await site.plan(make, rows=rows) if rows else make()
         if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped

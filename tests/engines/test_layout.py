@@ -66,10 +66,12 @@ class Cache:
         self.blocks = torch.randperm(BLOCKS, generator=torch.manual_seed(1))[: -(-TOKENS // block_tokens)]
         self.slots = (self.blocks[:, None] * block_tokens + torch.arange(block_tokens)).flatten()[:TOKENS]
 
-    def described(self, **how: bool) -> dict[str, torch.Tensor]:
+    def described(self, *, trusted: bool = False) -> dict[str, torch.Tensor]:
         """K and V by slot, head and dim, as they are described."""
         layers = self.config.compilation_config.static_forward_context
-        (tensors,) = describe({NAME: self.view}, self.caches, Place(0, 1), Model(1, HEADS), layers, **how).values()
+        (tensors,) = describe(
+            {NAME: self.view}, self.caches, Place(0, 1), Model(1, HEADS), layers, trusted=trusted
+        ).values()
         found = {}
         for tensor in tensors:
             names = {"LBHNC": "block head token dim"}.get(tensor.axes, tensor.axes).split()
@@ -100,10 +102,12 @@ class Cache:
         return output
 
 
-def handed_over(folder: str, dtype: str, dim: int, isa: str, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def handed_over(
+    folder: str, dtype: str, dim: int, isa: str, *, trusted: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the attention makes of a prompt where it was written, and where it was moved to."""
     source, target = (Cache(folder, dtype, block_tokens, dim, isa) for block_tokens in (32, 64))
-    there, here = target.described(**how), source.described(**how)
+    there, here = target.described(trusted=trusted), source.described(trusted=trusted)
     torch.manual_seed(0)
     query, key, value = (torch.randn(rows, heads, dim) for rows, heads in ((1, 4), (TOKENS, HEADS), (TOKENS, HEADS)))
     query, key, value = (part.to(source.view.dtype) for part in (query, key, value))

@@ -44,16 +44,16 @@ class Mortal(DeterministicRuntime):
 
     def __init__(self, runtime: DeterministicRuntime):
         self.__dict__.update(runtime.__dict__)
-        self._services = []
+        self._stops = []
 
-    def start(self, name, step, *, setup=None):
-        service = super().start(name, step, setup=setup)  # also of what is driven
-        self._services.append(service)
-        return service
+    def drive(self, name, machine, *, gives_way=False):
+        stop, wake = super().drive(name, machine, gives_way=gives_way)
+        self._stops.append(stop)
+        return stop, wake
 
     def kill(self):
-        for service in self._services:
-            service.stop(0.0)
+        for stop in self._stops:
+            stop(0.0)
 
 
 @dataclass(eq=False)

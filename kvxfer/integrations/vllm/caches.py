@@ -15,7 +15,7 @@ page of it nothing is believed, and it goes as it is, to an engine of the same r
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -184,7 +184,13 @@ def describe(
             else:
                 found[name], how = _shown(name, caches[name], spec, said, layers.get(name))
                 shown[how] += 1
-    _check_pages(groups)
+    # pages are asked for as if they were full: by tokens that other layers must have room for, and state must be of
+    page = max((one.block_tokens for one in groups if one.indexed), default=0)
+    if page and any(one.state or one.block_tokens % page for one in groups):
+        others = ", ".join("state" if one.state else str(one.block_tokens) for one in groups)
+        raise GeometryError(
+            f"an indexer has pages of {page} tokens, which go whole and do not fill blocks of all groups ({others})"
+        )
     for (backend, layout), count in shown.items():
         _log.info("layout_proved", backend=backend, count=count, value=layout)
     for (backend, layout), count in whole.items():
@@ -265,28 +271,13 @@ def _index(
     ratio = len(pages) // num_blocks
     held |= {"kernel_blocks_per_id": ratio, "tokens_per_row": spec.block_size // ratio}
     # where all of this is equal, so is what is in a page; AMD's GPUs do not all have the same 8 bits for a number
-    chip = torch.cuda.get_device_properties(cache.device).gcnArchName if torch.version.hip else cache.device.type
+    cuda: Any = torch.cuda
+    chip: str = cuda.get_device_properties(cache.device).gcnArchName if torch.version.hip else cache.device.type
     kind, inside = f"{backend.__module__}.{backend.__qualname__}", f"{spec.dtype} {list(bound.shape[1:])}"
     layout = f"vllm {release} on {chip}: {inside}, {getattr(spec, 'tokens_per_state', 1)} tokens a state"
     digest = blake2b(f"{kind} {layout}".encode(), digest_size=4).hexdigest()
     pages = CacheTensor(pages, "block token dim", part=f"{INDEXER} {backend.__qualname__[:64]} {digest}", **held)
     return pages, (f"{backend.get_name()} ({kind})", f"{layout} ({digest})")
-
-
-def _check_pages(groups: Sequence[BlockGroup]) -> None:
-    """See that what goes whole can be asked for as if it were full: by tokens that other layers have room for.
-
-    Raises:
-        GeometryError: If blocks of a group are smaller, or there is state, which is that of one token.
-    """
-    pages = max((one.block_tokens for one in groups if one.indexed), default=1)
-    if pages > 1 and any(one.state for one in groups):
-        raise GeometryError("a model that has indexers beside recurrent state cannot be handed over")
-    if small := [one.block_tokens for one in groups if one.block_tokens % pages]:
-        raise GeometryError(
-            f"an indexer has pages of {pages} tokens, which go whole, and other layers blocks of {small[0]} tokens, "
-            "which such pages do not fill: run vLLM with one --block-size for both"
-        )
 
 
 def _states(

@@ -289,7 +289,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Register the caches. Blocks."""
         layers = self._vllm_config.compilation_config.static_forward_context
         told = self._caches_config, self._place, self._model, layers
-        found = describe(kv_caches, *told, release=vllm.__version__, trusted=self._trust_layout)
+        found = describe(kv_caches, *told, release=str(vllm.__version__), trusted=self._trust_layout)
         self._worker.register(found)
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:

@@ -66,8 +66,9 @@ def test_the_wheel_needs_what_it_names_and_nothing_more(environment, outside, tm
     assert settings["settings"]["route"] == {"value": "auto", "source": "default"}
 
 
+@pytest.mark.timeout(300)  # nothing is compiled yet where they run: a minute on two idle cores
 def test_two_processes_of_the_wheel_exchange_a_cache(environment, sdist, outside, tmp_path):
     python, examples = environment / "python", sdist / "examples"
     line = f"set -o pipefail; {python} {examples}/prefill.py | {python} {examples}/decode.py"
-    said = run("bash", "-c", line, cwd=tmp_path, env=outside)
+    said = run("bash", "-c", line, cwd=tmp_path, env=outside, timeout=250)
     assert "bytes by" in said

@@ -751,7 +751,7 @@ class Receiver(Struct, eq=False):
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         if 2 * len(chunks) > bound.at_once:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # others on the loop have a turn before
         steps = await self.site.plan(make, rows=rows) if rows else make()
         self._go_on_if_moving()
         self._go_by(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))

@@ -657,7 +657,7 @@ class Sender(Struct, eq=False):
         rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
         make = partial(self._steps, run, bound, chunks, run.post, run.extents)  # which it has no more when it ends
         if 2 * len(chunks) > bound.at_once:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # others on the loop have a turn before
         steps = await site.plan(make, rows=rows) if rows else make()
         if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped
             return

@@ -9,8 +9,8 @@ are wrong. So each is made to show where it has K and V, and if that is elsewher
 Recurrent state (Mamba, short convolution, a gated delta rule) has no tokens: a block is a page that holds what a layer
 remembers of all tokens so far, and the layer is bound to views of its parts. These are described, each as it is.
 
-What an indexer keeps beside the cache of a layer (sparse attention) is quantised, and how is its kernel's affair: of a
-page of it nothing is believed, and it goes as it is, to an engine of the same release and platform.
+What an indexer keeps beside the cache of a layer (sparse attention) is quantised, in an order that its kernel alone
+knows. So nothing is said of the inside of a page: it goes as it is, to an engine of the same release and platform.
 """
 
 import re
@@ -184,7 +184,7 @@ def describe(
             else:
                 found[name], how = _shown(name, caches[name], spec, said, layers.get(name))
                 shown[how] += 1
-    # pages are asked for as if they were full: by tokens that other layers must have room for, and state must be of
+    # pages are asked for as if they were full: other layers need room for as many tokens, and state is of one alone
     page = max((one.block_tokens for one in groups if one.indexed), default=0)
     if page and any(one.state or one.block_tokens % page for one in groups):
         others = ", ".join("state" if one.state else str(one.block_tokens) for one in groups)

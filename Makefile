@@ -71,7 +71,7 @@ soak: $(STAMP)
 
 # real engines hand requests over, on CPUs; ARGS=--full for every configuration, model and fault
 engines: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/engines $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(VLLM)/bin/python -m pytest tests/engines $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -124,12 +124,12 @@ $(STAMP): constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,admin,otel,docs]"
 	touch $@
 
-# all pins and no dependencies, of which vLLM's and sglang's would bring builds for GPUs; vLLM's command asks for a
-# package `vllm`
+# all pins and no dependencies, of which vLLM's and sglang's would bring builds for GPUs; what is imported is compiled
+# then, which is a small part; vLLM's command asks for a package `vllm`
 $(VLLM)/.installed: tests/engines/constraints.txt pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@echo "installing into $(VLLM): this takes some minutes"
-	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement tests/engines/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-compile --requirement tests/engines/constraints.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	cd $(VLLM)/lib/python*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && printf \
 		'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA

@@ -75,27 +75,11 @@ def start():
 
 
 @pytest.fixture(scope="session")
-def answers(model, tmp_path_factory):
-    """What an engine that does everything itself makes of prompts, one at a time, as a list of token ids each."""
-    from pd import LENGTHS, Engine, gathered, prompts, routed, shorter
+def alone(model, tmp_path_factory):
+    """What an engine that does everything itself makes of prompts."""
+    from pd import Alone, Engine
 
-    known = {}
-
-    async def ask(name, dtype, lengths=LENGTHS, *args):
-        key = name, dtype, lengths, args
-        if key in known:
-            return known[key]
-        engine = Engine("plain", model(name), tmp_path_factory.mktemp("plain"), ("--dtype", dtype, *args))
-        every = [prompt for seed in range(3) for prompt in prompts(seed, lengths)]
-        every += shorter(every)
-        try:
-            engine.start()
-            engine.wait()
-            async with routed(engine, engine) as router:
-                said = await gathered(map(router.decode, every), 1)
-        finally:
-            engine.stop()
-        known[key] = {tuple(prompt): tokens for prompt, tokens in zip(every, said, strict=True)}
-        return known[key]
-
-    return ask
+    folder = tmp_path_factory.mktemp("plain")
+    engine = Alone(lambda name, dtype, *args: Engine("plain", model(name), folder, ("--dtype", dtype, *args)))
+    yield engine
+    engine.stop()

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from make_model import VOCABULARY
 from kvxfer.tickets import Issuer, Ticket
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Router")
 
 TOKENS = 24
 """Of an answer."""
@@ -39,6 +40,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in the core's process: each imports for a dozen seconds
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
@@ -251,10 +253,12 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def routed(prefill: Engine, *decodes: Engine, key: bytes | None = None) -> AsyncIterator[Router]:
+async def routed(
+    prefill: Engine, *decodes: Engine, key: bytes | None = None, kind: type[R] = Router
+) -> AsyncIterator[R]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close a connection as it is used again
     async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
-        yield Router(session, prefill, decodes, key)
+        yield kind(session, prefill, decodes, key)
 
 
 async def gathered(jobs: Iterable[Awaitable[T]], concurrency: int) -> list[T]:
@@ -266,6 +270,46 @@ async def gathered(jobs: Iterable[Awaitable[T]], concurrency: int) -> list[T]:
             return await job
 
     return await asyncio.gather(*map(one, jobs))
+
+
+@dataclass
+class Alone:
+    """An engine that does everything itself, and is asked one thing at a time. It goes on until another one is asked.
+
+    Args:
+        make: Makes an engine, by what it is asked as.
+        kind: How it is asked.
+    """
+
+    make: Callable[..., Engine]
+    kind: type[Router] = Router
+    _engine: Engine | None = None
+    _which: tuple[str, ...] = ()
+    _said: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = field(default_factory=dict)
+
+    def begin(self, *which: str) -> None:
+        """Start it, beside others."""
+        if self._engine is None or which != self._which:
+            self.stop()
+            self._engine, self._which = self.make(*which), which
+            self._engine.start()
+
+    async def ask(self, asked: Iterable[list[int]], *which: str) -> list[list[int]]:
+        """Its answers, which it is asked for once only."""
+        asked, said = list(asked), self._said.setdefault(which, {})
+        new = [prompt for prompt in asked if tuple(prompt) not in said]
+        if new:
+            self.begin(*which)
+            assert self._engine is not None
+            self._engine.wait()
+            async with routed(self._engine, self._engine, kind=self.kind) as router:
+                answers = await gathered(map(router.decode, new), 1)
+            said.update(zip(map(tuple, new), answers, strict=True))
+        return [said[tuple(prompt)] for prompt in asked]
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
 
 
 def shorter(those: Iterable[list[int]]) -> list[list[int]]:

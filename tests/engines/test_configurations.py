@@ -1,12 +1,13 @@
 """Every token that is handed over is the one that an engine alone would have said, however both engines are set up."""
 
+import asyncio
 import json
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from pd import LENGTHS, TOKENS, Engine, connected, gathered, prompts, routed, shorter
+from pd import LENGTHS, TOKENS, connected, gathered, prompts, routed, shorter
 
 from kvxfer.tickets import KEY_BYTES
 
@@ -17,6 +18,8 @@ SMALL = ("--num-gpu-blocks-override", "18", "--block-size", "32", "--no-schedule
 SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "16")
 """Several prompts are computed at a time, a little of each in a step."""
 
+BOTH_WAYS = {"bidirectional_kv_xfer": True, "kvxfer": {"unclaimed_timeout": 8}}
+"""Most answers of these tests have no second turn, and blocks of their engines are free sooner."""
 APART: dict[str, Any] = {
     "dtype": "bfloat16",
     "cached": False,
@@ -44,31 +47,42 @@ class Configuration:
     preempted: tuple[str, ...] = ()  # the sides on which requests must have been
     lengths: tuple[int, ...] = LENGTHS  # of prompts
     alone: tuple[str, ...] = ()  # how an engine that does everything itself is set up
+    processes: bool = False  # an engine has all those that it has by itself
+    turns: bool = False  # answers are handed back with a second turn, and each engine does either
     drafts: int = 0  # tokens that the same model, as a draft model, guesses in each step, so that all are right
 
     def engines(self, folder, model, key):
         for side in ["prefill", *(f"decode{n}" for n in range(self.decodes))]:
             kind = side.rstrip("0123456789")
-            extra = {"key_file": str(key)} if self.ahead and kind == "prefill" else {}
+            extra: dict[str, Any] = {"key_file": str(key)} if self.ahead and kind == "prefill" else {}
             args = ("--dtype", self.dtype, f"--{'' if self.cached else 'no-'}enable-prefix-caching")
             args += (*self.args, *getattr(self, kind))
             if self.drafts:
                 drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": self.drafts}
                 args += ("--speculative-config", json.dumps(drafting))
-            yield connected(side, model, folder, *args, layerwise=kind in self.layerwise, layerwise_timeout=60, **extra)
+            extra |= BOTH_WAYS if self.turns else {}
+            made = connected(
+                side, model, folder, *args, layerwise=kind in self.layerwise, layerwise_timeout=60, **extra
+            )
+            made.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = f"{self.processes:d}"
+            if self.turns:
+                made.transfer = (made.transfer or {}) | {"kv_role": "kv_both"}
+            yield made
 
 
 CI = {
-    "prefixes cached": Configuration(),
+    "prefixes cached, both ways": Configuration(turns=True),
     "blocks of 32 and 128 tokens, chunked, sliding windows": Configuration(
         model="sliding",
         prefill=("--block-size", "32", "--max-num-batched-tokens", "64"),
         decode=("--block-size", "128"),
         cached=False,
+        processes=True,
     ),
 }
 FULL = {
-    "prefixes not cached": Configuration(cached=False),
+    "prefixes cached": Configuration(),
+    "prefixes not cached, both ways": Configuration(cached=False, turns=True),
     "blocks of 128 and 32 tokens": Configuration(prefill=("--block-size", "128"), decode=("--block-size", "32")),
     "blocks of 32 and 64 tokens": Configuration(prefill=("--block-size", "32"), decode=("--block-size", "64")),
     "bfloat16": Configuration(dtype="bfloat16", args=("--max-num-seqs", "1")),
@@ -120,20 +134,20 @@ FULL = {
 
 
 @pytest.mark.parametrize("name", [*CI, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
-async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, start, model, answers, table, tmp_path):
+async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, start, model, alone, table, tmp_path):
     made = (CI | FULL)[name]
     key = tmp_path / "engine.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(KEY_BYTES))
-    expected = await answers(made.model, made.dtype, made.lengths, *made.alone)
+    alone.begin(made.model, made.dtype, *made.alone)
     prefill, *decodes = start(*made.engines(tmp_path, model(made.model), key))
     async with routed(prefill, *decodes, key=key.read_bytes() if made.ahead else None) as router:
 
         async def run(what, ask, asked, concurrency):
             before = [engine.metrics() for engine in decodes]
-            got = await gathered(map(ask, asked), concurrency)
+            answers = alone.ask(asked, made.model, made.dtype, *made.alone)
+            got, wanted = await asyncio.gather(gathered(map(ask, asked), concurrency), answers)
             after = [engine.metrics() for engine in decodes]
-            wanted = [expected[tuple(prompt)] for prompt in asked]
             equal = sum(one == other for one, other in zip(got, wanted, strict=True))
             tokens = sum(map(len, asked))
             loaded, held = (
@@ -178,43 +192,39 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
             assert 0 < guessed - right <= made.drafts * len(seen)
         preempted = [one.name for one in (prefill, *decodes) if one.metrics()["num_preemptions_total"] > 0]
         assert set(made.preempted) <= set(preempted)
+    if made.turns:
+        for number, both in enumerate(((prefill, *decodes), (*decodes, prefill)), 2):
+            async with routed(*both) as router:
+                await second_turns(prompts(number), router, made, alone, table)
 
 
-@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.full)])
-async def test_a_second_turn_flows_back_and_engines_change_their_roles(cached, start, model, table, tmp_path):
-    folder, args = model("llama"), ("--dtype", "float32", f"--{'' if cached else 'no-'}enable-prefix-caching")
-    engines = [connected(side, folder, tmp_path, *args, bidirectional_kv_xfer=True) for side in ("a", "b")]
-    for engine in engines:
-        engine.transfer = (engine.transfer or {}) | {"kv_role": "kv_both"}
-    plain, *engines = start(Engine("plain", folder, tmp_path, args), *engines)
-    for number, (prefill, decode) in enumerate((engines, engines[::-1])):
-        async with routed(prefill, decode) as router:
+async def second_turns(asked, router, made, alone, table):
+    """What a decode engine has of prompts and of its answers flows back to the prefill engine with a second turn."""
+    prefill, (decode,) = router.prefill, router.decodes
+    end, talks = prompts(7, [20])[0], []
 
-            async def talk(prompt, router=router, prefill=prefill, decode=decode):
-                """Whether both answers are an engine's alone, and what of the second prompt came back."""
-                told = await router.complete(decode, prompt, TOKENS, **await router.ticket(prompt))
-                first, back = told["choices"][0]["token_ids"], told["kv_transfer_params"]
-                assert back["remote_num_tokens"] == len(prompt) + TOKENS - 1
-                turn = [*prompt, *first, *prompts(7, [20])[0]]
-                onward = (await router.complete(prefill, turn, 1, **back))["kv_transfer_params"]
-                got = first, await router.decode(turn, **onward)
-                alone = [await router.complete(plain, one, TOKENS) for one in (prompt, turn)]
-                equal = [one == said["choices"][0]["token_ids"] for one, said in zip(got, alone, strict=True)]
-                return sum(equal), back["remote_num_tokens"]
+    async def talk(prompt):
+        told = await router.complete(decode, prompt, TOKENS, **await router.ticket(prompt))
+        first, back = told["choices"][0]["token_ids"], told["kv_transfer_params"]
+        assert back["remote_num_tokens"] == len(prompt) + TOKENS - 1
+        turn = [*prompt, *first, *end]
+        onward = (await router.complete(prefill, turn, 1, **back))["kv_transfer_params"]
+        talks.append((prompt, first))
+        talks.append((turn, await router.decode(turn, **onward)))
+        return back["remote_num_tokens"]
 
-            before = prefill.metrics()
-            found = await gathered(map(talk, prompts(number)), 8)
-            after = prefill.metrics()
-            loaded, held = (
-                int(after.get(of, 0) - before.get(of, 0))
-                for of in ("external_prefix_cache_hits_total", "local_cache_hit")
-            )
-            equal, back = map(sum, zip(*found, strict=True))
-            table.append(
-                f"second turns, cached {cached}, {number}: {equal} / {2 * len(found)} | {loaded} / {back}, {held}"
-            )
-            assert equal == 2 * len(found)
-            assert loaded + held >= back, "what the decode engine had was computed again"
-            assert held == 0 or cached
-            for engine in engines:
-                await router.free(engine, 60)
+    before = prefill.metrics()
+    back = sum(await gathered(map(talk, asked), 8))
+    after = prefill.metrics()
+    loaded, held = (
+        int(after.get(of, 0) - before.get(of, 0)) for of in ("external_prefix_cache_hits_total", "local_cache_hit")
+    )
+    said, got = zip(*talks, strict=True)
+    wanted = await alone.ask(said, made.model, made.dtype, *made.alone)
+    equal = sum(one == other for one, other in zip(got, wanted, strict=True))
+    table.append(f"second turns, cached {made.cached}: {equal} / {len(talks)} | {loaded} / {back}, {held} held there")
+    assert list(got) == wanted
+    assert loaded + held >= back, "what the decode engine had was computed again"
+    assert held == 0 or made.cached
+    for engine in (prefill, decode):
+        await router.free(engine, 60)

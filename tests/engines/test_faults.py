@@ -82,8 +82,15 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(pair, answers):
-    expected = await answers("llama", "float32")
+async def expected(alone):
+    """What an engine alone makes of what is asked here, which may be while others are killed."""
+    asked = [prompt for seed in range(3) for prompt in prompts(seed)]
+    answers = await alone.ask(asked, "llama", "float32")
+    return dict(zip(map(tuple, asked), answers, strict=True))
+
+
+@pytest.fixture
+async def scene(pair, expected):
     dead = [engine for engine in pair if engine.process is None or engine.process.poll() is not None]
     for engine in dead:
         engine.start()  # on the port that it had
@@ -121,14 +128,14 @@ async def test_who_has_a_ticket_of_a_prefill_engine_that_was_killed_computes_his
 
 
 @pytest.mark.full
-async def test_windows_that_were_not_handed_over_are_computed(start, model, answers, tmp_path):
+async def test_windows_that_were_not_handed_over_are_computed(start, model, alone, tmp_path):
     """A prompt is taken to be shorter, so the prefill engine has let go of what that would see; then it is killed."""
-    expected, asked = await answers("sliding", "float32"), prompts(0)
+    asked = prompts(0)
+    wanted = await alone.ask(asked, "sliding", "float32")
     args = ("--dtype", "float32", "--no-enable-prefix-caching", "--block-size", "32")
     made = (connected(name, model("sliding"), tmp_path, *args, kvxfer=SETTINGS) for name in ("prefill", "decode"))
     prefill, decode = start(*made)
     async with routed(prefill, decode) as router:
-        wanted = [expected[tuple(prompt)] for prompt in asked]
         tickets = [await router.ticket(prompt) for prompt in asked]
         for ticket in tickets:
             ticket["remote_num_tokens"] = max(1, ticket["remote_num_tokens"] - 40)
@@ -165,9 +172,9 @@ async def test_a_prefill_engine_that_stands_still_costs_nobody_else_anything(sce
 
 
 @pytest.mark.full
-async def test_with_layerwise_a_forward_pass_does_not_wait_for_long(start, model, answers, table, tmp_path):
+async def test_with_layerwise_a_forward_pass_does_not_wait_for_long(start, model, expected, table, tmp_path):
     """For whom a prefill engine that stands still holds up is computed; with settings as they are by themselves."""
-    expected, args = await answers("llama", "float32"), ("--dtype", "float32", "--no-enable-prefix-caching")
+    args = ("--dtype", "float32", "--no-enable-prefix-caching")
     engines = [connected(side, model("llama"), tmp_path, *args, layerwise=True) for side in ("prefill", "decode")]
     prefill, decode = start(*engines)
     async with routed(prefill, decode) as router:

@@ -5,9 +5,8 @@
 
 import asyncio
 
-import aiohttp
 import pytest
-from pd import PATIENCE, gathered, prompts
+from pd import Alone, gathered, prompts, routed
 from sglang_pd import Rooms, Sglang
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,24 +29,10 @@ SENT = "kv_transfer_total_mb_sum"
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
     """What an engine that does everything itself makes of prompts."""
-    known = {}
-
-    async def ask(name):
-        if name not in known:
-            engine = Sglang("plain", model(name), tmp_path_factory.mktemp("plain"))
-            every = [prompt for seed in range(2) for prompt in prompts(seed)]
-            try:
-                engine.start()
-                engine.wait()
-                async with aiohttp.ClientSession(timeout=PATIENCE) as session:
-                    router = Rooms(session, engine, [engine])
-                    said = await gathered(map(router.decode, every), 1)
-            finally:
-                engine.stop()
-            known[name] = {tuple(prompt): tokens for prompt, tokens in zip(every, said, strict=True)}
-        return known[name]
-
-    return ask
+    folder = tmp_path_factory.mktemp("plain")
+    engine = Alone(lambda name: Sglang("plain", model(name), folder), Rooms)
+    yield engine
+    engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -55,18 +40,16 @@ def alone(model, tmp_path_factory):
 )
 async def test_tokens_are_those_of_one_engine(name, start, model, alone, table, tmp_path):
     kind, token_bytes, *both = CONFIGURATIONS[name]
-    expected = await alone(kind)
     sides = zip(("prefill", "decode"), both, strict=True)
+    alone.begin(kind)
     prefill, decode = start(*[Sglang(side, model(kind), tmp_path, args) for side, args in sides])
-    async with aiohttp.ClientSession(timeout=PATIENCE) as session:
-        router = Rooms(session, prefill, [decode])
+    async with routed(prefill, decode, kind=Rooms) as router:
 
         async def run(what, asked, concurrency):
             before = prefill.metrics()
-            got = await gathered(map(router.ask, asked), concurrency)
+            got, wanted = await asyncio.gather(gathered(map(router.ask, asked), concurrency), alone.ask(asked, kind))
             sent = prefill.metrics().get(SENT, 0) - before.get(SENT, 0)
             loaded = round(sent * 2**20 / token_bytes)
-            wanted = [expected[tuple(prompt)] for prompt in asked]
             equal = sum(one == other for one, other in zip(got, wanted, strict=True))
             table.append(f"sglang, {name}, {what}: {equal} / {len(asked)} | {loaded} / {sum(map(len, asked))}")
             assert got == wanted

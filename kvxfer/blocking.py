@@ -38,7 +38,7 @@ from kvxfer.errors import (
 )
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
-from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks
+from kvxfer.plans.pairs import check_cover, offered_blocks, wanted_blocks
 from kvxfer.prefill.offers import Awaited, Ending, Expired, Offer, OfferState, Released, Withdrawn
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.telemetry import TransferStats, logger

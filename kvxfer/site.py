@@ -18,7 +18,7 @@ from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped.host import unlike
 from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
-from kvxfer.plans.planning import SMALL_PLAN, Agreed, PairPlans
+from kvxfer.plans.pairs import SMALL_PLAN, Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route

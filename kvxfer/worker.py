@@ -45,7 +45,7 @@ from kvxfer.memory.device import Backing, Kind, allocate, pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.peers.connections import Listener, Peers, Streams
 from kvxfer.peers.link import Link, admitted, succeeded
-from kvxfer.plans.planning import Agreed, PairPlans, geometry_to_wire
+from kvxfer.plans.pairs import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of
 from kvxfer.prefill.offers import Offer
 from kvxfer.prefill.role import Prefill

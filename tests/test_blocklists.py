@@ -7,7 +7,7 @@ import torch
 
 from kvxfer import BlocksError, CacheTensor, Interleave, Span
 from kvxfer.geometry import CacheGeometry
-from kvxfer.plans.planning import check_cover, wanted_blocks
+from kvxfer.plans.pairs import check_cover, wanted_blocks
 
 CACHE = CacheGeometry.of([CacheTensor(torch.zeros(10, 4, 2), "block token dim", layers=[0])])
 

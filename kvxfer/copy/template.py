@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import binding, records
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
+from kvxfer.geometry.axes import RowSide
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
 from kvxfer.geometry.intersect import SegmentClass
 from kvxfer.geometry.plan import MOST_BLANKS, ChunkGrid, PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists
-from kvxfer.geometry.spec import RowSide
 from kvxfer.names import MAX_TOKENS, lazy
 
 if TYPE_CHECKING:

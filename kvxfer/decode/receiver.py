@@ -43,7 +43,7 @@ from kvxfer.geometry import (
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import SMALL_PLAN, Bound, bind, block_pieces, decode_spans, encode_spans
+from kvxfer.plans.pairs import SMALL_PLAN, Bound, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo

@@ -14,7 +14,7 @@ from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchE
 from kvxfer.geometry import Blocks, PairPlan
 from kvxfer.peers.connections import Backoff, Peers
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import selection_to_wire, wanted_blocks
+from kvxfer.plans.pairs import selection_to_wire, wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure

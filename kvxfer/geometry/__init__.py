@@ -1,6 +1,6 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
-    describe    CacheTensor, Group, Interleave -> CacheGeometry         (spec.py, cache.py)
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py)
     group       a list of tensors, one a layer -> list of CacheTensor   (cache.py)
     resolve     who sends what, and what two ranks have in common       (intersect.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py)
@@ -10,6 +10,7 @@
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
+from kvxfer.geometry.axes import LAYOUTS, Interleave, TensorSpec, expand_layout
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
 from kvxfer.geometry.copyplan import (
     STAGING_ALIGNMENT,
@@ -36,7 +37,6 @@ from kvxfer.geometry.plan import (
     selected,
 )
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
-from kvxfer.geometry.spec import LAYOUTS, Interleave, TensorSpec, expand_layout
 
 __all__ = [
     "LAYOUTS",

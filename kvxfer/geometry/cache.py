@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.spec import (
+from kvxfer.geometry.axes import (
     EVERY_TOKEN,
     Interleave,
     Place,

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError, MismatchError
+from kvxfer.geometry.axes import KV_ORDER, Factor, Interleave, Place, RowSide, TensorSpec, axis_offsets
 from kvxfer.geometry.copyplan import Box, BoxAxis, Elements, Patch, fold, patches
-from kvxfer.geometry.spec import KV_ORDER, Factor, Interleave, Place, RowSide, TensorSpec, axis_offsets
 from kvxfer.names import CONVERTIBLE, convertible, lazy
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
+from kvxfer.geometry.axes import KV_ORDER, RowSide
 from kvxfer.geometry.copyplan import (
     STAGING_ALIGNMENT,
     Blank,
@@ -37,7 +38,6 @@ from kvxfer.geometry.copyplan import (
 )
 from kvxfer.geometry.intersect import Folded, SegmentClass, SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet
-from kvxfer.geometry.spec import KV_ORDER, RowSide
 from kvxfer.names import MAX_SUMS, MAX_TOKENS, lazy
 
 if TYPE_CHECKING:

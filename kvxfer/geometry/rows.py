@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.spec import RowSide
+from kvxfer.geometry.axes import RowSide
 from kvxfer.names import MAX_ROWS, MAX_TOKENS, lazy
 
 if TYPE_CHECKING:

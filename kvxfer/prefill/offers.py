@@ -31,7 +31,7 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import Blocks, Span, check_tokens
 from kvxfer.names import MAX_WORLD
-from kvxfer.plans.planning import check_cover, offered_blocks
+from kvxfer.plans.pairs import check_cover, offered_blocks
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.session import Identity
 from kvxfer.protocol.transfer import Failure

@@ -51,7 +51,7 @@ from kvxfer.errors import (
 from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory.books import Extent, ExtentState
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import (
+from kvxfer.plans.pairs import (
     LISTED,
     Bound,
     bind,

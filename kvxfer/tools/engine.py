@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
+from kvxfer.geometry.axes import Axis, Interleave, TensorSpec, expand_layout, parse_axes
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.rows import Span
-from kvxfer.geometry.spec import Axis, Interleave, TensorSpec, expand_layout, parse_axes
 from kvxfer.names import MAX_LAYERS, MAX_TOKENS, MAX_WIDTH, MAX_WORLD, lazy
 
 __all__ = [

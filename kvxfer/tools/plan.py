@@ -15,7 +15,7 @@ from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, ChunkGrid, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
-from kvxfer.plans.planning import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.plans.pairs import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache

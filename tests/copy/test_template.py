@@ -18,7 +18,7 @@ from kvxfer.copy.tables import Kind, Tables, pack
 from kvxfer.copy.template import Cut, Fitted, Template
 from kvxfer.errors import BlocksError, KvxferError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Span, TensorSpec, common, resolve
-from kvxfer.plans.planning import Bound, _planned, bind
+from kvxfer.plans.pairs import Bound, _planned, bind
 
 STAGING = 1 << 46
 SEEDS = st.integers(0, 2**32 - 1)

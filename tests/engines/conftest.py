@@ -1,7 +1,6 @@
 """Real engines for tests, and the table of what they did."""
 
 import importlib.util
-from dataclasses import dataclass
 
 import pytest
 
@@ -48,28 +47,23 @@ def model(tmp_path_factory):
     return lambda name: made.get(name) or made.setdefault(name, make(name, folder))
 
 
-@dataclass(frozen=True)
-class Started:
+@pytest.fixture
+def start():
     """Starts engines, which are ended after the test; their logs are shown if it failed."""
+    started = []
 
-    engines: list
-
-    def __call__(self, *engines):
-        self.engines.extend(engines)
+    def begin(*engines):
+        started.extend(engines)
         for engine in engines:
             engine.start()
         for engine in engines:
             engine.wait()
         return engines
 
-
-@pytest.fixture
-def start():
-    started = Started([])
     try:
-        yield started
+        yield begin
     finally:
-        for engine in started.engines:
+        for engine in started:
             engine.stop()
             print(engine.log, *engine.log.read_text().splitlines()[-40:], sep="\n")
 

@@ -26,16 +26,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 SERVED = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
-SERVED += (
-    "--disable-overlap-schedule",
-    "--dtype",
-    "float32",
-    "--page-size",
-    "16",
-    "--max-total-tokens",
-    "8192",
-    "--enable-metrics",
-)
+SERVED += ("--disable-overlap-schedule", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192")
+SERVED += ("--enable-metrics",)
 SIDES = {
     "prefill": (),
     "decode": ("--disaggregation-decode-retraction-backup", "cpu_tensor"),  # the other kind wants a GPU

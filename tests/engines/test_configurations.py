@@ -133,6 +133,16 @@ FULL = {
 }
 
 
+def had(engines):
+    """Tokens of prompts that engines have loaded so far, and found in their own caches."""
+    seen = [engine.metrics() for engine in engines]
+    return [sum(one.get(of, 0) for one in seen) for of in ("external_prefix_cache_hits_total", "local_cache_hit")]
+
+
+def since(before, engines):
+    return [int(now - then) for then, now in zip(before, had(engines), strict=True)]
+
+
 @pytest.mark.parametrize("name", [*CI, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, start, model, alone, table, tmp_path):
     made = (CI | FULL)[name]
@@ -144,16 +154,12 @@ async def test_tokens_are_those_of_one_engine_and_every_cache_was_loaded(name, s
     async with routed(prefill, *decodes, key=key.read_bytes() if made.ahead else None) as router:
 
         async def run(what, ask, asked, concurrency):
-            before = [engine.metrics() for engine in decodes]
+            before = had(decodes)
             answers = alone.ask(asked, made.model, made.dtype, *made.alone)
             got, wanted = await asyncio.gather(gathered(map(ask, asked), concurrency), answers)
-            after = [engine.metrics() for engine in decodes]
+            loaded, held = since(before, decodes)
             equal = sum(one == other for one, other in zip(got, wanted, strict=True))
             tokens = sum(map(len, asked))
-            loaded, held = (
-                int(sum(now.get(of, 0) - then.get(of, 0) for then, now in zip(before, after, strict=True)))
-                for of in ("external_prefix_cache_hits_total", "local_cache_hit")
-            )
             table.append(f"{name}, {what}: {equal} / {len(asked)} | {loaded} / {tokens}, {held} held there")
             assert got == wanted
             return tokens - loaded - held, loaded, held
@@ -213,12 +219,9 @@ async def second_turns(asked, router, made, alone, table):
         talks.append((turn, await router.decode(turn, **onward)))
         return back["remote_num_tokens"]
 
-    before = prefill.metrics()
+    before = had([prefill])
     back = sum(await gathered(map(talk, asked), 8))
-    after = prefill.metrics()
-    loaded, held = (
-        int(after.get(of, 0) - before.get(of, 0)) for of in ("external_prefix_cache_hits_total", "local_cache_hit")
-    )
+    loaded, held = since(before, [prefill])
     said, got = zip(*talks, strict=True)
     wanted = await alone.ask(said, made.model, made.dtype, *made.alone)
     equal = sum(one == other for one, other in zip(got, wanted, strict=True))

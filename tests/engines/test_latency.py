@@ -37,10 +37,13 @@ async def test_the_first_token_of_short_and_long_prompts(start, model, table, tm
     for name in LOADS:
         sides = [f"{side}-{name}" for side in ("prefill", "decode")]
         if name == "NixlConnector":
-            engines[name] = start(*(with_nixl(side, folder, tmp_path, *ARGS) for side in sides))
+            both = [with_nixl(side, folder, tmp_path, *ARGS) for side in sides]
         else:  # which is silent while it is not its turn
             patient = {"peer_timeout": 600}
-            engines[name] = start(*(connected(side, folder, tmp_path, *ARGS, kvxfer=patient) for side in sides))
+            both = [connected(side, folder, tmp_path, *ARGS, kvxfer=patient) for side in sides]
+        for engine in both:
+            engine.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as it is by itself
+        engines[name] = start(*both)
         pause(name, signal.SIGSTOP)
     async with AsyncExitStack() as stack:
         routers = {name: await stack.enter_async_context(routed(*pair)) for name, pair in engines.items()}

@@ -16,7 +16,7 @@ from stage import Cache
 import kvxfer.copy.template  # noqa: F401  # as a worker does when it opens: what is timed is the peer's doing
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.geometry import CacheGeometry
-from kvxfer.plans.planning import Bound, PairPlans, decode_spans, fit_grid, geometry_to_wire
+from kvxfer.plans.pairs import Bound, PairPlans, decode_spans, fit_grid, geometry_to_wire
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Span, TensorFrame, pack_u32
 from kvxfer.protocol.session import Identity, PeerInfo

@@ -3,7 +3,7 @@
 import pytest
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.spec import Factor, bind_axes, parse_axes
+from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.geometry.axes import Factor, axis_offsets
 from kvxfer.geometry.copyplan import Patch, patches
-from kvxfer.geometry.spec import Factor, axis_offsets
 
 
 def split(count: int, inner: int, item: int = 2, gap: int = 0) -> tuple[Factor, ...]:

@@ -10,8 +10,8 @@ import torch
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Span, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry.axes import RowSide
 from kvxfer.geometry.rows import Rows, meet
-from kvxfer.geometry.spec import RowSide
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)

@@ -21,7 +21,7 @@ NEEDS = {  # where the package may be missing
     "kvxfer.integrations.sglang.conn": "sglang",
     "kvxfer.integrations.vllm": "vllm",
     "kvxfer.integrations.vllm.connector": "vllm",
-    **{f"kvxfer.tools.admin{name}": "prometheus_client" for name in ("", ".app", ".collector", ".server")},
+    **{f"kvxfer.tools.admin{name}": "prometheus_client" for name in ("", ".app", ".prometheus", ".server")},
 }
 # groups that are caught and never raised, so that they have neither a cause nor a remedy of their own
 GROUPS = {errors.KvxferError, errors.PeerError, errors.TransferError}

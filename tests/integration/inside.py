@@ -31,7 +31,7 @@ from kvxfer.fabric import calls
 from kvxfer.memory.books import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
-from kvxfer.plans.planning import Bound
+from kvxfer.plans.pairs import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route

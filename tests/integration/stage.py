@@ -14,7 +14,7 @@ from kvxfer import Released, shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
-from kvxfer.geometry.spec import EVERY_TOKEN
+from kvxfer.geometry.axes import EVERY_TOKEN
 from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 

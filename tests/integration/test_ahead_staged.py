@@ -7,7 +7,7 @@ from stage import Cache, Copied, Gate, eventually, frames, quiet
 
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import CacheGeometry, PairPlan
-from kvxfer.plans.planning import geometry_to_wire
+from kvxfer.plans.pairs import geometry_to_wire
 from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Want
 
 HELD = list(range(8))

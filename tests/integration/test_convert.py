@@ -10,7 +10,7 @@ from stage import Copied, bits, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
-from kvxfer.plans.planning import geometry_from_wire, geometry_to_wire
+from kvxfer.plans.pairs import geometry_from_wire, geometry_to_wire
 from kvxfer.protocol.messages import pack_f32
 
 BF16, F16, F32, E4M3, E5M2 = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -7,7 +7,7 @@ from inside import break_steps, cut, plan_steps_in_threads, timers
 from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
 import kvxfer
-from kvxfer.plans.planning import decode_spans
+from kvxfer.plans.pairs import decode_spans
 from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]

@@ -11,7 +11,7 @@ from wire import virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
 from kvxfer import worker as assembly
-from kvxfer.plans import planning
+from kvxfer.plans import pairs
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Goodbye
@@ -131,13 +131,13 @@ class Recorded:
     SLOW = (
         (assembly, "encode_body"),
         (session, "decode_body"),
-        (planning, "geometry_from_wire"),
-        (planning, "differences"),
-        (planning, "common"),
-        (planning, "resolve"),
-        (planning.PairPlan, "__init__"),
-        (planning.PairPlan, "prepare"),
-        (planning, "selection_from_wire"),
+        (pairs, "geometry_from_wire"),
+        (pairs, "differences"),
+        (pairs, "common"),
+        (pairs, "resolve"),
+        (pairs.PairPlan, "__init__"),
+        (pairs.PairPlan, "prepare"),
+        (pairs, "selection_from_wire"),
     )
 
     def __init__(self, monkeypatch):

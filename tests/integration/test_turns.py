@@ -11,7 +11,7 @@ from kvxfer import KvxferError
 from kvxfer.copy.tables import Kind
 from kvxfer.copy.template import Cut
 from kvxfer.decode.receiver import Grants
-from kvxfer.plans.planning import Bound
+from kvxfer.plans.pairs import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.site import Site
 
@@ -206,7 +206,7 @@ async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(
 
 @pytest.mark.parametrize("route", ["mapped", "staged"])
 async def test_while_tables_of_many_rows_are_made_the_loop_has_turns(stage, route, monkeypatch):
-    monkeypatch.setattr("kvxfer.plans.planning.SMALL_PLAN", 1)  # a chunk has more rows
+    monkeypatch.setattr("kvxfer.plans.pairs.SMALL_PLAN", 1)  # a chunk has more rows
     tables, turn, made = Cut.tables, [0], Counter[tuple[Kind, int]]()
 
     def counted(cut, kind, chunks, *given, **named):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvxfer.errors import GeometryError
-from kvxfer.plans.planning import geometry_from_wire
+from kvxfer.plans.pairs import geometry_from_wire
 from kvxfer.protocol import framing, messages
 from kvxfer.protocol.messages import Message, TensorFrame, pack_u32
 from kvxfer.tools.inspect import registry_name

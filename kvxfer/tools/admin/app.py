@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvxfer.tools.admin.collector import Collector
 from kvxfer.tools.admin.health import Limits, reasons
 from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched, given_workers, look
+from kvxfer.tools.admin.prometheus import Collector
 from kvxfer.tools.admin.status import status
 
 __all__ = ["app"]

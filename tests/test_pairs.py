@@ -7,8 +7,8 @@ import torch
 
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
-from kvxfer.plans import planning
-from kvxfer.plans.planning import (
+from kvxfer.plans import pairs
+from kvxfer.plans.pairs import (
     PairPlans,
     fit_grid,
     geometry_to_wire,
@@ -274,7 +274,7 @@ def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhil
     before, after = [
         PeerInfo(1, Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
     ]
-    plans, planned = PairPlans(own), planning._planned
+    plans, planned = PairPlans(own), pairs._planned
     plans.meet(before, plans.examine(before, sending=True, convert=False))
     plans._pairs.clear()  # as if there had been many others
 
@@ -285,7 +285,7 @@ def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhil
         plans.meet(after, plans.examine(after, sending=True, convert=False))
         return made
 
-    monkeypatch.setattr(planning, "_planned", meanwhile)
+    monkeypatch.setattr(pairs, "_planned", meanwhile)
     selections = [selection_to_wire(selection) for selection in common(own, caches[0])]
     plans.outgoing(before, selections)
     assert plans.outgoing(after, selections).dst is plans.geometry(after)

@@ -38,10 +38,7 @@ def drawings() -> Mapping[str, str]:
 
 
 def _states() -> Iterator[tuple[str, str]]:
-    yield (
-        "states-session-client.svg",
-        _session("A session at the decode rank", session.Role.CLIENT),
-    )
+    yield ("states-session-client.svg", _session("A session at the decode rank", session.Role.CLIENT))
     yield "states-session-server.svg", _session("A session at the prefill rank", session.Role.SERVER)
     for name, title, table, kind in (
         ("sending", "A transfer at the prefill rank", sending.SEND_TRANSITIONS, sending.SendState),

@@ -385,10 +385,7 @@ _NOT_THE_SAME: list[Line] = [
     (
         "decode",
         Agent(
-            FACTS,
-            _body(0, _STAGING),
-            _same(b"client", _STOLEN, _BARE, seed=0x20),
-            _proof(b"client", _STOLEN, _BARE),
+            FACTS, _body(0, _STAGING), _same(b"client", _STOLEN, _BARE, seed=0x20), _proof(b"client", _STOLEN, _BARE)
         ),
     ),
     (

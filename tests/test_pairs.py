@@ -8,14 +8,7 @@ import torch
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
 from kvxfer.plans import pairs
-from kvxfer.plans.pairs import (
-    PairPlans,
-    fit_grid,
-    geometry_to_wire,
-    in_place_bytes,
-    selection_to_wire,
-    staging_pieces,
-)
+from kvxfer.plans.pairs import PairPlans, fit_grid, geometry_to_wire, in_place_bytes, selection_to_wire, staging_pieces
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo

@@ -268,11 +268,7 @@ def _chunk(text: str) -> Chunk:
 
 
 def app(
-    *,
-    prefill: list[str],
-    decode: list[str],
-    on_failure: Policy = "recompute",
-    silent_after: float = SILENT_SECONDS,
+    *, prefill: list[str], decode: list[str], on_failure: Policy = "recompute", silent_after: float = SILENT_SECONDS
 ) -> Starlette:
     """The router as an ASGI application; arguments as of `Router`."""
     router = Router(prefill=prefill, decode=decode, on_failure=on_failure, silent_after=silent_after)

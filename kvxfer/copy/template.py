@@ -330,10 +330,7 @@ class Template:
         rows = counted[met + binding.M_CELLS :: binding.MET_WORDS]
         found = Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists, rows)
         vars(found).update(  # what the planner finds out when it is asked is known
-            nbytes=counted[at],
-            staged_bytes=counted[at + 1],
-            pieces=counted[at + 2],
-            most_rows=counted[at + 3],
+            nbytes=counted[at], staged_bytes=counted[at + 1], pieces=counted[at + 2], most_rows=counted[at + 3]
         )
         return found
 

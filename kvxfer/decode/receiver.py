@@ -29,17 +29,7 @@ from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Operation, Post, Turns, has_fired
 from kvxfer.copy.tables import NOTHING, Kind, Tables
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
-from kvxfer.geometry import (
-    BlockLists,
-    ChunkGrid,
-    ChunkPlan,
-    Damage,
-    PairPlan,
-    SumPlan,
-    cut_digest,
-    damage,
-    selected,
-)
+from kvxfer.geometry import BlockLists, ChunkGrid, ChunkPlan, Damage, PairPlan, SumPlan, cut_digest, damage, selected
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link

@@ -456,9 +456,7 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
         count *= every / max(1, one.pieces)
         weights = np.full(len(nbytes), count / max(1, len(nbytes)))
         found = Sample(
-            found.count + count,
-            np.concatenate([found.nbytes, nbytes]),
-            np.concatenate([found.weights, weights]),
+            found.count + count, np.concatenate([found.nbytes, nbytes]), np.concatenate([found.weights, weights])
         )
     return found
 

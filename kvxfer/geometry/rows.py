@@ -22,17 +22,7 @@ from kvxfer.names import MAX_ROWS, MAX_TOKENS, lazy
 if TYPE_CHECKING:
     from kvxfer.geometry.cache import CacheGeometry
 
-__all__ = [
-    "BlockLists",
-    "Blocks",
-    "Meeting",
-    "Rows",
-    "Span",
-    "check_spans",
-    "check_tokens",
-    "meet",
-    "normalise_blocks",
-]
+__all__ = ["BlockLists", "Blocks", "Meeting", "Rows", "Span", "check_spans", "check_tokens", "meet", "normalise_blocks"]
 
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_IDS: Final = 1 << 28
@@ -267,14 +257,7 @@ def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool
 
 
 def meet(
-    group: str,
-    src: RowSide,
-    dst: RowSide,
-    src_span: Span,
-    dst_span: Span,
-    tokens: range,
-    *,
-    covered: int | None = None,
+    group: str, src: RowSide, dst: RowSide, src_span: Span, dst_span: Span, tokens: range, *, covered: int | None = None
 ) -> Rows:
     """Rows in which two block lists meet within a token range.
 

@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from kvxfer.config import Config
 from kvxfer.copy.port import Descriptors
 from kvxfer.copy.tables import Kind, Tables, pack
-from kvxfer.errors import (
-    BlocksError,
-    Code,
-    GeometryError,
-    MismatchError,
-    ProtocolError,
-    RefusedError,
-)
+from kvxfer.errors import BlocksError, Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.geometry import (
     BlockLists,
     Blocks,

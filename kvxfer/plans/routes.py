@@ -240,12 +240,7 @@ def choose(
     return replace(choice, fallback=f"{first.name.lower()} {reason}")
 
 
-def _by_time(
-    nbytes: int,
-    pieces: int,
-    seconds: Callable[[Route, int], float],
-    overdue: Overdue,
-) -> Choice:
+def _by_time(nbytes: int, pieces: int, seconds: Callable[[Route, int], float], overdue: Overdue) -> Choice:
     direct, staged = seconds(Route.DIRECT, pieces), seconds(Route.STAGED, pieces)
     what = f"{pieces} pieces of {nbytes // max(pieces, 1)} bytes on average"
     why = f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged"

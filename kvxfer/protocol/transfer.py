@@ -79,12 +79,7 @@ class Failure:
 
 
 def build_result(
-    transfer: int,
-    status: wire.Status,
-    *,
-    chunk: int = wire.WHOLE,
-    last: bool = False,
-    failure: Failure | None = None,
+    transfer: int, status: wire.Status, *, chunk: int = wire.WHOLE, last: bool = False, failure: Failure | None = None
 ) -> wire.KvAgentResult:
     """The one builder of results that are no success."""
     code, reason = (Code.UNKNOWN, "") if failure is None else (failure.code, failure.reason[:1024])

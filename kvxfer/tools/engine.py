@@ -444,12 +444,7 @@ KNOWN_TYPES: Final = frozenset(_READERS)
 """Model types whose caches are known; others are plain attention or refused."""
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     # published configs leave out what is the default of the model's class in transformers
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window_pattern": 6,
-    },
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window_pattern": 6}
 }
 
 

@@ -192,11 +192,7 @@ class PairForecast:
             "decode_rank": self.decode_rank,
             "bytes": self.bytes,
             "pieces": self.pieces.count,
-            "piece_bytes": {
-                "min": self.pieces.smallest,
-                "median": self.pieces.median,
-                "max": self.pieces.largest,
-            },
+            "piece_bytes": {"min": self.pieces.smallest, "median": self.pieces.median, "max": self.pieces.largest},
             "sampled": self.pieces.sampled,
             "chunks": self.chunks,
             "route": self.choice.route.name.lower(),
@@ -371,10 +367,7 @@ def _pair(
             nbytes=nbytes,
             pieces=lambda: plan.merged_pieces,
             seconds=lambda route, pieces: profile.seconds(
-                route,
-                nbytes=nbytes,
-                chunks=usual_chunks(config, route, nbytes),
-                pieces=pieces,
+                route, nbytes=nbytes, chunks=usual_chunks(config, route, nbytes), pieces=pieces
             ),
         ),
         cut,

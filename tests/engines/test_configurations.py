@@ -112,11 +112,7 @@ FULL = {
     ),
     "short convolution": Configuration(model="short-conv", cached=False),
     "short convolution, chunked prefill, layerwise": Configuration(
-        model="short-conv",
-        cached=False,
-        concurrencies=(1,),
-        prefill=SOME_AT_ONCE,
-        layerwise=("prefill", "decode"),
+        model="short-conv", cached=False, concurrencies=(1,), prefill=SOME_AT_ONCE, layerwise=("prefill", "decode")
     ),
     "short convolution, prefixes cached": Configuration(model="short-conv", concurrencies=(1,)),
     "short convolution, preemption on both": Configuration(

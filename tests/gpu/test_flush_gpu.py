@@ -25,10 +25,7 @@ from kvxfer.copy import CopyOutcome, Direction, cuda, records  # noqa: E402
 from kvxfer.geometry.copyplan import CopyPlan  # noqa: E402
 from kvxfer.memory.device import Arrival, arrival, call, load  # noqa: E402  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_the_attributes_are_there_and_agree_with_what_is_made_of_them():

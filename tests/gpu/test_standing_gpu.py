@@ -25,12 +25,7 @@ from kvxfer import BlocksError, ClosedError  # noqa: E402
 from kvxfer.errors import KvxferError, MemoryInDoubtError, TransferFailedError  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(120), needs_nixl]
-TIMES = {
-    "peer_timeout": 5.0,
-    "revoke_timeout": 1.0,
-    "connect_timeout": 5.0,
-    "drain_timeout": 1.0,
-}
+TIMES = {"peer_timeout": 5.0, "revoke_timeout": 1.0, "connect_timeout": 5.0, "drain_timeout": 1.0}
 SECONDS = 10.0
 """What may come on top of a bound on a machine that is busy."""
 HELD = [

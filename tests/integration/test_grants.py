@@ -53,8 +53,7 @@ async def test_a_grant_outside_of_staging_memory_is_not_written(stage, source, t
 async def test_a_place_that_is_too_short_is_not_written(stage, pair, target, tap, first, caplog):
     """Nor is one behind others, though the first chunk is the mover's by then."""
     tap.change[Reserve] = lambda message: replace(
-        message,
-        ring=[replace(place, length=place.length - 16 * (n >= first)) for n, place in enumerate(message.ring)],
+        message, ring=[replace(place, length=place.length - 16 * (n >= first)) for n, place in enumerate(message.ring)]
     )
     untouched = Copied(target)
     with pytest.raises(KvxferError):

@@ -175,10 +175,7 @@ async def test_one_that_is_dropped_while_it_moves_is_warned_of(stage, monkeypatc
         del transfer
     second, transfer = streamed(stage, pair, "s", (5, 6), layers=[0])
     await transfer.layers(0, 1)
-    with (
-        pytest.warns(ResourceWarning, match=r"'s' .* goes on, .*\{default: \[5, 6\]\}"),
-        pytest.raises(TimeoutError),
-    ):
+    with pytest.warns(ResourceWarning, match=r"'s' .* goes on, .*\{default: \[5, 6\]\}"), pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await transfer.layers(1, 2)
     await end(transfer)

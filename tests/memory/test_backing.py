@@ -225,8 +225,7 @@ class TestFabric:
         assert cuda.made[0].allocFlags.gpuDirectRDMACapable == 0
 
     @pytest.mark.parametrize(
-        "function",
-        ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"],
+        "function", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
     )
     def test_a_refusal_is_named_and_what_was_made_goes_back(self, cuda, function):
         cuda.fails[function] = 0

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.framing import (
-    SESSION_FRAME_LIMIT,
-    FrameReader,
-    decode,
-    encode,
-    encode_in_parts,
-    peek_tag,
-)
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode, encode, encode_in_parts, peek_tag
 from kvxfer.protocol.messages import Agent, Goodbye, Ping, Release, Span, TicketRef, Want, pack_u32
 from proto.frames import valid
 

@@ -19,9 +19,7 @@ LEAVES = (
     | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=20))
 )
 VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(NUMBERS, inner, max_size=4),
-    max_leaves=30,
+    LEAVES, lambda inner: st.lists(inner, max_size=20) | st.dictionaries(NUMBERS, inner, max_size=4), max_leaves=30
 )
 
 

@@ -150,10 +150,7 @@ MLA = [
 
 _SLIDING = (attention(8, group="full", layers=(0, 2)), attention(4, group="window", layers=(1, 3), dim=16, window=12))
 _FOUR = (range(4),)
-_SCALED = (
-    attention(4, dtype=torch.float8_e4m3fn, dim=16),
-    attention(4, dtype=torch.float32, dim=1, part="scale"),
-)
+_SCALED = (attention(4, dtype=torch.float8_e4m3fn, dim=16), attention(4, dtype=torch.float32, dim=1, part="scale"))
 
 GROUPS = [
     Case(
@@ -259,12 +256,7 @@ _EVERY = tuple(attention(2, dim=16, group=name) for name in PLAIN)
 
 LAYOUTS = [
     Case(
-        "layout",
-        f"{name}, into all",
-        _EVERY,
-        Engine(layout, block=4),
-        Engine(by_group(**PLAIN), block=8),
-        range(3, 13),
+        "layout", f"{name}, into all", _EVERY, Engine(layout, block=4), Engine(by_group(**PLAIN), block=8), range(3, 13)
     )
     for name, layout in PLAIN.items()
 ]
@@ -350,10 +342,7 @@ STATE += [
 
 def _context(prefill: tuple[int, int, int], decode: tuple[int, int, int]) -> tuple[Engine, Engine]:
     (cp, chunk, tp), (into, turn, ours) = prefill, decode
-    return (
-        Engine(NHD, tp=tp, cp=cp, chunk=chunk, block=4),
-        Engine(HND, tp=ours, cp=into, chunk=turn, block=8),
-    )
+    return (Engine(NHD, tp=tp, cp=cp, chunk=chunk, block=4), Engine(HND, tp=ours, cp=into, chunk=turn, block=8))
 
 
 CONTEXT = [

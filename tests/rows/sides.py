@@ -12,12 +12,7 @@ from ranks import Rank, Request, World
 from kvxfer import READY
 from kvxfer.tickets import EngineCard, Issuer
 
-SIZES: Mapping[str, Any] = {
-    "arena_bytes": "256KiB",
-    "chunk_bytes": "24KiB",
-    "window": 3,
-    "drain_timeout": 1.0,
-}
+SIZES: Mapping[str, Any] = {"arena_bytes": "256KiB", "chunk_bytes": "24KiB", "window": 3, "drain_timeout": 1.0}
 
 
 ROUTES = ("staged", "mapped", "direct", "pull")

@@ -228,11 +228,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> KvxferPromMetrics:
         """See `KvxferPromMetrics`."""
         return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -23,15 +23,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from kvxfer.errors import MissingExtraError
 
-__all__ = [
-    "BenchFailedError",
-    "Body",
-    "PeerGoneError",
-    "Side",
-    "Step",
-    "collect",
-    "conduct",
-]
+__all__ = ["BenchFailedError", "Body", "PeerGoneError", "Side", "Step", "collect", "conduct"]
 
 _JOIN_SECONDS: Final = 20.0
 _SILENCE_SECONDS: Final = 600.0

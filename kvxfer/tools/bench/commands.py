@@ -26,8 +26,7 @@ Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to wr
 Routes: TypeAlias = Annotated[str | None, typer.Option(help="Some of them: staged,direct.")]
 Uvloop: TypeAlias = Annotated[bool, typer.Option("--uvloop", help="Run both event loops on uvloop.")]
 Beside: TypeAlias = Annotated[
-    str,
-    typer.Option(help="In a thread of each process meanwhile: python (spins) or engine (as decode steps do)."),
+    str, typer.Option(help="In a thread of each process meanwhile: python (spins) or engine (as decode steps do).")
 ]
 Quick: TypeAlias = Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute on a CPU.")]
 
@@ -45,11 +44,7 @@ class _Benchmark(Protocol):
 
 
 def _perform(
-    name: str,
-    device: str,
-    json_file: Path | None,
-    arguments: dict[str, Any],
-    make: "Callable[[Kind], _Benchmark]",
+    name: str, device: str, json_file: Path | None, arguments: dict[str, Any], make: "Callable[[Kind], _Benchmark]"
 ) -> None:
     """Run a benchmark to its end, whatever that is."""
     from kvxfer.tools.bench.children import BenchFailedError
@@ -157,11 +152,7 @@ def latency(
     victim = known_victim(beside)
     arguments = _given(routes=routes, fetches=count, uvloop=uvloop, beside=victim or None, quick=quick)
     _perform(
-        "latency",
-        device,
-        json_file,
-        arguments,
-        lambda kind: Latency(kind, known_routes(routes), count, uvloop, victim),
+        "latency", device, json_file, arguments, lambda kind: Latency(kind, known_routes(routes), count, uvloop, victim)
     )
 
 

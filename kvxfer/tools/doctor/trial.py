@@ -58,11 +58,7 @@ async def trial(channel: Channel, device: str, *, owner: bool) -> AsyncGenerator
     if index is not None:
         tries += [
             ("cuda ipc", lambda: _offer_gpu(index, plain=True), partial(_take_gpu, "cuda ipc", index)),
-            (
-                "torch memory",
-                lambda: _offer_gpu(index, plain=False),
-                partial(_take_gpu, "torch memory", index),
-            ),
+            ("torch memory", lambda: _offer_gpu(index, plain=False), partial(_take_gpu, "torch memory", index)),
         ]
     for name, offer, take in tries:
         yield await (_owns(channel, name, offer) if owner else _reaches(channel, name, take))

@@ -50,13 +50,7 @@ def reported(facts, engine, kind, ranks=BOTH):
     return each[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        ("handed_over", 2),
-        ("one_rank_to_two", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks"), [("handed_over", 2), ("one_rank_to_two", 1)])
 def test_requests_are_handed_over(stage, name, ranks):
     facts = stage.play(name)
     assert facts["sampled"] == {"d-a": 3, "d-b": 3, "d-c": 3}

@@ -123,7 +123,8 @@ FULL = {
         preempted=("prefill", "decode0"),
         lengths=(60,) * 14,  # of which more begin than can go on
     ),
-    "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,)),
+    # this build computes no prompt of more than a chunk
+    "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,), lengths=LENGTHS[:9]),
     "short convolution, bfloat16": Configuration(model="short-conv", **APART),
     "gated delta rule": Configuration(model="delta-rule", **APART),
 }

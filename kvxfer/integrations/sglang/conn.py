@@ -8,6 +8,7 @@ called from the scheduler's thread.
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+import math
 import secrets
 import threading
 from collections.abc import Sequence
@@ -345,6 +346,8 @@ def install() -> None:
     """Let these classes take the place of the backend `nixl`, if `SGLANG_PLUGINS` names this plugin."""
     wanted = envs.SGLANG_PLUGINS.get() or ""
     if _PLUGIN in (name.strip() for name in wanted.split(",")):
+        # pages go to others once nobody writes them, and not because a time is over
+        envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.set(math.inf)
         HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _class_of, HookType.AROUND)
 
 

@@ -166,7 +166,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # it counts the blocks of a load inside of a step as cached before they are: another request may hit them, and
         # they stay in its cache if their own has gone when the load fails
         cached = bool(vllm_config.cache_config.enable_prefix_caching)
-        in_steps = layerwise and simple and not cached
+        # a step that is begun before the one before it has ended reads what that one could not load, and is believed;
+        # unless the request ends with the load
+        alone = vllm_config.max_concurrent_batches == 1 or transfer.kv_load_failure_policy == "fail"
+        in_steps = layerwise and simple and not cached and alone
         stateful = any(group.state for group in groups)
         if stateful and vllm_config.cache_config.use_replayssm:
             raise ConfigError(
@@ -177,7 +180,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
             self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
             if layerwise and not in_steps:
-                why = "prefix caching is on" if simple else "there are several groups of blocks, windows or state"
+                why = "prefix caching is on" if cached else "steps overlap (--no-async-scheduling, or the policy fail)"
+                why = why if simple else "there are several groups of blocks, windows or state"
                 offers = "as well" if stateful else "are by layer"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
             return

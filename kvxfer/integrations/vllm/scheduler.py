@@ -156,7 +156,7 @@ class SchedulerSide:
 
     def _produce(self, request: Any, name: Any) -> None:
         """Offer what will be computed; not under the name of another request, as its ticket would be that one's."""
-        if self._windowed and request.prompt_token_ids is None:
+        if self._windowed and _is_embedded(request):
             _log.warning("offer_refused", request=request.request_id, error="of a prompt of embeddings no token can go")
             return
         named = name if isinstance(name, str) and name else request.request_id
@@ -342,9 +342,14 @@ class SchedulerSide:
 
 def _digest(request: Any, tokens: int) -> str:
     """What tells the first tokens of a request from others; empty where more than tokens decides what is cached."""
-    if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+    if _is_embedded(request) or request.mm_features or request.lora_request is not None:
         return ""
     return blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16).hexdigest()
+
+
+def _is_embedded(request: Any) -> bool:
+    """Whether a prompt, or a part of one whose tokens are then made up, is given as embeddings."""
+    return request.prompt_token_ids is None or request.prompt_embeds is not None
 
 
 def _shorten(request: Any) -> None:

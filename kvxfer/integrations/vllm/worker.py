@@ -35,6 +35,8 @@ from kvxfer.transfers import Claim
 
 __all__ = ["WorkerSide"]
 
+_TICKET: Final = ("epoch", "request", "attempt")
+"""What makes a ticket another one."""
 _NULL_BLOCK: Final = 0
 """vLLM's block that is none."""
 _ASKED_SECONDS: Final = 0.1
@@ -91,7 +93,7 @@ class WorkerSide:
         self._device = torch.device("cpu")
         self.page = 0  # tokens of a page of an indexer, if a layer has one
         self._registered = False
-        self._claims: Final[dict[str, Claim]] = {}
+        self._claims: Final[dict[str, tuple[dict[str, Any], Claim]]] = {}  # by request, with its ticket
         self._sending: Final[dict[str, _Sending]] = {}
         self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those that have not ended, preempted ones too
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
@@ -167,7 +169,7 @@ class WorkerSide:
             self._worker.join(orders.join.card, key=orders.join.key)
         for request, ticket in orders.claims.items():
             with suppress(ClosedError):  # asleep: the prefill engine waits without it, for a while
-                self._claims[request] = self._worker.claim(ticket)
+                self._claims[request] = ticket, self._worker.claim(ticket)
         for request, ticket in orders.declines.items():
             self._decline(request, ticket)
         for request in orders.withdraws:
@@ -355,14 +357,17 @@ class WorkerSide:
             self._failed.add(load.request)
 
     def _decline(self, request: str, ticket: dict[str, Any]) -> None:
-        with suppress(ClosedError):  # asleep: the lease ends it
-            self._worker.decline(ticket)
+        """Let the prefill engine have its blocks back, unless another request came with the same ticket."""
+        others = [of for other, (of, _) in self._claims.items() if other != request]
+        others += [one.load.ticket for one in self._loading.values() if one.load.request != request]
+        if not any(all(of.get(name) == ticket.get(name) for name in _TICKET) for of in others):
+            with suppress(ClosedError):  # asleep: the lease ends it
+                self._worker.decline(ticket)
         self._unclaim(request)
 
     def _unclaim(self, request: str) -> None:
-        claim = self._claims.pop(request, None)
-        if claim is not None:
-            claim.close()
+        if request in self._claims:
+            self._claims.pop(request)[1].close()
 
     def _note(self, events: Iterable[PollEvent]) -> None:
         for event in events:

@@ -5,6 +5,7 @@ steps all ranks of an engine, and takes the least.
 """
 
 import logging
+import math
 import threading
 from collections import deque
 from types import SimpleNamespace
@@ -190,6 +191,7 @@ class Engine:
             sglang_stand_in.KVClassType[kind],
         )
         assert not isinstance(found, tuple), "the plugin has not taken its place"
+        assert sglang_stand_in.settings == {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": math.inf}
         return found
 
     # --- what a test asks for

@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 import urllib.request
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,15 @@ context = threading.local()
 """What `get_parallel`, `get_serving` and `get_disagg` give this thread, and what the environment says to it."""
 hooks: dict[str, Any] = {}
 """What was registered, by target."""
+settings: dict[str, Any] = {}
+"""What was set of sglang's environment, by name."""
 
 
 class _Environment:
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(get=lambda: getattr(context, "environment", {}).get(name))
+        return SimpleNamespace(
+            get=lambda: getattr(context, "environment", {}).get(name), set=partial(settings.__setitem__, name)
+        )
 
 
 class _ModelConfig:

@@ -121,4 +121,5 @@ def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     ]
     assert len(facts["refused"]) == 7, facts["refused"]
     assert facts["graphs"] == [False, True]
+    assert [run for run, inside in facts["steps"].items() if not inside] == [("recompute", 2)], "steps overlap"
     assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

@@ -4,6 +4,7 @@ import secrets
 from typing import Any
 
 import pytest
+import torch
 import vllm_stand_in
 from vllm_stand_in import make
 
@@ -47,7 +48,7 @@ def side(groups=FULL, *, cached=False, layerwise=False, **options):
 
 
 def request(params=None, *, tokens=40, name="r", **fields) -> Any:
-    usual = {"num_computed_tokens": 0, "status": STATUS.WAITING}
+    usual = {"num_computed_tokens": 0, "status": STATUS.WAITING, "prompt_embeds": None}
     return make("Request", request_id=name, kv_transfer_params=params, num_prompt_tokens=tokens, **(usual | fields))
 
 
@@ -318,7 +319,8 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
 
     # one that begins with other tokens, or of which tokens do not tell all, is computed
     others = ({"all_token_ids": [*range(20), 999, *range(21, 80)]}, {"all_token_ids": [*range(48)]})
-    for changes in (*others, {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_token_ids": None}):
+    others += {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_token_ids": None}
+    for changes in (*others, {"prompt_embeds": torch.zeros(80, 8)}):
         scheduler, turn = side(), said(request(params, tokens=80), range(80), **changes)
         scheduler.on_new_request(turn)
         assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
@@ -453,8 +455,10 @@ def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_token
     scheduler, _ = announced(going, groups=MIXED)
     assert scheduler.get_num_new_matched_tokens(going, 0) == (0, False)
     assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
-    scheduler, _ = announced(request({"do_remote_decode": True}, prompt_token_ids=None), groups=MIXED)
-    assert scheduler.build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
+    for embedded in ({"prompt_token_ids": None}, {"prompt_token_ids": [7] * 8, "prompt_embeds": torch.zeros(8, 8)}):
+        scheduler, going = announced(request({"do_remote_decode": True}, tokens=8, **embedded), groups=MIXED)
+        assert scheduler.build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
+        assert going.prompt_token_ids in (None, [7] * 8), "vLLM wants as many embeddings"
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
 def test_a_load_ends_its_claim_and_is_told_once(side):
     orders = loading()
     side.begin_step(orders)
-    claim = side._claims["r"]
+    _, claim = side._claims["r"]
     side.load(orders)
     assert claim.calls == [("close",)]
     service = side._worker
@@ -222,6 +222,18 @@ def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
     assert side.take_failed_blocks() == set()
     assert service.declined == [TICKET]
     assert side.ledger.take() == Counts(load_failures=1)
+
+
+@pytest.mark.parametrize("stage", ["claimed", "loading", "over"])
+def test_who_leaves_takes_nothing_from_another_request_with_the_same_ticket(side, stage):
+    service = begun(side, Orders(claims={"r": TICKET, "again": dict(TICKET)}))
+    if stage != "claimed":
+        side.load(loading())
+    if stage == "over":
+        service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
+        side.poll(())
+    begun(side, Orders(declines={"again": TICKET}))
+    assert service.declined == ([TICKET] if stage == "over" else [])
 
 
 def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):

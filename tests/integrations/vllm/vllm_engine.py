@@ -41,6 +41,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             engine_id=engine["name"],
             kv_role=engine.get("role", "kv_both"),
             kv_connector_extra_config=engine["extra"],
+            kv_load_failure_policy=engine.get("policy", "fail"),
         ),
         parallel_config=make(
             "ParallelConfig",
@@ -58,6 +59,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             get_total_num_hidden_layers=lambda: LAYERS,
         ),
         speculative_config=None,
+        max_concurrent_batches=engine.get("batches", 1),
     )
     role = vllm_stand_in.stock("KVConnectorRole")
     return config, role.SCHEDULER if rank is None else role.WORKER, caches

@@ -27,6 +27,7 @@ CALLED = {
     "MambaBase",
     "ModelConfig",
     "SupportsHMA",
+    "VllmConfig",
 }
 """Classes of which methods are recorded as well: those that one side calls."""
 CLASSES = {

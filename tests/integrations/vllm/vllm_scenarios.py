@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +214,22 @@ def configured_ranks(wires):
         except ConfigError as error:
             refused[name] = str(error)
     graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
+    steps = {}
+    for policy, batches in product(("fail", "recompute"), (1, 2)):
+        changed = {"extra": {"layerwise": True}, "policy": policy, "batches": batches}
+        steps[policy, batches] = KvxferConnector(*configured(ENGINE | changed, None))._scheduler._layerwise
     given = {"kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16 << 10}}
     extras: tuple[dict[str, Any], ...] = ({}, {"layerwise": True}, {"layerwise": True} | given, {"key_file": "key"})
     settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_producer"))
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
-    return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs, "dropped": dropped}
+    return pair.until_over() | {
+        "settings": settings,
+        "refused": refused,
+        "graphs": graphs,
+        "steps": steps,
+        "dropped": dropped,
+    }
 
 
 def serve(wire: Any, wires: list[list[Any]]) -> None:

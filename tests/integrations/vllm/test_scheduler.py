@@ -456,8 +456,8 @@ def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_token
     assert scheduler.get_num_new_matched_tokens(going, 0) == (0, False)
     assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
     for embedded in ({"prompt_token_ids": None}, {"prompt_token_ids": [7] * 8, "prompt_embeds": torch.zeros(8, 8)}):
-        scheduler, going = announced(request({"do_remote_decode": True}, tokens=8, **embedded), groups=MIXED)
-        assert scheduler.build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
+        going = request({"do_remote_decode": True}, tokens=8, **dict[str, Any](embedded))
+        assert announced(going, groups=MIXED)[0].build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
         assert going.prompt_token_ids in (None, [7] * 8), "vLLM wants as many embeddings"
 
 

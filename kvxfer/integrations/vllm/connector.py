@@ -166,10 +166,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # it counts the blocks of a load inside of a step as cached before they are: another request may hit them, and
         # they stay in its cache if their own has gone when the load fails
         cached = bool(vllm_config.cache_config.enable_prefix_caching)
-        # a step that is begun before the one before it has ended reads what that one could not load, and is believed;
-        # unless the request ends with the load
-        alone = vllm_config.max_concurrent_batches == 1 or transfer.kv_load_failure_policy == "fail"
-        in_steps = layerwise and simple and not cached and alone
+        # where steps overlap the next one reads what this one could not load, and its tokens are believed, unless the
+        # request ends with the load
+        believed = vllm_config.max_concurrent_batches > 1 and transfer.kv_load_failure_policy != "fail"
+        in_steps = layerwise and simple and not cached and not believed
         stateful = any(group.state for group in groups)
         if stateful and vllm_config.cache_config.use_replayssm:
             raise ConfigError(

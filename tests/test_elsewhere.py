@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.peers.link import LinkHandler
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard
 
@@ -107,7 +106,7 @@ async def test_calls_from_elsewhere_are_refused_and_change_nothing(pair, way):
     early = decode.start_fetch(prefill.engine.ticket("later"), [3], tokens=TOKENS, after=kvxfer.READY)
     claim = decode.claim(ticket)
     before, calls = decode.describe()["custody"], of_worker(prefill, decode)
-    assert set(calls) == public(kvxfer.Worker) - public(LinkHandler) - READ
+    assert set(calls) == public(kvxfer.Worker) - READ
     for name, call in {**calls, **of_others(offer, early, claim)}.items():
         (raised,) = await asyncio.gather(asyncio.to_thread(way, call), return_exceptions=True)
         assert type(raised) is kvxfer.UsageError, f"{name}: {raised!r}"

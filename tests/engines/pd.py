@@ -33,6 +33,8 @@ R = TypeVar("R", bound="Router")
 TOKENS = 24
 """Of an answer."""
 LENGTHS = (1, 5, 31, 32, 33, 64, 100, 127, 128, 129, 200, 256, 300, 400)
+EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+_PORTS = iter(random.sample(range(EPHEMERAL // 2, EPHEMERAL), EPHEMERAL // 2))
 PATIENCE = aiohttp.ClientTimeout(total=300)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 ENVIRONMENT = {
@@ -49,9 +51,11 @@ ENVIRONMENT = {
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """One that nobody has, below those that the system gives to whoever asks for any: engines do while they start."""
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port := next(_PORTS)))
+            return port
 
 
 def prompts(seed: int, lengths: Iterable[int] = LENGTHS) -> list[list[int]]:

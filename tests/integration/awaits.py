@@ -12,7 +12,6 @@ import anyio
 
 import kvxfer
 from kvxfer import blocking
-from kvxfer.peers.link import LinkHandler
 
 __all__ = ["WAYS", "Outcome", "every_await", "interrupt", "once"]
 
@@ -39,8 +38,6 @@ def is_awaited(name: str, member: Any) -> bool:
     """Whether a member is awaited, iterated or entered by `async`, or returns what is."""
     if name in _PROTOCOL:
         return True
-    if name in vars(LinkHandler):  # what a worker's links call, and nobody else
-        return False
     if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
         return False
     if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):

@@ -654,7 +654,6 @@ class Arena:
 
 # --- the caller's blocks
 
-I32: TypeAlias = NDArray[np.int32]
 I64: TypeAlias = NDArray[np.int64]
 
 Blocks: TypeAlias = Mapping[str, Sequence[int] | I64]
@@ -697,8 +696,8 @@ class _Entries(dict[str, _Entry]):
 class _GroupBooks:
     """One group's blocks."""
 
-    # int32, by id, for as many as were asked about: not 0 while a fetch writes the block
-    marks: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    # by id, for as many as were asked about: whether a fetch writes the block
+    marks: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     # the offers after which an id may still be read
     readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
@@ -721,7 +720,7 @@ class Custody:
             if not len(ids):
                 continue
             if (most := int(ids[ids.argmax()])) >= len(books.marks):
-                books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.int32)])
+                books.marks = np.concatenate([books.marks, np.zeros(most + 1 - len(books.marks), np.bool_)])
             taken = books.marks[ids]
             if books.readers:
                 taken |= np.fromiter((block in books.readers for block in ids.tolist()), np.bool_, len(ids))
@@ -730,27 +729,20 @@ class Custody:
                 self._refuse(group, first, int(ids[first]), books)
 
     def hold(self, holder: str, blocks: Blocks) -> None:
-        """Note that the fetch `holder` writes `blocks`, alone, until `release`, or `doubt` and `settle`.
+        """Note that the fetch `holder` writes `blocks`, each once, alone until `release`, or `doubt` and `settle`.
 
         All or nothing: if it raises, nothing was noted.
 
         Raises:
-            BlocksError: a block is held or in doubt, or named twice; the message names group, position, id and holder.
+            BlocksError: a block is held or in doubt; the message names group, position, id and holder.
             InvariantError: `holder` has blocks in the books already.
         """
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
         self.check(blocks)
-        held: dict[str, I64] = {}
-        for group, listed in blocks.items():
-            ids, marks = np.array(listed, np.int64), self._groups[group].marks
-            numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
-            marks[ids] = numbers
-            held[group] = ids
-            if marks[ids].tobytes() != numbers.tobytes():  # of an id named twice only the last number is left
-                for marked, those in held.items():
-                    self._groups[marked].marks[those] = 0
-                raise _repeated_error(group, ids.tolist())
+        held = {group: np.array(ids, np.int64) for group, ids in blocks.items()}
+        for group, ids in held.items():
+            self._groups[group].marks[ids] = True
         self._entries[holder] = _Entry(held)
 
     def release(self, holder: str) -> None:
@@ -764,7 +756,7 @@ class Custody:
             raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
         del self._entries[holder]
         for group, ids in entry.blocks.items():
-            self._groups[group].marks[ids] = 0
+            self._groups[group].marks[ids] = False
 
     def doubt(self, holder: str) -> None:
         """A silent peer may still write the blocks that the fetch `holder` holds: refuse them until `settle`.
@@ -812,7 +804,7 @@ class Custody:
                     if not books.readers[block]:
                         del books.readers[block]
             else:
-                books.marks[ids] = 0
+                books.marks[ids] = False
 
     def snapshot(self) -> CustodySnapshot:
         """Who holds how many blocks now."""
@@ -844,12 +836,3 @@ class Custody:
             for name, entry in self._entries.items()
             if not entry.reads and group in entry.blocks and (entry.blocks[group] == block).any()
         )
-
-
-def _repeated_error(group: str, ids: Sequence[int]) -> BlocksError:
-    last = {block: position for position, block in enumerate(ids)}
-    first, block = next((position, block) for position, block in enumerate(ids) if last[block] != position)
-    return BlocksError(
-        f"block {block} of group {group!r} is named twice, at positions {first} and {last[block]}: "
-        "a fetch must not write a block twice"
-    )

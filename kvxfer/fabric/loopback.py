@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -497,18 +497,7 @@ Handle: TypeAlias = object
 """What a transport returns for a posted part."""
 
 
-class _Posting(Protocol):
-    """What is called of a transport. What fails is a `FabricError`."""
-
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle: ...
-    def poll(self, handle: Handle) -> bool: ...
-    def release(self, handle: Handle) -> None: ...
-    def progress(self) -> None: ...
-    def notify(self, agent: str, message: bytes) -> None: ...
-    def heard(self) -> list[tuple[str, bytes]]: ...
-
-
-def ported(transport: _Posting) -> Native:
+def ported(transport: "LoopbackTransport") -> Native:
     """A transport as the mover calls it."""
     return _Ported(transport).native()
 
@@ -525,7 +514,7 @@ class _Request:
 class _Ported:
     """The functions, and what they work on."""
 
-    def __init__(self, transport: _Posting) -> None:
+    def __init__(self, transport: "LoopbackTransport") -> None:
         self._transport: Final = transport
         self._numbers: Final = itertools.count(1)
         self._places: Final[dict[int, ctypes.c_int64]] = {}

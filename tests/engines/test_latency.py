@@ -17,7 +17,7 @@ import pytest
 from make_model import VOCABULARY
 from pd import connected, routed, with_nixl
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.full]
 
 TURNS = 20
 IDLE_SECONDS = 5

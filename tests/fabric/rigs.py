@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from stepped import Stepped
@@ -192,7 +192,7 @@ class Recorder(Moving):
     def __init__(self, *, listed: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
-        self.mover.attach(ported(self), listed=listed)
+        self.mover.attach(ported(cast("LoopbackTransport", self)), listed=listed)
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> object:
         del peer, operation

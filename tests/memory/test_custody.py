@@ -15,19 +15,6 @@ def refused(custody: Custody, blocks) -> str:
     return str(caught.value)
 
 
-def held(custody, holder):
-    entry = custody._entries.get(holder)
-    return {group: tuple(ids.tolist()) for group, ids in entry.blocks.items()} if entry is not None else {}
-
-
-def test_ids_may_be_numpy_numbers():
-    np = pytest.importorskip("numpy")
-    custody = Custody()
-    custody.hold("fetch-1", {"g": np.arange(10)})
-    assert "block 3 of" in refused(custody, {"g": np.array([12, 3])})
-    assert held(custody, "fetch-1") == {"g": tuple(range(10))}
-
-
 def test_snapshot_counts_by_holder():
     custody = Custody()
     custody.hold("fetch-1", {"g": [1, 2], "h": [1]})

@@ -95,6 +95,7 @@ class Rooms:
     now: Callable[[], float] = time.monotonic
     _live: dict[BlockingOffer | BlockingTransfer, Room] = field(default_factory=dict)
     _taken: WeakValueDictionary[int, Room] = field(default_factory=WeakValueDictionary)
+    _broken: FabricError | None = None  # pages may have been given to others which a silent peer may still touch
 
     def take(self, number: int, room: Room) -> str:
         """Let a request have this number; why not, if another one has it that is under way.
@@ -112,7 +113,9 @@ class Rooms:
         self._live[handle] = room
 
     def pump(self, timeout: float = 0.0) -> None:
-        """Tell requests what has become of them."""
+        """Tell requests what has become of them. Sglang may have logged what `wait` raised: that is raised again."""
+        if self._broken is not None:
+            raise self._broken
         self.tell(self.worker.poll(timeout))
 
     def tell(self, events: Iterable[PollEvent]) -> None:
@@ -137,9 +140,9 @@ class Rooms:
         while not is_safe():
             self.pump(0.05)
             if is_in_doubt() or time.monotonic() >= until:
-                raise FabricError(
-                    f"room {room}: a silent peer may still touch its pages, which sglang is about to give to others"
-                )
+                what = f"room {room}: a silent peer may still touch its pages, which sglang is about to give to others"
+                self._broken = FabricError(what)
+                raise self._broken
 
     def queued(self) -> Any:
         """What `after=` takes for all work on the pages that was queued so far."""

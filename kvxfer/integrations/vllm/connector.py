@@ -167,10 +167,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         # they stay in its cache if their own has gone when the load fails
         cached = bool(vllm_config.cache_config.enable_prefix_caching)
         # where steps overlap the next one reads what this one could not load, and its tokens are believed, unless the
-        # request ends with the load
-        believed = vllm_config.max_concurrent_batches > 1 and transfer.kv_load_failure_policy != "fail"
-        in_steps = layerwise and simple and not cached and not believed
+        # request ends with the load; so it is with model runner V2, which goes on behind what it is to compute again
+        believed = transfer.kv_load_failure_policy != "fail" and (
+            vllm_config.max_concurrent_batches > 1 or vllm_config.use_v2_model_runner
+        )
+        in_steps = layerwise and simple and not cached and not believed and transfer.kv_role != "kv_producer"
         stateful = any(group.state for group in groups)
+        # of a layer with attention and state vLLM says only when the attention is through, and when a micro-batch is
+        whole = stateful or parallel.enable_dbo or parallel.ubatch_size > 1
         if stateful and vllm_config.cache_config.use_replayssm:
             raise ConfigError(
                 "with --use-replayssm a request has state beside its cache: this connector cannot hand over"
@@ -179,10 +183,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
             answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
             self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
-            if layerwise and not in_steps:
-                why = "prefix caching is on" if cached else "steps overlap (--no-async-scheduling, or the policy fail)"
+            if layerwise and not in_steps and transfer.kv_role != "kv_producer":
+                why = "prefix caching is on" if cached else "what fails is believed (kv_load_failure_policy=fail)"
                 why = why if simple else "there are several groups of blocks, windows or state"
-                offers = "as well" if stateful else "are by layer"
+                offers = "as well" if whole else "are by layer"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
             return
         from kvxfer.config import Config
@@ -202,14 +206,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
         indexed = any(group.indexed for group in groups)
-        if in_steps and not indexed and transfer.kv_role != "kv_producer" and config.arena_bytes:
+        if in_steps and not indexed and config.arena_bytes:
             ours["route"] = "staged"  # peers write no blocks, so a load that takes too long can be given up at once
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
         config = Config.load(**settings | ours)
-        # of a layer with attention and state vLLM says only when the attention is through
-        by_layer = layerwise and not stateful
-        self._worker = WorkerSide(config, held, layerwise=by_layer, by_block=simple, patience=patience)
+        self._worker = WorkerSide(config, held, layerwise=layerwise and not whole, by_block=simple, patience=patience)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -232,6 +232,8 @@ class WorkerSide:
         for transfer in self._in_step:
             if isinstance(transfer.error, MemoryInDoubtError):
                 raise transfer.error
+            # what is there was read, and blocks that failed later would be those of whoever has them by then
+            self._loading[transfer].cancelled |= transfer.error is None
         self._in_step.clear()
         for request in finished:
             if request in self._sending:

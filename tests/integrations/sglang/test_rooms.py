@@ -116,6 +116,7 @@ class Worker:
 
     def __init__(self):
         self.begun, self.declined, self.events = [], [], []
+        self.config = SimpleNamespace(bounds=lambda: {"fetch": 15.0})
 
     def start_fetch(self, *_, **__):
         self.begun.append(Handle())
@@ -182,6 +183,17 @@ def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_prefill_engine(
     rooms.worker.events = [OfferSettled("r", rooms.worker.begun[0])]
     rooms.pump()
     assert Sending(rooms, 7).poll() is Poll.WAITING
+
+
+def test_who_takes_pages_that_are_in_doubt_is_stopped_at_the_next_look(rooms):
+    room = Sending(rooms, 7)
+    room.begin(2, None)
+    room.send([1])
+    rooms.worker.events = [OfferInDoubt("r", rooms.worker.begun[0], cast("Any", errors.TransferFailedError("silent")))]
+    assert room.poll() is Poll.FAILED
+    for look in (room.failed, room.poll, Sending(rooms, 8).poll):
+        with pytest.raises(errors.FabricError, match="room 7: a silent peer may still touch its pages"):
+            look()
 
 
 @pytest.fixture

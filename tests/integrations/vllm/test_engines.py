@@ -112,14 +112,15 @@ def test_engines_sleep_and_wake(stage):
 def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     facts = stage.play("configured_ranks")
     plain = {"engine": "prefill", "model": "model", "world": 2, "chunk_bytes": 16 << 10}
-    plain |= {"unclaimed_timeout": 30, "route": "auto"}
-    layerwise = {"route": "staged"}  # peers write no blocks that a forward pass waits for
+    plain |= {"unclaimed_timeout": 30, "route": "auto", "by_layer": False}
+    staged, by_layer = {"route": "staged"}, {"by_layer": True}  # peers write no blocks that a forward pass waits for
     foretold = {"unclaimed_timeout": 120}  # who comes first waits while the prompt queues
     assert facts["settings"] == [
         [plain | {"rank": rank} | changed for rank in BOTH]
-        for changed in ({}, layerwise, {"unclaimed_timeout": 7}, foretold, {})
+        for changed in ({}, staged | by_layer, {"unclaimed_timeout": 7} | by_layer, foretold, by_layer, staged)
     ]
     assert len(facts["refused"]) == 7, facts["refused"]
     assert facts["graphs"] == [False, True]
-    assert [run for run, inside in facts["steps"].items() if not inside] == [("recompute", 2)], "steps overlap"
+    whole = [("fail", "only prefills"), *(("recompute", how) for how in ("overlap", "v2", "only prefills"))]
+    assert [run for run, inside in facts["steps"].items() if not inside] == whole
     assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

@@ -252,6 +252,17 @@ def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
     assert service.declined == [TICKET]
 
 
+@pytest.mark.parametrize(("error", "failed"), [(None, set()), (TransferFailedError("in this step"), {1, 2})])
+def test_a_load_that_was_read_before_it_failed_fails_nobody(side, error, failed):
+    service = begun(side, loading(in_step=True))
+    service.transfers[0].error = error
+    side.poll(())
+    service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("late"))]
+    assert side.poll(()) == (set(), set())
+    assert side.take_failed_blocks() == failed, "somebody else may have these blocks by now"
+    assert service.declined == [TICKET]
+
+
 def test_a_forward_pass_waits_once_for_all_of_its_loads(side, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(module, "monotonic", lambda: next(clock))  # a second passes with each look

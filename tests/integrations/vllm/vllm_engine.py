@@ -50,6 +50,8 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             tensor_parallel_size=world,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            enable_dbo=False,
+            ubatch_size=engine.get("ubatches", 0),
         ),
         cache_config=make("CacheConfig", enable_prefix_caching=False),
         model_config=make(
@@ -60,6 +62,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
         ),
         speculative_config=None,
         max_concurrent_batches=engine.get("batches", 1),
+        use_v2_model_runner=engine.get("v2", False),
     )
     role = vllm_stand_in.stock("KVConnectorRole")
     return config, role.SCHEDULER if rank is None else role.WORKER, caches

@@ -81,11 +81,12 @@ class Rank:
         self.connector.restore_kv_caches()
         self.connector.restore_kv_caches()
 
-    def settings(self, extra: dict[str, Any], role: str) -> dict[str, Any]:
-        """What they would be with another extra configuration, in another role."""
-        described = self._engine | {"extra": self._engine["extra"] | extra, "role": role}
-        config = KvxferConnector(*configured(described, self._rank))._worker._worker.config
-        return {name: getattr(config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
+    def settings(self, extra: dict[str, Any], role: str, batches: int = 0) -> dict[str, Any]:
+        """What they would be with another extra configuration, in another role, or with micro-batches."""
+        described = self._engine | {"extra": self._engine["extra"] | extra, "role": role, "ubatches": batches}
+        side = KvxferConnector(*configured(described, self._rank))._worker
+        found = {name: getattr(side._worker.config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
+        return found | {"by_layer": side._layerwise}
 
     def refuse_loads(self) -> None:
         """From now on no fetch can be begun by this rank, if it is the second."""

@@ -215,13 +215,15 @@ def configured_ranks(wires):
             refused[name] = str(error)
     graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
     steps = {}
-    for policy, batches in product(("fail", "recompute"), (1, 2)):
-        changed = {"extra": {"layerwise": True}, "policy": policy, "batches": batches}
-        steps[policy, batches] = KvxferConnector(*configured(ENGINE | changed, None))._scheduler._layerwise
+    how = {"": {}, "overlap": {"batches": 2}, "v2": {"v2": True}, "only prefills": {"role": "kv_producer"}}
+    for policy, name in product(("fail", "recompute"), how):
+        changed = {"extra": {"layerwise": True}, "policy": policy} | how[name]
+        steps[policy, name] = KvxferConnector(*configured(ENGINE | changed, None))._scheduler._layerwise
     given = {"kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16 << 10}}
     extras: tuple[dict[str, Any], ...] = ({}, {"layerwise": True}, {"layerwise": True} | given, {"key_file": "key"})
     settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_producer"))
+    settings.append(pair.prefill.workers.call("settings", extras[1], "kv_both", 2))
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {
         "settings": settings,

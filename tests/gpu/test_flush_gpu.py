@@ -1,4 +1,4 @@
-"""The call that flushes writes by NICs into a real GPU: with `-s` its time is printed."""
+"""What a real GPU says of writes by NICs, and the call that flushes them: with `-s` both are printed."""
 
 import ctypes
 import queue
@@ -18,9 +18,21 @@ from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImpo
 
 from kvxfer.copy import CopyOutcome, Direction, cuda, records  # noqa: E402
 from kvxfer.geometry.copyplan import CopyPlan  # noqa: E402
-from kvxfer.memory.device import Arrival, arrival  # noqa: E402
+from kvxfer.memory.device import Arrival, arrival, call, load  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_the_attributes_are_there_and_agree_with_what_is_made_of_them():
+    driver = load("driver", "this test")
+    for device in range(torch.cuda.device_count()):
+        found, seen = arrival(device), dict[str, int]()
+        gpu = call(driver, "cuDeviceGet", device)
+        for name in ("SUPPORTED", "FLUSH_WRITES_OPTIONS", "WRITES_ORDERING"):
+            attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_{name}")
+            seen[name] = int(call(driver, "cuDeviceGetAttribute", attribute, gpu))
+        print(f"\nGPU {device}: {seen}, so {found}")
+        assert (found is Arrival.ORDERED) == (seen["WRITES_ORDERING"] >= 100)
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,7 @@ import torch
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
 from kvxfer.plans import pairs
-from kvxfer.plans.pairs import PairPlans, fit_grid, geometry_to_wire, in_place_bytes, selection_to_wire, staging_pieces
+from kvxfer.plans.pairs import PairPlans, fit, geometry_to_wire, in_place_bytes, selection_to_wire, staging_pieces
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
@@ -73,7 +73,7 @@ def test_chunks_whose_pieces_are_listed_have_so_many_of_them(decode, expected):
     for route in (Route.DIRECT, Route.PULL):
         found = in_place_bytes(route, plan, 256 << 20)
         assert found == pytest.approx(expected, rel=0.01)
-        grid = fit_grid(plan, target_bytes=found, limit_bytes=256 << 20)
+        grid = fit(plan, target_bytes=found, limit_bytes=256 << 20).grid
         listed = [plan.chunk(grid, chunk).listed() for chunk in (0, 1)]
         assert 65_536 // 2 < max(map(len, listed)) <= 65_536 or found == 256 << 20
 
@@ -87,12 +87,12 @@ def test_pieces_that_reach_over_layers_are_not_cut_where_they_are_listed(engine,
     whole = len(plan.whole.listed())
     assert pair.joins_layers == joined
     for target in (1 << 28, 1 << 24):
-        grid = fit_grid(plan, target_bytes=target, limit_bytes=1 << 40, listed=True)
+        grid = fit(plan, target_bytes=target, limit_bytes=1 << 40, listed=True).grid
         chunks = [plan.chunk(grid, number) for number in range(len(grid))]
         assert max(chunk.staged_bytes for chunk in chunks) <= target
         assert sum(len(chunk.listed()) for chunk in chunks) == whole
         assert sum(chunk.bytes for chunk in chunks) == plan.whole.bytes
-        cut = fit_grid(plan, target_bytes=target, limit_bytes=1 << 40)
+        cut = fit(plan, target_bytes=target, limit_bytes=1 << 40).grid
         assert (len(cut.of(0)[0]) < len(pair.layers)) == (not joined or cut != grid)
 
 
@@ -100,7 +100,7 @@ def test_where_not_even_a_window_of_all_layers_fits_layers_are_cut_all_the_same(
     model = from_hf_config(LLAMA, cross_layer=True)
     (selections, *_) = resolve(model.ranks[0], model.ranks, rank=0)
     plan = PairPlan(model.ranks[0], model.ranks[0], selections).bind(model.spans(64), model.spans(64), range(64))
-    grid = fit_grid(plan, target_bytes=1 << 20, limit_bytes=1 << 20, listed=True)
+    grid = fit(plan, target_bytes=1 << 20, limit_bytes=1 << 20, listed=True).grid
     assert max(plan.chunk(grid, number).staged_bytes for number in range(len(grid))) <= 1 << 20
 
 
@@ -163,7 +163,7 @@ def test_a_group_of_which_nothing_moves_changes_nothing_of_the_others(blocks, ro
     plain, mixed = plan(), plan("a window", "z window")
     assert plain.merged_pieces == mixed.merged_pieces == 1
     assert plain.whole.bytes == mixed.whole.bytes == blocks * 128
-    grids = [fit_grid(one, target_bytes=1 << 20, limit_bytes=1 << 20) for one in (plain, mixed)]
+    grids = [fit(one, target_bytes=1 << 20, limit_bytes=1 << 20).grid for one in (plain, mixed)]
     assert len(grids[0]) == len(grids[1])
     listed = [one.chunk(grid, 0).listed() for one, grid in zip((plain, mixed), grids, strict=True)]
     assert len(listed[0]) == len(listed[1]) == 1
@@ -199,7 +199,7 @@ def test_turns_over_ranks_need_no_larger_chunks(chunk):
     src, dst = from_hf_config(model, cp=2, cp_chunk=chunk), from_hf_config(model)
     spans = src.spans(2048), dst.spans(2048, draw=1)
     plan = PairPlan(src.ranks[0], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[0]).bind(*spans, range(2048))
-    grid = fit_grid(plan, target_bytes=1 << 16, limit_bytes=1 << 16)
+    grid = fit(plan, target_bytes=1 << 16, limit_bytes=1 << 16).grid
     sizes = [plan.chunk(grid, number).staged_bytes for number in range(len(grid))]
     assert max(sizes) == plan.largest_chunk_bytes(grid) == 1 << 16
     assert sum(sizes) == plan.whole.bytes == 1024 * 4096
@@ -212,9 +212,9 @@ def test_the_largest_chunk_counts_wherever_it_is():
     spans = src.spans(2048), dst.spans(2048, draw=1)
     plan = PairPlan(src.ranks[1], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[1]).bind(*spans, range(2048))
     least = 16 * 4096
-    assert len(fit_grid(plan, target_bytes=1, limit_bytes=least)) == 128
+    assert len(fit(plan, target_bytes=1, limit_bytes=least).grid) == 128
     with pytest.raises(RefusedError, match=f"the smallest possible chunk needs {least} bytes, but {least - 1} are"):
-        fit_grid(plan, target_bytes=1, limit_bytes=least - 1)
+        fit(plan, target_bytes=1, limit_bytes=least - 1)
 
 
 def test_a_transfer_of_too_many_chunks_is_refused():
@@ -223,7 +223,7 @@ def test_a_transfer_of_too_many_chunks_is_refused():
     spans = {"default": Span(torch.arange(1 << 21).numpy())}
     plan = pair.bind(spans, spans, range(1 << 21))
     with pytest.raises(RefusedError, match="cut into 2097152 chunks, and 1048576 are the limit: raise chunk_bytes"):
-        fit_grid(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)
+        fit(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)
 
 
 def test_plans_with_as_many_peers_as_there_are_are_made_once():

@@ -735,8 +735,8 @@ class Receiver(Struct, eq=False):
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
         run, begun = self._run, self._begun
-        # a turn of the ring, two, four: the mover and the peer begin with these while others are made
-        more = max(1, len(self.grants.ring), min(_MOST_FED, begun - run.first) if run is not None else 0)
+        # a turn of the ring, two, six: the mover and the peer begin with these while others are made
+        more = max(1, len(self.grants.ring), min(_MOST_FED, 2 * (begun - run.first)) if run is not None else 0)
         chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows

@@ -61,7 +61,7 @@ __all__ = [
     "choose_and_cut",
     "decode_spans",
     "encode_spans",
-    "fit_grid",
+    "fit",
     "geometry_from_wire",
     "geometry_to_wire",
     "in_place_bytes",
@@ -685,7 +685,7 @@ class Bound:
         return self.plan.chunk(self.grid, number)
 
 
-def fit_grid(
+def fit(
     plan: TransferPlan,
     *,
     target_bytes: int,
@@ -693,8 +693,8 @@ def fit_grid(
     layers_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
     listed: bool = False,
-) -> ChunkGrid:
-    """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging, if they take any.
+) -> Bound:
+    """Cut into chunks that aim at `target_bytes` and never need more than `limit_bytes` of staging, if they take any.
 
     Staging holds full sub-blocks, so a chunk may need more room than it carries bytes. Where pieces are `listed` for
     the transport, those that reach over layers are not cut.
@@ -715,24 +715,22 @@ def fit_grid(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    if limit_bytes is None:
-        return grid
-    need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
-    if need > limit_bytes:
+    bound = Bound(plan, grid)
+    if limit_bytes is not None and bound.most_bytes > limit_bytes:
         raise RefusedError(
-            f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
-            "that is short of it",
+            f"the smallest possible chunk needs {bound.most_bytes} bytes, but {limit_bytes} are the limit: {remedy} on "
+            "the side that is short of it",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    return grid
+    return bound
 
 
 def choose_and_cut(
     wanted: Sequence[Route],
     means: Means,
     choose: Callable[[Sequence[Route]], Choice],
-    cut: Callable[[Route], ChunkGrid],
-) -> tuple[Choice, ChunkGrid]:
+    cut: Callable[[Route], Bound],
+) -> tuple[Choice, Bound]:
     """A route that can serve a transfer, and how the transfer is cut for it.
 
     Args:
@@ -748,14 +746,14 @@ def choose_and_cut(
     while True:
         choice = choose(wanted)
         try:
-            grid = cut(choice.route)
+            bound = cut(choice.route)
         except RefusedError as error:
             wanted = [route for route in wanted if route is not choice.route]
             if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(means.can, wanted)):
                 raise
             left_out = f"{choice.route.name.lower()}: {error}"
         else:
-            return (replace(choice, fallback=left_out) if left_out else choice), grid
+            return (replace(choice, fallback=left_out) if left_out else choice), bound
 
 
 def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:

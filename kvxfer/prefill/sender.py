@@ -48,7 +48,7 @@ from kvxfer.errors import (
     Step,
     TransferFailedError,
 )
-from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
+from kvxfer.geometry import BlockLists, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory.books import Extent, ExtentState
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import (
@@ -59,7 +59,7 @@ from kvxfer.plans.pairs import (
     choose_and_cut,
     decode_spans,
     encode_spans,
-    fit_grid,
+    fit,
     in_place_bytes,
     staging_pieces,
     usual_chunks,
@@ -150,7 +150,7 @@ def answer(
         return site.estimates.seconds(incarnation, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
     overdue = partial(site.estimates.overdue, incarnation) if offer.prompt else never
-    choice, grid = choose_and_cut(
+    choice, bound = choose_and_cut(
         fetch.routes,
         means,
         partial(
@@ -162,9 +162,9 @@ def answer(
             seconds=seconds,
             overdue=overdue,
         ),
-        partial(_grid, site, fetch, offer, plan),
+        partial(_cut, site, fetch, offer, plan),
     )
-    route, chunks, bound = choice.route, grid.chunks, Bound(plan, grid)
+    route, grid, chunks = choice.route, bound.grid, bound.grid.chunks
     fenced = site.keys.has(peer)
     ahead = ahead and offer.finished and _covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
@@ -204,7 +204,7 @@ def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fe
     return route is Route.STAGED and named and min(bound.grid.chunks, fetch.ring_chunks) > 0
 
 
-def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
+def _cut(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> Bound:
     """How it is cut."""
     nbytes = plan.nbytes
     limit = None
@@ -215,7 +215,7 @@ def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
     step = _streamed_tokens(offer, plan, nbytes) if offer.tokens < plan.tokens.stop else None
-    grid = fit_grid(
+    bound = fit(
         plan,
         target_bytes=target,
         limit_bytes=limit,
@@ -223,11 +223,12 @@ def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route
         tokens_per_chunk=step,
         listed=route in LISTED,
     )
+    grid = bound.grid
     if offer.prompt or grid.layer_runs == 1:
-        return grid
+        return bound
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
     together = -(-(plan.tokens.stop if step is None else step) // grid.tokens_per_chunk)
-    return replace(grid, band=min(MAX_CHUNKS, together))
+    return Bound(plan, replace(grid, band=min(MAX_CHUNKS, together)))
 
 
 def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
@@ -593,8 +594,8 @@ class Sender(Struct, eq=False):
                 if run.allowed < terms.stop:
                     self._let_go_on(run, terms)
                 return
-            # one, two, four: the mover begins while others are made
-            await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
+            # one, two, six: the mover begins while others are made
+            await self._make(run, bound, min(terms.stop, run.stop + max(1, 2 * (run.stop - run.first))))
             if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
 

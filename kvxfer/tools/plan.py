@@ -13,9 +13,9 @@ import numpy as np
 
 from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
-from kvxfer.geometry import LAYOUTS, ChunkGrid, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
+from kvxfer.geometry import LAYOUTS, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
-from kvxfer.plans.pairs import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.plans.pairs import LISTED, Bound, choose_and_cut, fit, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
@@ -350,14 +350,14 @@ def _pair(
     """One pair, decided as `prefill/answer.py` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
 
-    def cut(route: Route) -> ChunkGrid:
+    def cut(route: Route) -> Bound:
         if route is Route.STAGED:
             target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
         else:
             target, limit = in_place_bytes(route, plan, config.in_place_chunk_bytes), None
-        return fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
+        return fit(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
 
-    choice, grid = choose_and_cut(
+    choice, bound = choose_and_cut(
         acceptable(config.route, means),
         means,
         lambda wanted: choose(
@@ -373,5 +373,5 @@ def _pair(
         cut,
     )
     pieces = PieceSizes.of(copy)
-    seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
-    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds)
+    seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=bound.grid.chunks, pieces=pieces.count)
+    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, bound.grid.chunks, choice, seconds)

@@ -16,7 +16,7 @@ from stage import Cache
 import kvxfer.copy.template  # noqa: F401  # as a worker does when it opens: what is timed is the peer's doing
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.geometry import CacheGeometry
-from kvxfer.plans.pairs import Bound, PairPlans, decode_spans, fit_grid, geometry_to_wire
+from kvxfer.plans.pairs import PairPlans, decode_spans, fit, geometry_to_wire
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Span, TensorFrame, pack_u32
 from kvxfer.protocol.session import Identity, PeerInfo
@@ -95,9 +95,8 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
             theirs = decode_spans([Span(g, draw.randrange(3), pack_u32(some_ids(draw))) for g in pair.groups])
             src, dst = (ours, theirs) if sending else (theirs, ours)
             plan = pair.bind(src, dst, tokens, covered=tokens.stop)
-            grid = fit_grid(plan, target_bytes=2048, limit_bytes=4096)
-            bound = Bound(plan, grid)
-            for number in range(min(len(grid), 4)):
+            bound = fit(plan, target_bytes=2048, limit_bytes=4096)
+            for number in range(min(bound.grid.chunks, 4)):
                 pieces = bound.chunk(number).listed()
                 inside(pieces.src if sending else pieces.dst, pieces.nbytes)
             made += 1

@@ -223,12 +223,11 @@ def _cut(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route:
         tokens_per_chunk=step,
         listed=route in LISTED,
     )
-    grid = bound.grid
-    if offer.prompt or grid.layer_runs == 1:
+    if offer.prompt or bound.grid.layer_runs == 1:
         return bound
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
-    together = -(-(plan.tokens.stop if step is None else step) // grid.tokens_per_chunk)
-    return Bound(plan, replace(grid, band=min(MAX_CHUNKS, together)))
+    together = -(-(plan.tokens.stop if step is None else step) // bound.grid.tokens_per_chunk)
+    return Bound(plan, replace(bound.grid, band=min(MAX_CHUNKS, together)))
 
 
 def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:

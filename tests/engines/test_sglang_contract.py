@@ -146,6 +146,21 @@ def test_what_ours_takes_from_sglang_is_there(root, base):
         assert re.search(rf"kv_args\.{max(name)}\b.* = |^    {max(name)}: ", given, re.MULTILINE), name
 
 
+def test_an_event_of_a_decode_schedulers_stream_is_behind_the_pass_under_way(root):
+    """A pass that goes on while the results before it are read may write pages that others were given since."""
+    loop, barrier = (
+        re.findall(rf"def {name}\b.*?\n    def ", (root / f"{of}.py").read_text(), re.DOTALL)[0]
+        for name, of in (
+            ("event_loop_overlap_disagg_decode", "disaggregation/decode"),
+            ("_apply_war_barrier", "managers/scheduler"),
+        )
+    )
+    assert loop.index("process_decode_queue()") < loop.index("run_batch(batch)") < loop.index("_apply_war_barrier()")
+    fine, coarse = barrier.split("else:")
+    assert "not envs.SGLANG_FORCE_COARSE_WAR_BARRIER.get()" in fine
+    assert "self.schedule_stream.wait_stream(self.forward_stream)" in coarse
+
+
 def test_states_are_those_of_sglang(base):
     names = {"FAILED": "Failed", "BOOTSTRAPPING": "Bootstrapping", "WAITING": "WaitingForInput"}
     names |= {"TRANSFERRING": "Transferring", "SUCCESS": "Success"}

@@ -68,6 +68,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.kv_args = args
         self.prefill_info_table: dict[str, Directory] = {}  # by address of their bootstrap servers
         self.prefilling: Final = disaggregation_mode is DisaggregationMode.PREFILL
+        if not self.prefilling:  # the pass under way may still write in pages that another request is given by now
+            envs.SGLANG_FORCE_COARSE_WAR_BARRIER.set(True)  # so the stream whose events fetches wait for waits for it
         self.enable_deferred_decode_kv_release = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
         whole = parallel.dp_size == 1  # of data parallelism; within attention there may be some
         self.dp_size = parallel.attn_dp_size if whole else parallel.dp_size

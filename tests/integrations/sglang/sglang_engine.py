@@ -171,6 +171,8 @@ class Engine:
             thread.join()
         if self.errors:
             raise self.errors[0]
+        coarse = sglang_stand_in.settings.get("SGLANG_FORCE_COARSE_WAR_BARRIER", False)
+        assert coarse == (told["role"] == "DECODE"), "fetches wait for the pass under way"
         self.free = list(range(1, PAGES))
         self.requests: dict[int, SimpleNamespace] = {}
         self._used: set[int] = set()  # pages that were written once
@@ -191,7 +193,7 @@ class Engine:
             sglang_stand_in.KVClassType[kind],
         )
         assert not isinstance(found, tuple), "the plugin has not taken its place"
-        assert sglang_stand_in.settings == {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": math.inf}
+        assert sglang_stand_in.settings["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] == math.inf
         return found
 
     # --- what a test asks for

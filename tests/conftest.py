@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +15,14 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one whose torch has threads waits for the others'
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile before there are processes that run tests: each would compile all of it, as no other has yet."""
+    if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        halves = [[sys.executable, "-c", f"import kvxfer.copy.{name}"] for name in ("machine", "template")]
+        for half in [subprocess.Popen(command) for command in halves]:
+            half.wait()
 
 
 def pytest_collection_finish() -> None:

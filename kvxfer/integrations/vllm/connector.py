@@ -211,7 +211,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ours = {name: value for name, value in ours.items() if name not in config.model_fields_set}
         held = [group.name for group in groups if kv_cache_config.kv_cache_groups[group.index].layer_names]
         config = Config.load(**settings | ours)
-        self._worker = WorkerSide(config, held, layerwise=layerwise and not whole, by_block=simple, patience=patience)
+        self._worker = WorkerSide(
+            config,
+            held,
+            layerwise=layerwise and not whole,
+            by_block=simple,
+            patience=patience,
+            # model runner V2 zeroes the blocks of a step before it says whose they were
+            late=vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

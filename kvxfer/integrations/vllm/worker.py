@@ -54,6 +54,7 @@ class _Sending:
     offer: BlockingOffer | None  # none if it could not be made
     safe: bool = False
     finished: bool = False
+    held: bool = False  # whether nothing follows, which is to be said when the request has finished
     doubt: MemoryInDoubtError | None = None
 
 
@@ -76,12 +77,22 @@ class WorkerSide:
         layerwise: Whether offers grow layer by layer.
         by_block: Whether vLLM is told which blocks a load has failed for, and not only that it has.
         patience: Seconds that a forward pass waits for its loads, all in all.
+        late: Whether blocks of a request that is preempted are overwritten before that is told: nobody shall have
+            fetched all of it by then, so its offer ends with it.
     """
 
     def __init__(
-        self, config: Config, groups: Sequence[str], *, layerwise: bool, by_block: bool = True, patience: float = 2.0
+        self,
+        config: Config,
+        groups: Sequence[str],
+        *,
+        layerwise: bool,
+        by_block: bool = True,
+        patience: float = 2.0,
+        late: bool = False,
     ) -> None:
         self._layerwise: Final = layerwise
+        self._late: Final = late
         self._groups: Final = groups
         self._by_block: Final = by_block
         self._patience: Final = patience
@@ -210,7 +221,9 @@ class WorkerSide:
         after = self._now() if self._growing else None
         for offer, step in self._growing:
             offer.ready(tokens=step.stop, after=after)
-            if step.last:
+            if step.last and self._late:
+                self._sending[step.request].held = True
+            elif step.last:
                 offer.finish()
         self._growing.clear()
 
@@ -237,7 +250,10 @@ class WorkerSide:
         self._in_step.clear()
         for request in finished:
             if request in self._sending:
-                self._sending[request].finished = True
+                sending = self._sending[request]
+                sending.finished = True
+                if sending.held and sending.offer is not None:
+                    sending.offer.finish()
         self._note(self._worker.poll())
         sent = {request for request, sending in self._sending.items() if sending.safe and sending.finished}
         for request in sent:
@@ -292,6 +308,7 @@ class WorkerSide:
         return {group: Span(*blocks[group]) for group in self._groups}
 
     def _withdraw(self, sending: _Sending) -> None:
+        sending.held = False
         if sending.offer is not None:
             sending.offer.withdraw()
 

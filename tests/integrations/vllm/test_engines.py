@@ -112,12 +112,23 @@ def test_engines_sleep_and_wake(stage):
 def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     facts = stage.play("configured_ranks")
     plain = {"engine": "prefill", "model": "model", "world": 2, "chunk_bytes": 16 << 10}
-    plain |= {"unclaimed_timeout": 30, "route": "auto", "by_layer": False}
+    plain |= {"unclaimed_timeout": 30, "route": "auto", "by_layer": False, "late": False}
     staged, by_layer = {"route": "staged"}, {"by_layer": True}  # peers write no blocks that a forward pass waits for
+    late = {"late": True}  # a runner that overwrites blocks before it says whose they were
     foretold = {"unclaimed_timeout": 120}  # who comes first waits while the prompt queues
     assert facts["settings"] == [
         [plain | {"rank": rank} | changed for rank in BOTH]
-        for changed in ({}, staged | by_layer, {"unclaimed_timeout": 7} | by_layer, foretold, by_layer, staged)
+        for changed in (
+            {},
+            staged | by_layer,
+            {"unclaimed_timeout": 7} | by_layer,
+            foretold,
+            by_layer,
+            staged,
+            {},
+            {},
+            late,
+        )
     ]
     assert len(facts["refused"]) == 7, facts["refused"]
     assert facts["graphs"] == [False, True]

@@ -176,6 +176,30 @@ def test_layers_are_ready_one_by_one_then_all(side):
     ]
 
 
+def test_an_offer_ends_with_its_request_where_blocks_are_overwritten_before_that_is_told(side, monkeypatch):
+    monkeypatch.setattr(side, "_late", True)
+    service = begun(side, growing(last=False))
+    side.end_step()
+    begun(side, growing(32, 40))
+    side.end_step()
+    side.poll(())
+    (offer,) = service.offers
+    assert ("finish",) not in offer.calls, "else all of it could be fetched after the next step has overwritten it"
+    service.events = [blocking.OfferWithdrawn("name", offer)]
+    begun(side, Orders(preempted=["r"]))
+    begun(side, growing())
+    side.end_step()
+    side.poll(())
+    begun(side, Orders())
+    side.poll({"r"})
+    assert [one.calls[-1] for one in service.offers] == [("withdraw",), ("finish",)]
+    begun(side, growing())
+    side.end_step()
+    begun(side, Orders(withdraws=["r"]))
+    side.poll({"r"})
+    assert service.offers[-1].calls[-1] == ("withdraw",), "of a request that was aborted"
+
+
 def test_what_earlier_steps_have_computed_is_ready_at_once_since_no_forward_pass_may_follow(side):
     orders = growing()
     orders.steps = [replace(step, computed=True) for step in orders.steps]

@@ -31,7 +31,8 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
         head_size_v=DIM,
     )
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=spec, enable_kv_transfer=True)
-    caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
+    zeroes = engine.get("zeroes", False)
+    caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group], needs_kv_cache_zeroing=zeroes)
     layers = {name: vllm_stand_in.layer() for name in names}
     config = make(
         "VllmConfig",

@@ -81,12 +81,13 @@ class Rank:
         self.connector.restore_kv_caches()
         self.connector.restore_kv_caches()
 
-    def settings(self, extra: dict[str, Any], role: str, batches: int = 0) -> dict[str, Any]:
-        """What they would be with another extra configuration, in another role, or with micro-batches."""
+    def settings(self, extra: dict[str, Any], role: str, batches: int = 0, runner: Any = ()) -> dict[str, Any]:
+        """What they would be with another extra configuration, role or runner, or with micro-batches."""
         described = self._engine | {"extra": self._engine["extra"] | extra, "role": role, "ubatches": batches}
+        described |= dict(runner)
         side = KvxferConnector(*configured(described, self._rank))._worker
         found = {name: getattr(side._worker.config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
-        return found | {"by_layer": side._layerwise}
+        return found | {"by_layer": side._layerwise, "late": side._late}
 
     def refuse_loads(self) -> None:
         """From now on no fetch can be begun by this rank, if it is the second."""

@@ -22,6 +22,7 @@ CALLED = {
     "KVConnectorPromMetrics",
     "KVConnectorStats",
     "KVCacheBlocks",
+    "KVCacheConfig",
     "MLAAttention",
     "MLAAttentionImpl",
     "MambaBase",

@@ -224,6 +224,8 @@ def configured_ranks(wires):
     settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_producer"))
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_both", 2))
+    for changed in ({"v2": True}, {"zeroes": True}, {"v2": True, "zeroes": True}):
+        settings.append(pair.prefill.workers.call("settings", {}, "kv_both", 0, changed))
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {
         "settings": settings,

@@ -217,6 +217,16 @@ def test_the_largest_chunk_counts_wherever_it_is():
         fit(plan, target_bytes=1, limit_bytes=least - 1)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_where_every_token_is_held_up_to_the_end_of_a_block_a_chunk_is_cut(listed):
+    """What moves then is state; here nothing does, and the filling of rows of 33 bytes is more than was aimed at."""
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(8, 4, 33, dtype=torch.int8), "block token dim", layers=[0])])
+    spans = {"default": Span([1, 2])}
+    plan = PairPlan(cache, cache, common(cache, cache)).bind(spans, spans, range(8, 8))
+    bound = fit(plan, target_bytes=1, limit_bytes=None, listed=listed)
+    assert (bound.grid.chunks, bound.plan.nbytes) == (1, 0)
+
+
 def test_a_transfer_of_too_many_chunks_is_refused():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(1 << 21, 1, 1), "block token dim", layers=[0])])
     pair = PairPlan(cache, cache, common(cache, cache))

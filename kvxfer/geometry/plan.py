@@ -605,7 +605,7 @@ class PairPlan:
         by_tokens: bool,
     ) -> ChunkGrid:
         align = self.row_tokens
-        touched = -(-tokens.stop // align) - tokens.start // align
+        touched = max(1, -(-tokens.stop // align) - tokens.start // align)  # state has a window as well
         window = tokens.stop
         if tokens_per_chunk is not None and tokens_per_chunk < len(tokens):
             touched = -(-tokens_per_chunk // align)

@@ -28,7 +28,7 @@ _MAX_ID: Final = (1 << 63) - 1
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
-_FEW_IDS: Final = 64
+_NO_NUMBER: Final[Any] = None
 _SPARSE: Final = 64
 """A pool of so many ids for each one named is too large to mark them in a table of it; a peer says how large its is."""
 
@@ -181,12 +181,14 @@ def normalise_blocks(blocks: Blocks, geometry: "CacheGeometry") -> dict[str, Spa
             raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
         if ids.ndim != 1 or ids.dtype.kind != "i":
             ids = _whole(group, given, ids)
-        if type(first) is not int and (isinstance(first, bool) or not hasattr(first, "__index__")):
-            raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
+        try:
+            first = first if type(first) is int else operator.index(_NO_NUMBER if isinstance(first, bool) else first)
+        except TypeError as error:
+            raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}") from error
         if not 0 <= first <= MAX_TOKENS:
             rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
             raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
-        made = spans[group] = Span(ids.astype(np.int64), int(first))
+        made = spans[group] = Span(ids.astype(np.int64), first)
         vars(made)["packed"] = ids.astype("<u4").tobytes()  # nearly every list is hashed, or sent
     return spans
 
@@ -237,7 +239,7 @@ def check_spans(spans: BlockLists, geometry: "CacheGeometry", *, receiving: bool
             raise BlocksError(f"group {group!r} is state, which cannot be padding: its slot is the null block {null}")
         if not receiving:
             continue
-        if count <= _FEW_IDS or limit > _SPARSE * count:
+        if limit > _SPARSE * count:
             distinct = len(set(ids.tolist()))
         else:
             seen = np.zeros(limit, np.bool_)

@@ -83,6 +83,7 @@ def test_several_groups_need_a_mapping() -> None:
         (Span([1], 2**70), "first_token must be at most 4294967295, not 1180591620717411303424"),
         (Span([1], 0.5), "first_token must be a whole number, not 0.5"),  # type: ignore[arg-type]
         (Span([1], True), "first_token must be a whole number, not True"),
+        (Span([1], np.array([4, 8])), "first_token must be a whole number"),  # type: ignore[arg-type]
     ],
 )
 def test_other_values_are_refused(ids: Sequence[int], words: str) -> None:

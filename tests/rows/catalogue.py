@@ -384,6 +384,7 @@ PREFIX = [
         ("prefill holds more than is asked", 0, range(21), 43),
         ("both", 8, range(11, 21), 43),
         ("everything held", 0, range(43, 43), 43),
+        ("everything held, up to the end of a block", 0, range(48, 48), 48),
     )
 ]
 

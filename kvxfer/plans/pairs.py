@@ -590,7 +590,7 @@ class Bound:
         # contiguous runs in all, if no source block is padding
         self.pieces: Final[int] = plan.pieces if before is None else before.pieces
         # the chunks as compiled code makes them; None where the planner does
-        self.cut: Final[Cut | None] = _compiled().Cut.of(plan, grid)
+        self.cut: Final[Cut | None] = None if plan.pair.template is None else _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
         # as many rows as take the planner the time of a chunk's tables

@@ -170,7 +170,7 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(command, model, chang
     ("arguments", "missing", "said"),
     [
         (["--version"], ["torch", "nixl", "numpy", "pydantic"], "torch"),
-        (["plan", *ENGINES, "--tokens", "100"], ["torch", "nixl", "triton"], "3 -> 1"),
+        (["plan", *ENGINES, "--tokens", "100"], ["torch", "nixl", "triton", "numba"], "3 -> 1"),
     ],
     ids=["version", "plan"],
 )

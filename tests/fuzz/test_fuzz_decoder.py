@@ -135,6 +135,7 @@ DENSE = [
 
 
 def peak_of(work) -> int:
+    gc.disable()  # what other tests have left may say as it goes that nobody closed it, and look up who made it
     tracemalloc.start()
     try:
         tracemalloc.reset_peak()
@@ -143,6 +144,7 @@ def peak_of(work) -> int:
         return tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
+        gc.enable()
 
 
 def test_nothing_of_a_frame_stays():

@@ -28,7 +28,7 @@ _MAX_ID: Final = (1 << 63) - 1
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
-_NO_NUMBER: Final[Any] = None
+_NO_NUMBER: Final[Any] = None  # what a bool is taken for
 _SPARSE: Final = 64
 """A pool of so many ids for each one named is too large to mark them in a table of it; a peer says how large its is."""
 

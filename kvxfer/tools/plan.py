@@ -347,7 +347,7 @@ def _means(config: Config, *, one_host: bool) -> Means:
 def _pair(
     prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile, means: Means
 ) -> PairForecast:
-    """One pair, decided as `prefill/answer.py` decides it."""
+    """One pair, decided as `prefill/sender.py` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
 
     def cut(route: Route) -> Bound:

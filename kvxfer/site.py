@@ -29,7 +29,7 @@ from kvxfer.safety.processes import Processes
 from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "Want", "no_hold", "resolve"]
+__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "Want", "no_op", "resolve"]
 
 # --- what one side counts while it runs
 
@@ -48,7 +48,7 @@ class Tally(msgspec.Struct, eq=False):
         default_factory=partial(defaultdict[Stage, Intervals], Intervals)
     )
 
-    def spent(self, *intervals: tuple[Stage, float, float]) -> None:
+    def add_stages(self, *intervals: tuple[Stage, float, float]) -> None:
         """Count intervals of stages, from and to seconds of the runtime's clock; one that ends too early is empty."""
         for stage, start, end in intervals:
             spans = self.stages[stage]
@@ -56,12 +56,12 @@ class Tally(msgspec.Struct, eq=False):
             if len(spans) >= spans.room:
                 spans.unite()
 
-    def began(self, now: float) -> None:
+    def note_first_byte(self, now: float) -> None:
         """Note the first byte, once."""
         if self.first_byte is None:
             self.first_byte = now
 
-    def arrived(self, granted: float, now: float, sender: wire.Timings) -> None:
+    def add_chunks(self, granted: float, now: float, sender: wire.Timings) -> None:
         """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
         if self.first_byte is None:
             self.first_byte = now
@@ -277,7 +277,7 @@ class Desk:
         self._again = False
         self._paused = False
 
-    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
+    def request(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
 
         Args:
@@ -353,7 +353,7 @@ class Desk:
             while self._again and self._waiting:
                 self._again = False
                 for request, answer in self.share.advance():
-                    self._tell(request, answer)
+                    self._deliver(request, answer)
         finally:
             self._deciding = False
 
@@ -380,10 +380,10 @@ class Desk:
             self._overdue.append(request)
         elif (wait := self._waiting.get(request)) is not None and wait.since is not None:
             self.share.withdraw(request)
-            self._tell(request, self.share.expiry_error(request, self._now() - wait.since))
+            self._deliver(request, self.share.expiry_error(request, self._now() - wait.since))
             self.advance()
 
-    def _tell(self, request: Request, answer: Extent | KvxferError) -> None:
+    def _deliver(self, request: Request, answer: Extent | KvxferError) -> None:
         wait = self._waiting.pop(request, None)
         if wait is not None:
             wait.end()
@@ -411,7 +411,7 @@ _MAPPED: Final = int(Capability.MAPPED)
 Callback: TypeAlias = Callable[[], None]
 
 
-def no_hold() -> None:
+def no_op() -> None:
     """What stands where a hold on the fabric may come: nothing is held awake."""
 
 
@@ -546,7 +546,7 @@ class Site:
         self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 
-    def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
@@ -579,7 +579,7 @@ class Site:
 
         def look() -> Agreed:
             agreed = self.plans.examine(peer, sending=sending, convert=Capability.CONVERT in asked)
-            self.mappings.met(peer, agreed.geometry)
+            self.mappings.check_session(peer, agreed.geometry)
             return agreed
 
         if len(peer.told) + len(self.body[False]) <= _AT_ONCE_BYTES:
@@ -587,7 +587,7 @@ class Site:
         async with self.looking:
             return await self.runtime.in_thread(look)
 
-    def meet(self, peer: PeerInfo, agreed: Agreed, *, trusted: bool, sending: bool, process: Callable[[], int]) -> None:
+    def admit(self, peer: PeerInfo, agreed: Agreed, *, trusted: bool, sending: bool, pidfd: Callable[[], int]) -> None:
         """Take note of a new peer, and begin to prepare copies in one direction.
 
         Args:
@@ -595,7 +595,7 @@ class Site:
             agreed: What `examine` has found.
             trusted: Whether this side shared its addresses with it.
             sending: Whether this rank is the prefill rank.
-            process: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+            pidfd: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
 
         Raises:
             MismatchError: If what both sides hold cannot be copied on any route, or in no chunk that the settings
@@ -603,12 +603,12 @@ class Site:
         """
         theirs = Capability(peer.identity.capabilities)
         self.found.clear()
-        self.plans.meet(peer, agreed)
-        self.mappings.met(peer, agreed.geometry)
-        self.keys.met(peer)
+        self.plans.add_peer(peer, agreed)
+        self.mappings.check_session(peer, agreed.geometry)
+        self.keys.on_session(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
-            self.heard(peer, fenced=True)
-        self.processes.met(peer, process)
+            self.note_fenced(peer, fenced=True)
+        self.processes.on_session(peer, pidfd)
         self._compare_chunks(peer, trusted=trusted, sending=sending)
         least = self.plans.least_chunk_bytes(peer, sending=sending)
         if least and not self.routes(peer, trusted=trusted, sending=sending):
@@ -672,7 +672,7 @@ class Site:
     def warm(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
         """Begin to prepare for copies with a new peer: map its memory, and compile what a GPU needs."""
         key = (peer.identity.incarnation, sending)
-        maps = sending and trusted and self.in_place and Mappings.offered(peer)
+        maps = sending and trusted and self.in_place and Mappings.is_offered(peer)
         if (maps or self.geometry.kind == "cuda") and key not in self.warming:
             self.warming[key] = self.tasks.spawn(self._warm(peer, maps, sending=sending), f"kvxfer warm {peer.name}")
 
@@ -709,7 +709,7 @@ class Site:
         times = max(1.0, nbytes / (config.window * config.chunk_bytes))
         return min(FOREVER_MS, int(config.grant_lease * 1000 * times))
 
-    def heard(self, peer: PeerInfo, *, fenced: bool) -> None:
+    def note_fenced(self, peer: PeerInfo, *, fenced: bool) -> None:
         """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""
         (self.fenced.add if fenced else self.fenced.discard)(peer.identity.incarnation)
 
@@ -761,7 +761,7 @@ class Site:
         if means is None or before is not peer:
             means = self._means(peer, trusted=trusted, sending=sending)
             self.found[key] = peer, means
-        if sending and means.mapped and self.mappings.why_not(peer):
+        if sending and means.mapped and self.mappings.reason_unmapped(peer):
             means = replace(means, mapped=False)
         return means
 
@@ -771,12 +771,12 @@ class Site:
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
         if sending:
-            mapped = known and Mappings.offered(peer)
+            mapped = known and Mappings.is_offered(peer)
         else:
             mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
-            staged=self._both_stage(peer) and self.plans.fits_staging(peer, sending=sending),
+            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),
             mapped=mapped,  # as far as this side knows
@@ -787,7 +787,7 @@ class Site:
         return self.staging is not None and bool(peer.identity.capabilities & _STAGED)
 
     @property
-    def joined(self) -> Issuer:
+    def engine_issuer(self) -> Issuer:
         """The issuer of this engine.
 
         Raises:

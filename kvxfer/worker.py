@@ -433,7 +433,7 @@ def _gates(exports: Exports, mover: Mover, runtime: Runtime) -> Gates:
     """The books of this worker's gates."""
 
     async def look(address: int, raised: bool) -> int:
-        return await runtime.in_thread(lambda: mover.inside(address, raised=raised))
+        return await runtime.in_thread(lambda: mover.writers_inside(address, raised=raised))
 
     return Gates(exports.gates, exports.locks, look)
 
@@ -693,9 +693,9 @@ class Service:
         self.prefill: Final = Prefill(site)  # what peers fetch here
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
-        self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.renewed)
+        self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.on_agent_renewed)
         look = TransportWatch(site, roles).look
-        self._watch: Final = LoopWatch(site.now, site.at, site.metrics, look, own=own_loop)
+        self._watch: Final = LoopWatch(site.now, site.call_at, site.metrics, look, own=own_loop)
 
     async def listen(self) -> Listener:
         """Let peers connect."""
@@ -740,7 +740,7 @@ class Service:
 
     # --- links
 
-    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
+    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
         site, config = self.site, self.site.config
         if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
@@ -765,16 +765,16 @@ class Service:
         nonce = site.runtime.token(_NONCE_BYTES)
         return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
 
-    def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
+    def examine(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
         """A peer has said what it is."""
         looking = self.site.examine(peer, sending=link.role is Role.SERVER)
         return self.site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
 
-    def opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
+    def on_opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
         site, sending = self.site, link.role is Role.SERVER
         older = succeeded(link, (*self.links, *self.greeting))
-        site.meet(peer, found, trusted=link.trusted, sending=sending, process=link.process)
+        site.admit(peer, found, trusted=link.trusted, sending=sending, pidfd=link.process)
         self.decode.engines.clear()
         self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:
@@ -784,40 +784,40 @@ class Service:
             link.send(_LEAVING)
         role = self.prefill if sending else self.decode
         link.take = role.handle
-        role.opened(link)
+        role.on_link_opened(link)
         if link.outdated(site.body[link.trusted]):
-            self.rebuilding.tell(link)
+            self.rebuilding.send_renewed(link)
 
-    def lost(self, link: Link, error: KvxferError) -> None:
+    def on_lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone."""
         self.links.discard(link)
         self.decode.engines.clear()
         _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
         if link.role is Role.CLIENT:
-            self.peers.lost(link)
-            self.decode.lost(link, error)
+            self.peers.on_link_lost(link)
+            self.decode.on_link_lost(link, error)
         else:
-            self.prefill.lost(link)
+            self.prefill.on_link_lost(link)
         incarnation = link.peer.identity.incarnation
         if all(other.peer.identity.incarnation != incarnation for other in self.links):
             self.site.forget(link.peer)
 
-    def received(self, link: Link, message: wire.Message) -> None:
+    def on_peer_news(self, link: Link, message: wire.Message) -> None:
         """A peer says that it drains, or that its agent is another one."""
         if isinstance(message, wire.Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, wire.Renewed):
             link.renewals = max(link.renewals, message.renewals)
             self.site.lanes.renewed(link.peer, message.renewals, message.metadata)
-            self.prefill.renewed(link)
-            self.decode.renewed(link)
+            self.prefill.on_agent_renewed(link)
+            self.decode.on_agent_renewed(link)
 
     def _engaged_at(self, incarnation: bytes) -> str:
         """Where this rank has gone to an incarnation, and something is open or in doubt; empty if nowhere.
 
         A stream on which it has proved who it is counts from then on: whoever is there could do so elsewhere with that.
         """
-        ours = (link for link in (*self.links, *self.greeting, *self.decode.owing) if link.role is Role.CLIENT)
+        ours = (link for link in (*self.links, *self.greeting, *self.decode.links_in_use) if link.role is Role.CLIENT)
         return next((link.endpoint for link in ours if link.proved_to == incarnation), "")
 
     def _link(self, role: Role, endpoint: str) -> Link:
@@ -842,7 +842,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
     links, greeting = service.links, service.greeting
     staging, now = parts.staging, site.now()
     fabric_late, fabric_broken = site.fabric.health()
-    receiver.account()  # what has ended in this turn, too
+    receiver.finish_successes()  # what has ended in this turn, too
     return {
         "card": card.to_dict(),
         "epoch": site.issuer.card.epoch if site.issuer else None,
@@ -868,7 +868,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
             "broken": fabric_broken,
             "awake": site.mover.held_awake,
             "lingering": site.mover.lingering,
-            "strange": site.mover.strange,
+            "strange": site.mover.unknown_notifications,
             "agents": site.fabric.agents,
             "lanes": len(site.lanes),
         },
@@ -898,7 +898,7 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
     elif ROUTE_NAMES[Route.MAPPED] not in moved:
         mapped = []
     else:  # by the peer, which has copied through what it was told of
-        mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
+        mapped = ["process"] if site.mappings.is_local(peer) else sorted({one.kind for one in parts.exports.frames})
     host = peer.body.host
     return {
         "peer": peer.name,
@@ -911,7 +911,7 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
         "silent_seconds": now - link.heard,
         "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
         "mapped": mapped,
-        "not_mapped": site.mappings.why_not(peer),
+        "not_mapped": site.mappings.reason_unmapped(peer),
         "moved": moved,
     }
 
@@ -1070,7 +1070,7 @@ class Worker:
         Raises:
             TicketError: If it has not joined yet.
         """
-        return self._assembly.home.read(self._service).site.joined
+        return self._assembly.home.read(self._service).site.engine_issuer
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks. One of a single rank has joined itself.
@@ -1327,7 +1327,7 @@ class Worker:
         service = self._assembly.home.own(self._service)
         if self._closing is not None or (service.site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
-        _ = service.site.joined  # ranks of one engine must be known as such before they fetch
+        _ = service.site.engine_issuer  # ranks of one engine must be known as such before they fetch
         return service.decode, Ticket.parse(ticket)
 
 

@@ -66,7 +66,7 @@ def play(scenario, *, heartbeat=HEARTBEAT):
 
         peers: Any = Peers(runtime.now)
         config = SimpleNamespace(heartbeat=heartbeat)
-        site: Any = SimpleNamespace(config=config, loop=runtime.loop, now=runtime.now, at=at, tasks=Tasks())
+        site: Any = SimpleNamespace(config=config, loop=runtime.loop, now=runtime.now, call_at=at, tasks=Tasks())
         await scenario(Claims(site, peers), peers)
 
     simulate(main)
@@ -88,7 +88,7 @@ def test_more_claims_than_a_frame_holds_are_all_said_and_renewed():
     async def scenario(claims, peers):
         names = [f"r{n}" for n in range(2 * MAX_TICKETS + 1)]
         for name in names:
-            claims.keep(ticket(name))
+            claims.add(ticket(name))
         await asyncio.sleep(1.5 * HEARTBEAT)
         assert [len(said) for _, _, said in peers.told] == 2 * [MAX_TICKETS, MAX_TICKETS, 1]
         assert {name for _, _, said in peers.told[3:] for name in said} == set(names)
@@ -101,8 +101,8 @@ def test_what_is_claimed_no_more_as_the_turn_ends_is_not_said():
 
     async def scenario(claims, peers):
         await peers.link("unix:/e0", b"")
-        claims.keep(ticket("r"))()
-        claims.keep(ticket("s"))
+        claims.add(ticket("r"))()
+        claims.add(ticket("s"))
         await asyncio.sleep(10 * HEARTBEAT)
         assert not peers.heard("r")
         assert peers.heard("s")
@@ -114,7 +114,7 @@ def test_a_rank_that_is_away_is_tried_by_one_task_once_a_second(caplog):
     async def scenario(claims, peers):
         peers.seconds, peers.away = 0.5, {"unix:/e0": UnreachableError("away")}
         for n in range(200):
-            claims.keep(ticket(f"r{n}"))
+            claims.add(ticket(f"r{n}"))
             await asyncio.sleep(0.1)
         before = len(peers.tried)
         await asyncio.sleep(30)
@@ -133,7 +133,7 @@ def test_who_answers_and_is_another_is_asked_less_and_less_often(error, times):
 
     async def scenario(claims, peers):
         peers.away = {"unix:/e0": error}
-        claims.keep(ticket("r"))
+        claims.add(ticket("r"))
         await asyncio.sleep(600)
         assert len(peers.tried) == pytest.approx(times, abs=1)
         assert peers.tried[1][0] - peers.tried[0][0] == pytest.approx(1.0, abs=0.01)
@@ -144,7 +144,7 @@ def test_who_answers_and_is_another_is_asked_less_and_less_often(error, times):
 def test_a_rank_says_when_it_may_be_tried_again():
     async def scenario(claims, peers):
         peers.away = {"unix:/e0": away_for(10.0)}
-        claims.keep(ticket("r"))
+        claims.add(ticket("r"))
         await asyncio.sleep(99)
         assert len(peers.tried) == 10
 
@@ -154,7 +154,7 @@ def test_a_rank_says_when_it_may_be_tried_again():
 def test_a_rank_with_a_second_name_is_connected_once():
     async def scenario(claims, peers):
         peers.names["unix:/e0"] = "unix:/first-name"
-        claims.keep(ticket("r"))
+        claims.add(ticket("r"))
         await asyncio.sleep(10.5 * HEARTBEAT)
         assert len(peers.tried) == 1
         assert len(peers.heard("r", "unix:/first-name")) == 11
@@ -169,7 +169,7 @@ def test_what_nobody_foresaw_at_one_rank_keeps_nothing_from_others(monkeypatch):
         unforeseen = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context["exception"]))
         peers.failures.append(OSError("no more memory"))
-        claims.keep(ticket("r", world=3))
+        claims.add(ticket("r", world=3))
         await asyncio.sleep(0.1)
         assert [len(peers.heard("r", f"unix:/e{rank}")) for rank in range(3)] == [0, 1, 1]
         await asyncio.sleep(HEARTBEAT)
@@ -183,7 +183,7 @@ def test_many_ranks_are_told_in_several_turns_of_the_loop():
     async def scenario(claims, peers):
         for rank in range(2000):
             peers.links[f"unix:/e{rank}"] = Link(peers, f"unix:/e{rank}", HEARTBEAT)
-        claims.keep(ticket("r", world=2000))
+        claims.add(ticket("r", world=2000))
         told = []
         while len(peers.told) < 2000:
             await asyncio.sleep(0)
@@ -204,13 +204,13 @@ def test_whatever_comes_and_goes_is_renewed_in_time_and_forgotten(seed):
             match rng.choice(["claim", "close", "drop", "away", "back", "fetch"]):
                 case "claim":
                     _, handles = kept.setdefault(name, (now(), []))
-                    handles.append(claims.keep(ticket(name, world=3)))
+                    handles.append(claims.add(ticket(name, world=3)))
                 case "close" if name in kept:
                     kept[name][1].pop()()
                     if not kept[name][1]:
                         del kept[name]
                 case "drop":
-                    claims.drop(ticket(name).key)
+                    claims.remove(ticket(name).key)
                     kept.pop(name, None)
                 case "away" if rank not in peers.away:
                     peers.away[rank] = rng.choice([UnreachableError("away"), OSError("no more descriptors")])
@@ -229,7 +229,7 @@ def test_whatever_comes_and_goes_is_renewed_in_time_and_forgotten(seed):
                     if rank not in peers.away and now() > max(claimed, back) + peers.heartbeat + HEARTBEAT + 0.3:
                         assert now() - peers.heard(request, rank)[-1] <= peers.heartbeat + 0.2
         for name in list(kept):
-            claims.drop(ticket(name).key)
+            claims.remove(ticket(name).key)
         await asyncio.sleep(2 * HEARTBEAT)
         assert not claims._engines
 

@@ -35,14 +35,14 @@ async def desk():
 async def expired(desk, nbytes, timeout):
     """What one is told who waits as long."""
     told = asyncio.get_running_loop().create_future()
-    assert desk.ask("late", nbytes, timeout, told.set_result) is not None
+    assert desk.request("late", nbytes, timeout, told.set_result) is not None
     return await told
 
 
 async def test_who_waits_is_told_once_and_in_turn(desk):
     told = []
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
-    waiting = [desk.ask(peer, 2 * PAGE, 9.0, told.append) for peer in "abc"]
+    desk.request("a", 4 * PAGE, 1.0, told.append)
+    waiting = [desk.request(peer, 2 * PAGE, 9.0, told.append) for peer in "abc"]
     assert None not in waiting
     assert len(told) == 1
     desk.clock.time = 0.5
@@ -66,9 +66,9 @@ async def test_thousands_who_give_back_at_once_are_served_without_recursion(desk
         desk.release(answer)
 
     told = []
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
+    desk.request("a", 4 * PAGE, 1.0, told.append)
     for _ in range(3000):
-        desk.ask("a", 4 * PAGE, 1e9, give_back)
+        desk.request("a", 4 * PAGE, 1e9, give_back)
     desk.release(told[0])
     assert len(served) == 3000
     assert desk.share.snapshot().free_bytes == 4 * PAGE
@@ -76,14 +76,14 @@ async def test_thousands_who_give_back_at_once_are_served_without_recursion(desk
 
 async def test_who_is_withdrawn_by_one_that_was_told_before_is_not_told(desk):
     told = []
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
+    desk.request("a", 4 * PAGE, 1.0, told.append)
 
     def first(answer):
         told.append(answer)
         desk.withdraw(second)
 
-    desk.ask("a", PAGE, 9.0, first)
-    second = desk.ask("a", PAGE, 9.0, lambda _: told.append("never"))
+    desk.request("a", PAGE, 9.0, first)
+    second = desk.request("a", PAGE, 9.0, lambda _: told.append("never"))
     desk.release(told[0])
     assert "never" not in told
     desk.release(told[1])
@@ -92,9 +92,9 @@ async def test_who_is_withdrawn_by_one_that_was_told_before_is_not_told(desk):
 
 async def test_who_has_waited_long_enough_is_told_so_and_leaves_nothing(desk):
     told = []
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
-    desk.ask("b", PAGE, math.inf, told.append)
-    desk.withdraw(desk.ask("b", PAGE, 0.001, lambda _: pytest.fail("told")))
+    desk.request("a", 4 * PAGE, 1.0, told.append)
+    desk.request("b", PAGE, math.inf, told.append)
+    desk.withdraw(desk.request("b", PAGE, 0.001, lambda _: pytest.fail("told")))
     error = await expired(desk, PAGE, 0.002)
     assert isinstance(error, ArenaError)
     assert "waited 0.000 s" in str(error)
@@ -106,11 +106,11 @@ async def test_who_has_waited_long_enough_is_told_so_and_leaves_nothing(desk):
 
 async def test_who_waits_behind_one_that_has_waited_long_enough_is_served(desk):
     told = []
-    desk.ask("a", 2 * PAGE, 1.0, told.append)
+    desk.request("a", 2 * PAGE, 1.0, told.append)
     desk.share.max_overtakes = 0
     large = asyncio.get_running_loop().create_future()
-    desk.ask("b", 3 * PAGE, 0.001, large.set_result)
-    desk.ask("c", PAGE, math.inf, told.append)
+    desk.request("b", 3 * PAGE, 0.001, large.set_result)
+    desk.request("c", PAGE, math.inf, told.append)
     assert len(told) == 1
     await large
     assert len(told) == 2
@@ -118,9 +118,9 @@ async def test_who_waits_behind_one_that_has_waited_long_enough_is_served(desk):
 
 async def test_nobody_is_turned_away_while_nothing_is_granted(desk):
     held, told = [], []
-    desk.ask("a", 4 * PAGE, 1.0, held.append)
-    desk.ask("b", PAGE, 0.0, told.append)
-    withdrawn = desk.ask("b", PAGE, 0.0, lambda _: pytest.fail("told"))
+    desk.request("a", 4 * PAGE, 1.0, held.append)
+    desk.request("b", PAGE, 0.0, told.append)
+    withdrawn = desk.request("b", PAGE, 0.0, lambda _: pytest.fail("told"))
     desk.pause()
     await asyncio.sleep(0.001)  # their time is over
     await asyncio.sleep(0.001)
@@ -133,20 +133,20 @@ async def test_nobody_is_turned_away_while_nothing_is_granted(desk):
 
 async def test_what_can_never_fit_is_refused_at_once(desk):
     with pytest.raises(ArenaError):
-        desk.ask("a", 5 * PAGE, 1.0, lambda _: pytest.fail("told"))
+        desk.request("a", 5 * PAGE, 1.0, lambda _: pytest.fail("told"))
 
 
 async def test_it_is_contended_while_somebody_waits_or_nothing_is_granted(desk):
     """And not by whoever has all of it, as long as nobody else wants any."""
     told = []
     assert not desk.contended
-    desk.ask("a", 4 * PAGE, 1.0, told.append)
+    desk.request("a", 4 * PAGE, 1.0, told.append)
     assert not desk.contended
-    waiting = desk.ask("b", PAGE, 9.0, told.append)
+    waiting = desk.request("b", PAGE, 9.0, told.append)
     assert desk.contended
     desk.release(told[0])
     assert not desk.contended, "it was served"
-    more = desk.ask("a", 4 * PAGE, 9.0, told.append)
+    more = desk.request("a", 4 * PAGE, 9.0, told.append)
     assert desk.contended
     desk.withdraw(more)
     assert not desk.contended

@@ -32,7 +32,7 @@ class Looked:
         self.looks += 1
         return self._found
 
-    async def inside(self, number):
+    async def writers_inside(self, number):
         self.looks += 1
         return self._inside
 
@@ -42,11 +42,11 @@ class Looked:
     def hold(self, peer):
         return lambda: None
 
-    def ended(self, peer):
+    def end_of(self, peer):
         self.looks += 1
         return self.process
 
-    def gone(self, peer):
+    def has_ended(self, peer):
         return self.process is not None and self.process.done() and not self._survived
 
 
@@ -59,10 +59,10 @@ class Doubt:
         self.why = ""
 
     @cached_property
-    def clueless(self):
+    def ended_with_agent(self):
         return asyncio.get_running_loop().create_future()
 
-    def safe(self, why):
+    def on_evidence(self, why):
         self.why = why
 
 
@@ -161,7 +161,7 @@ def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(mo
         over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
         await asyncio.sleep(1)
         assert [want.answered for want in site.rebuilds.wants] == [False]
-        doubt.clueless.set_result(None)
+        doubt.ended_with_agent.set_result(None)
         await asyncio.sleep(1)
         assert [want.answered for want in site.rebuilds.wants] == [True]
         over()

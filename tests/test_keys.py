@@ -21,7 +21,7 @@ def test_nobody_enters_a_gate_that_is_not_there_or_to_which_there_is_no_key(monk
     locks, keys = LockFile(GATES), Keys()
     body = SimpleNamespace(locks=locks.handle, host="")
     peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"i"), body=body, process=0)
-    keys.met(peer)  # pyright: ignore[reportArgumentType]
+    keys.on_session(peer)  # pyright: ignore[reportArgumentType]
     passage = keys.passage(peer, granted(gate))  # pyright: ignore[reportArgumentType]
     assert passage is not None
     passed = enter(passage)

@@ -113,12 +113,12 @@ class Handler:
         self.frames_sent, self.frames_received = Counter(), Counter()
         self.looking = asyncio.get_running_loop().create_future()
 
-    def session(self, role, *, process, endpoint, since):
+    def new_session(self, role, *, process, endpoint, since):
         del role, process, endpoint
         self.since = since
         return Frames("peer"), True
 
-    def meet(self, link, peer):
+    def examine(self, link, peer):
         del link
         assert peer is PEER
         return asyncio.create_task(self._look())
@@ -126,18 +126,18 @@ class Handler:
     async def _look(self):
         return await self.looking
 
-    def opened(self, link, peer, found):
+    def on_opened(self, link, peer, found):
         assert (peer, link.renewals) == (PEER, 3)
         self.got.append(found)
 
-    def received(self, link, message):
+    def on_peer_news(self, link, message):
         del link
         if message == 254:
             raise ZeroDivisionError
         self.got.append(message)
         self.clock.time += TURN_SECONDS / 2
 
-    def lost(self, link, error):
+    def on_lost(self, link, error):
         del link
         self.lost_with.append(error)
 
@@ -212,14 +212,14 @@ async def test_a_peer_is_not_silent_while_what_it_said_is_still_being_handled(li
     """Nothing more is read meanwhile, so nobody knows whether it has said more."""
     link.data_received(bytes(100))
     while not link.stream.reading:
-        link._tick()
+        link._on_timer()
         assert not link.handler.lost_with
         await asyncio.sleep(0)
     assert len(link.handler.got) == 100
     for passed in (2, 4, 6, 8):
         assert not link.handler.lost_with, passed
         link.handler.clock.time += 2 * TURN_SECONDS
-        link._tick()
+        link._on_timer()
     assert isinstance(link.handler.lost_with[0], PeerLostError)
 
 

@@ -243,7 +243,7 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
     plans = PairPlans(cache)
     peers = [PeerInfo(1, Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
     for peer in peers:
-        plans.meet(peer, plans.examine(peer, sending=True, convert=False))
+        plans.add_peer(peer, plans.examine(peer, sending=True, convert=False))
     first = [plans.outgoing(peer, selections) for peer in peers]
     assert all(plans.asked(peer, selections)[0] is plan for peer, plan in zip(peers, first, strict=True))
     plans._asked.clear()
@@ -259,7 +259,7 @@ def test_of_a_peer_that_is_gone_nothing_is_kept():
     body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
     peer = PeerInfo(1, Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
     plans = PairPlans(cache)
-    plans.meet(peer, plans.examine(peer, sending=False, convert=False))
+    plans.add_peer(peer, plans.examine(peer, sending=False, convert=False))
     known = plans.geometry(peer)
     assert plans.geometry(peer) is known
     plans.forget(peer)  # between the handshake and the first fetch
@@ -278,14 +278,14 @@ def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhil
         PeerInfo(1, Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
     ]
     plans, planned = PairPlans(own), pairs._planned
-    plans.meet(before, plans.examine(before, sending=True, convert=False))
+    plans.add_peer(before, plans.examine(before, sending=True, convert=False))
     plans._pairs.clear()  # as if there had been many others
 
     def meanwhile(*arguments, **options):
         monkeypatch.undo()
         made = planned(*arguments, **options)
         plans.forget(before)
-        plans.meet(after, plans.examine(after, sending=True, convert=False))
+        plans.add_peer(after, plans.examine(after, sending=True, convert=False))
         return made
 
     monkeypatch.setattr(pairs, "_planned", meanwhile)

@@ -51,7 +51,7 @@ async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants
         (30, 10 / 64, 7),  # in no time, by this clock
         (34, 10 / 64 + 1e-4, 50),
     ]:
-        grants.note(copied, 5.0 + later, PAGE)
+        grants.measure_turns(copied, 5.0 + later, PAGE)
         assert grants.turns() == turns
     assert _LATE_NS == REPEAT_S * 1e9 / 2, "a loop hears of turns before it is to repeat them"
 
@@ -59,14 +59,14 @@ async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants
 async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer_that_is_here(grants, site):
     hold(grants, 4)
     grants.begin_turns(0, 5.0)
-    grants.note(4, 5.0 + 1 / 64, PAGE // 2)  # chunks are smaller than their places
+    grants.measure_turns(4, 5.0 + 1 / 64, PAGE // 2)  # chunks are smaller than their places
     assert grants.turns() == 2
-    grants.let_go()
+    grants.release_all()
     hold(grants, 1)  # a quarter as long
     assert grants.turns() == 7
     site.mover.crowded = True
     assert grants.turns() == 2
     site.plans.knows = lambda peer: False
     site.estimates.forget(b"peer")
-    grants.note(9, 6.0, PAGE)
+    grants.measure_turns(9, 6.0, PAGE)
     assert not site.estimates.paces

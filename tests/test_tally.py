@@ -5,15 +5,15 @@ from kvxfer.site import Tally
 
 def test_stages_are_unions_and_ranks_are_summed():
     one, other = Tally(), Tally()
-    one.spent(("wire", 1.0, 3.0))
-    one.spent(("wire", 2.0, 4.0))
-    one.spent(("gathering", 5.0, 4.0))  # the other side's clock, about: an interval that ends too soon is empty
-    one.began(1.0)
-    one.began(0.5)
+    one.add_stages(("wire", 1.0, 3.0))
+    one.add_stages(("wire", 2.0, 4.0))
+    one.add_stages(("gathering", 5.0, 4.0))  # the other side's clock, about: an interval that ends too soon is empty
+    one.note_first_byte(1.0)
+    one.note_first_byte(0.5)
     one.bytes, one.pieces, one.chunks, one.descriptors = 1, 2, 3, 4
-    other.spent(("wire", 3.5, 5.0))
-    other.spent(("scattering", 0.0, 1.0))
-    other.began(0.25)
+    other.add_stages(("wire", 3.5, 5.0))
+    other.add_stages(("scattering", 0.0, 1.0))
+    other.note_first_byte(0.25)
     other.bytes, other.pieces, other.chunks, other.descriptors = 10, 20, 30, 40
     whole = Tally()
     whole.merge(one)
@@ -27,7 +27,7 @@ def test_stages_are_unions_and_ranks_are_summed():
 
 def test_a_rank_without_a_byte_does_not_hide_the_first_of_another():
     whole, late = Tally(), Tally()
-    late.began(7.0)
+    late.note_first_byte(7.0)
     for part in (Tally(), late, Tally()):
         whole.merge(part)
     assert whole.first_byte == 7.0

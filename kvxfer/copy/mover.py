@@ -156,15 +156,15 @@ class Flow(Copy, eq=False):
     progress: Callable[[CopyOutcome], None] = lambda _: None
     steps: deque[Copy] = field(default_factory=deque[Copy])  # those that the machine does not know yet
     table: Any = None  # records of those that it knows, from the one that is not done on
-    known: int = 0  # how many it knows
-    passed: int = 0  # how many are done
+    pushed: int = 0  # how many it knows
+    steps_done: int = 0  # how many are done
     until: int = 0  # when their lease ends, in ns
     quiet: int = 0  # for how long more may be done that the loop is not told of, in ns
-    pointed: deque[Copy] = field(default_factory=deque[Copy])  # what the records point to, of those that are not done
+    refs: deque[Copy] = field(default_factory=deque[Copy])  # what the records point to, of those that are not done
     held: bool = False  # whether the next step has to wait, or is being prepared
     turns: Turns | None = None  # how it takes turns with a flow of a peer's
-    heard: int = 0  # how many steps that has done, as the loop heard
-    said: tuple[int, ...] = ()  # what the machine was told last
+    peer_steps: int = 0  # how many steps that has done, as the loop heard
+    sent: tuple[int, ...] = ()  # what the machine was told last
     # rows of steps in doubt; whether bytes of this side may still move for each
     lefts: dict[int, bool] = field(default_factory=dict[int, bool])
     error: KvxferError | None = None  # what has gone wrong before a step got to the machine
@@ -172,7 +172,7 @@ class Flow(Copy, eq=False):
     doubtful: bool = False  # whether bytes of this side could move for a step in doubt
     # whether one of them may land though this side moves nothing: its agent has ended, or its peer is gone
     severed: bool = False
-    unasked: bool = False  # whether nobody asks any more for one of them
+    forgotten: bool = False  # whether nobody asks any more for one of them
     late: bool = False  # whether all that was to be told of them was
 
 
@@ -219,25 +219,25 @@ class Mover:
         self._behind: Final[dict[Hashable, deque[Copy]]] = {}  # by owner, those that wait for one that is prepared
         self._unfired: list[Copy] = []  # whose events need the interpreter
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
-        self._untold = 0  # copies of which nobody was told yet
+        self._unreported = 0  # copies of which nobody was told yet
         self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
         self._sent: Final[dict[Hashable, int]] = {}  # how many copies it has of each
-        self._look: asyncio.Handle | None = None
+        self._query_timer: asyncio.Handle | None = None
         self._delay = _LOOK_S
         self._refusing = self._closing = False
         self._idle: Final = self._loop.create_future()
         self._limits: Final = max_descriptors, max_post_bytes
         self._native: Native | None = None  # of the agent that the machine has, or had last
         self._listed = 1  # times as many pieces between GPUs
-        self._gone: Final[set[str]] = set()  # peers of which a post said so
+        self._disconnected: Final[set[str]] = set()  # peers of which a post said so
         self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
-        self._caught: asyncio.Future[None] | None = None
-        self._deaf = False  # whether it hears of the machine no more
+        self._abandoning: asyncio.Future[None] | None = None
+        self._stopped_reading = False  # whether it hears of the machine no more
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
         self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._copies)
         self._machine.state[records.PATIENCE] = int(min(no_progress_timeout, FOREVER) * _NS)
-        self._loop.add_reader(self._machine.news, self._read)
+        self._loop.add_reader(self._machine.news, self._read_events)
 
     # --- asking
 
@@ -252,19 +252,19 @@ class Mover:
             raise ClosedError("this worker is closing, and takes no more copies")
         if job.post is not None:
             _check(job.post)
-        self._untold += 1
+        self._unreported += 1
         copy = Copy(job, _LANES[direction])
-        if job.post is not None and job.post.peer in self._gone:
+        if job.post is not None and job.post.peer in self._disconnected:
             error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
-            self._loop.call_soon(self._tell, copy, self._outcome(error))
+            self._loop.call_soon(self._report, copy, self._outcome(error))
             return copy
         if job.after is not READY:
-            self._split(job.after, copy)
+            self._sort_events(job.after, copy)
         if copy.waits:
             self._unfired.append(copy)
             self._delay = _LOOK_S
-            if self._look is None:
-                self._look = self._loop.call_soon(self._ask)
+            if self._query_timer is None:
+                self._query_timer = self._loop.call_soon(self._query_events)
         else:
             self._prepare(copy)
         return copy
@@ -294,7 +294,7 @@ class Mover:
             allowed: How many may begin; `allow` lets more.
             width: Of them, how many may be under way at once: a step begins when the one so many before it is done.
             turns: How it takes turns with a flow of a peer's, if it does.
-            heard: How many steps that one has done; `hear` says more.
+            heard: How many steps that one has done; `note_peer_steps` says more.
             progress: Called when more are done, but not when all are: half of what may begin, or a while is over. Must
                 return quickly and must not raise.
 
@@ -305,19 +305,19 @@ class Mover:
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
-        flow.turns, flow.heard, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
+        flow.turns, flow.peer_steps, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
         flow.until = int(job.until * _NS)
         flow.awaits = flow.lane == _LANES[Direction.SCATTER]
-        flow.steps.extend(self._steps(flow, steps))
-        self._untold += 1
+        flow.steps.extend(self._make_steps(flow, steps))
+        self._unreported += 1
         # what is to arrive may need the transport to progress here, also while there is no place for its flow
         self._machine.state[records.HELD] += flow.awaits
-        if job.post is not None and job.post.peer in self._gone:
+        if job.post is not None and job.post.peer in self._disconnected:
             error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
-            self._loop.call_soon(self._tell, flow, self._outcome(error))
+            self._loop.call_soon(self._report, flow, self._outcome(error))
         else:
-            self._send(flow)
+            self._start(flow)
         return flow
 
     def add(self, flow: Flow, steps: Iterable[CopyJob]) -> None:
@@ -326,35 +326,35 @@ class Mover:
         Raises:
             FabricError: If the two sides of what is to be posted do not fit; nothing was added then.
         """
-        flow.steps.extend(self._steps(flow, steps))
-        self._fill(flow)
-        self._say(flow)
+        flow.steps.extend(self._make_steps(flow, steps))
+        self._push_steps(flow)
+        self._send_progress(flow)
 
     def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
         """The first so many steps may begin, none of them later than `until`, or its own. Harmless if it is over."""
         flow.allowed = max(flow.allowed, min(steps, flow.total))
         if until is not None:
             flow.until = int(until * _NS)
-        self._say(flow)
+        self._send_progress(flow)
 
-    def hear(self, flow: Flow, steps: int) -> None:
+    def note_peer_steps(self, flow: Flow, steps: int) -> None:
         """The peer has done the first so many steps of the flow that this one takes turns with. Harmless if it is over.
 
         Its mover says so to ours, and sooner; this is for what that does not bring.
         """
-        if steps > flow.heard:
-            flow.heard = steps
-            self._say(flow)
+        if steps > flow.peer_steps:
+            flow.peer_steps = steps
+            self._send_progress(flow)
 
-    def watch(self, flow: Flow) -> None:
+    def report_soon(self, flow: Flow) -> None:
         """Somebody waits for its steps, one by one: call `progress` soon from now on. Harmless if it is over."""
         flow.quiet = records.SOON_NS
-        self._say(flow)
+        self._send_progress(flow)
 
     def finish(self, flow: Flow) -> None:
         """No step follows those that may begin. Harmless if it is over."""
         flow.total = min(flow.total, flow.allowed)
-        self._say(flow)
+        self._send_progress(flow)
 
     @property
     def crowded(self) -> bool:
@@ -377,9 +377,9 @@ class Mover:
             self._parked.remove(copy)
         else:
             if self._copies.get(copy.slot) is copy:
-                self._machine.tell(_BRIEF.pack(records.CANCEL, copy.slot, 0, 0, b""))
+                self._machine.send(_BRIEF.pack(records.CANCEL, copy.slot, 0, 0, b""))
             return
-        self._loop.call_soon(self._tell, copy, self._outcome(stopped=True))
+        self._loop.call_soon(self._report, copy, self._outcome(stopped=True))
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
@@ -399,7 +399,7 @@ class Mover:
         """Let copies that are asked for from now on occupy so many thread blocks. Safe from any thread."""
         self._ctas = ctas
 
-    def inside(self, gate: int, *, raised: bool) -> int:
+    def writers_inside(self, gate: int, *, raised: bool) -> int:
         """How many writers of other devices are inside of a `Gate` in memory of this one, whose address is `gate`.
 
         If `raised`, its generation is raised, so that nobody else gets in. May wait for the device: call it from a
@@ -407,7 +407,7 @@ class Mover:
         """
         return 0 if self._gpu is None else self._gpu.kernel.touch_gate(gate, raised=raised)
 
-    def standing(self, since: float) -> bool:
+    def has_copy_since(self, since: float) -> bool:
         """Whether a copy that was launched before `since` still runs where calls of a driver would wait for it."""
         return self._gpu is not None and any(
             self._machine.runs_since(slot, since * _NS) for slot in self._machine.rows_in(records.RUNNING)
@@ -426,7 +426,7 @@ class Mover:
         """
         self._native = native or self._native
         if anew:
-            self._gone.clear()
+            self._disconnected.clear()
         self._listed = _LISTED_MORE if listed else 1
         self._machine.attach(native, orderly=orderly, anew=anew)
 
@@ -438,7 +438,7 @@ class Mover:
         """
         state, holder = self._machine.state, [1]
         state[records.HELD] += 1
-        self._machine.tell(_POKE)
+        self._machine.send(_POKE)
 
         def release() -> None:
             if holder:
@@ -457,7 +457,7 @@ class Mover:
         return int(self._machine.state[records.LINGERING])
 
     @property
-    def strange(self) -> int:
+    def unknown_notifications(self) -> int:
         """Notifications of peers that no flow takes turns with, or not in this way."""
         return int(self._machine.state[records.STRANGE])
 
@@ -469,19 +469,19 @@ class Mover:
         """The machine may call the agent again. From any thread."""
         self._machine.release_claim()
 
-    def broken(self) -> FabricError | None:
+    def failure(self) -> FabricError | None:
         """Why the agent does not work, if it said so where nobody waits for an answer."""
         code, native = int(self._machine.state[records.BROKEN]), self._native
         return native.error(code, "make progress", False, False) if code and native is not None else None
 
-    def late(self) -> float:
+    def owed_seconds(self) -> float:
         """For how many seconds the machine has owed a step."""
         owing = self.held_awake > 0 or any(not copy.left for copy in self._copies.values())
-        return self._machine.late(self._runtime.now()) if owing else 0.0
+        return self._machine.owed_seconds(self._runtime.now()) if owing else 0.0
 
-    def halt(self) -> None:
+    def stop_posting(self) -> None:
         """Post nothing more until there is an agent (again)."""
-        self._machine.tell(_BRIEF.pack(records.HALT, 0, 0, 0, b""))
+        self._machine.send(_BRIEF.pack(records.HALT, 0, 0, 0, b""))
 
     @property
     def under_way(self) -> bool:
@@ -491,14 +491,14 @@ class Mover:
         runs_on = left and any(copy.left and copy.job.post and copy.job.post.runs_on for copy in self._copies.values())
         return bool(state[records.FLYING_COUNT] > 0 or runs_on)
 
-    async def catch(self) -> None:
+    async def abandon_posts(self) -> None:
         """Give up what is under way, whose end is told when `attach` was called. Nothing is once this has ended."""
-        if self._deaf:
+        if self._stopped_reading:
             return
-        if self._caught is None:
-            self._caught = self._loop.create_future()
-            self._machine.tell(_BRIEF.pack(records.CATCH, 0, 0, 0, b""))
-        await asyncio.shield(self._caught)
+        if self._abandoning is None:
+            self._abandoning = self._loop.create_future()
+            self._machine.send(_BRIEF.pack(records.CATCH, 0, 0, 0, b""))
+        await asyncio.shield(self._abandoning)
 
     @property
     def peers(self) -> set[str]:
@@ -513,9 +513,9 @@ class Mover:
             for slot, copy in self._copies.items()
         )
 
-    def disconnected(self, peer: str) -> None:
+    def forget_disconnect(self, peer: str) -> None:
         """Whether a peer is there is not known any more."""
-        self._gone.discard(peer)
+        self._disconnected.discard(peer)
 
     def when_unwatched(self, peer: str, then: Callable[[], None]) -> None:
         """Call `then` when something that was given up is looked at no more."""
@@ -531,14 +531,14 @@ class Mover:
 
     def cancel_posts(self) -> None:
         """Post nothing of all that is asked for."""
-        for copy in self._all():
+        for copy in self._live():
             if copy.job.post is not None and not copy.left:
                 self.cancel(copy)
 
     def forget(self, copy: Copy) -> None:
         """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
         for slot in (list(copy.lefts) if isinstance(copy, Flow) else [copy.slot]) if copy.left else ():
-            self._machine.tell(_BRIEF.pack(records.FORGET, slot, 0, 0, b""))
+            self._machine.send(_BRIEF.pack(records.FORGET, slot, 0, 0, b""))
 
     # --- ending
 
@@ -553,18 +553,18 @@ class Mover:
         """
         self._refusing = True
         deadline = self._loop.time() + timeout
-        if self._untold:
+        if self._unreported:
             await asyncio.wait({self._idle}, timeout=timeout)
-        if self._untold:
+        if self._unreported:
             self._closing = True
-            for copy in self._all():
+            for copy in self._live():
                 copy.closed = True
                 self.cancel(copy)
             if any(copy.job.post is not None for copy in self._copies.values()):
-                await self._let_go()
-            if self._untold:
+                await self._end_posts()
+            if self._unreported:
                 return False
-        self._hang_up()
+        self._stop_reading()
         while not self._machine.stop():
             if self._loop.time() >= deadline:
                 return False
@@ -578,14 +578,14 @@ class Mover:
                 copy.job.passage.give_back()
         self._copies.clear()
 
-    def _all(self) -> list[Copy]:
+    def _live(self) -> list[Copy]:
         """All that has been asked for, and is not over."""
         asked = (*self._unfired, *self._queue, *self._parked, *self._copies.values())
         return list(dict.fromkeys([copy.flow or copy for copy in asked]))
 
-    async def _let_go(self) -> None:
+    async def _end_posts(self) -> None:
         """Give up what was posted."""
-        catching = asyncio.ensure_future(self.catch())
+        catching = asyncio.ensure_future(self.abandon_posts())
         await asyncio.wait({catching}, timeout=_CATCH_S)
         if catching.done():
             self.attach(None)
@@ -593,18 +593,18 @@ class Mover:
         else:
             catching.cancel()
 
-    def _hang_up(self) -> None:
+    def _stop_reading(self) -> None:
         """Nothing is awaited any more."""
-        self._deaf = True
+        self._stopped_reading = True
         self._loop.remove_reader(self._machine.news)
-        if self._caught is not None and not self._caught.done():
-            self._caught.set_result(None)
-        if self._look is not None:
-            self._look.cancel()
+        if self._abandoning is not None and not self._abandoning.done():
+            self._abandoning.set_result(None)
+        if self._query_timer is not None:
+            self._query_timer.cancel()
 
     # --- events that need the interpreter
 
-    def _split(self, event: Event, copy: Copy) -> None:
+    def _sort_events(self, event: Event, copy: Copy) -> None:
         """Who asks whether an event has happened: the machine, or this loop."""
         for one in event.events if isinstance(event, AllOf) else (event,):
             handle = int(getattr(one, "cuda_event", 0) or getattr(one, "event_id", 0) or 0)
@@ -614,16 +614,16 @@ class Mover:
             elif one is not READY:
                 copy.waits.append(one)
 
-    def _ask(self) -> None:
+    def _query_events(self) -> None:
         """Ask each event that is waited for."""
-        self._look = None
+        self._query_timer = None
         asked, self._unfired = self._unfired, []
         fired: list[tuple[int, int, Copy]] = []
         turns: Counter[Hashable] = Counter()
         for copy in asked:
             if (copy.flow or copy).cancelled:  # by whoever was told of one before it
                 if copy.flow is None:
-                    self._tell(copy, self._outcome(stopped=True))
+                    self._report(copy, self._outcome(stopped=True))
                 continue
             try:
                 while copy.waits and bool(copy.waits[-1].query()):  # whatever it returns is asked here
@@ -637,10 +637,10 @@ class Mover:
                     turns[copy.job.owner] += 1
                     fired.append((turns[copy.job.owner], len(fired), copy))
         for _, _, copy in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
-            self._prepare(copy) if copy.flow is None else self._go_on(copy.flow)
+            self._prepare(copy) if copy.flow is None else self._on_step_free(copy.flow)
         self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
-        if self._unfired and self._look is None:
-            self._look = self._loop.call_later(self._delay, self._ask)
+        if self._unfired and self._query_timer is None:
+            self._query_timer = self._loop.call_later(self._delay, self._query_events)
 
     # --- records
 
@@ -650,8 +650,8 @@ class Mover:
         behind = self._behind.get(owner)
         if behind is not None:  # those of one owner keep their order
             behind.append(copy)
-        elif self._lay(copy):
-            self._send(copy)
+        elif self._write_records(copy):
+            self._start(copy)
         else:
             self._behind[owner] = deque()
 
@@ -667,9 +667,9 @@ class Mover:
             self._fail(copy, _error("a copy could not be prepared", error))
         else:
             if copy.flow is not None:
-                self._go_on(copy.flow)
-            elif self._lay(copy):
-                self._send(copy)
+                self._on_step_free(copy.flow)
+            elif self._write_records(copy):
+                self._start(copy)
             else:
                 return  # a peer is to be met again
         if copy.flow is not None:
@@ -681,10 +681,10 @@ class Mover:
                 again.extend(behind)
                 return
 
-    def _send(self, copy: Copy) -> None:
+    def _start(self, copy: Copy) -> None:
         """Give it to the machine, if that has room."""
         if copy.cancelled:
-            self._loop.call_soon(self._tell, copy, self._outcome(stopped=True))
+            self._loop.call_soon(self._report, copy, self._outcome(stopped=True))
         elif copy.awaits and self._awaiting >= _MOST_AWAITING:
             self._parked.append(copy)
         elif not self._free:
@@ -695,26 +695,26 @@ class Mover:
             self._awaiting += copy.awaits
             job = copy.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
-            owner = self._number(job.owner)
-            peer = 0 if job.post is None else self._number((_PEER, job.post.peer))
+            owner = self._job_number(job.owner)
+            peer = 0 if job.post is None else self._job_number((_PEER, job.post.peer))
             if isinstance(copy, Flow):
-                self._fill(copy)
-                copy.said = copy.known, copy.allowed, copy.total, copy.quiet, copy.heard, copy.until
+                self._push_steps(copy)
+                copy.sent = copy.pushed, copy.allowed, copy.total, copy.quiet, copy.peer_steps, copy.until
                 where = ctypes.addressof(_first_byte(copy.table)), len(copy.table), copy.width
                 common = copy.slot, copy.lane, owner, 0, copy.until, *lock
                 agent, places, first, token = 0, 0, 0, b""
                 if (turns := copy.turns) is not None:
                     copy.kept.append(name := _named(turns.agent))
                     agent, places, first, token = ctypes.addressof(name), turns.places, turns.first, turns.token
-                said = *copy.said[:5], agent, peer, places, first, token
-                self._machine.tell(_FLOW.pack(records.FLOW, *common, *where, *said))
+                said = *copy.sent[:5], agent, peer, places, first, token
+                self._machine.send(_FLOW.pack(records.FLOW, *common, *where, *said))
             elif copy.records is not None:
                 record = copy.records[0]
                 record[records.SLOT], record[records.OWNER], record[records.PEER_NUMBER] = copy.slot, owner, peer
                 record[records.LOCK : records.LOCK_USERS + 1] = lock
-                self._machine.tell(record.tobytes())
+                self._machine.send(record.tobytes())
 
-    def _lay(self, copy: Copy) -> bool:
+    def _write_records(self, copy: Copy) -> bool:
         """Make the records of a copy, or of steps of a flow; if something has to be seen to before, that begins."""
         job, kept, gpu, sums = copy.job, copy.kept, self._gpu, copy.sums
         tables = copy.batch or job.tables
@@ -728,7 +728,7 @@ class Mover:
                 *(0 if gpu is None else self._ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
                 *(int(gpu is not None and batch.from_nic and gpu.flushes), 0, 0, 0, 0),
-                *(_NO_POST if job.post is None else self._posting(copy, job.post, len(batch.said))),
+                *(_NO_POST if job.post is None else self._post_words(copy, job.post, len(batch.said))),
                 0,
             )
             copy.records = batch.lay(common, gpu, kept, copy.room, 0 if sums is None else len(sums.words))
@@ -745,7 +745,7 @@ class Mover:
         (copy.flow or copy).kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
         return False
 
-    def _posting(self, copy: Copy, post: Post, steps: int) -> tuple[int, ...]:
+    def _post_words(self, copy: Copy, post: Post, steps: int) -> tuple[int, ...]:
         """What a record says from POST on; of so many steps, the first."""
         name, near, far = _named(post.peer), post.local, post.remote
         here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
@@ -760,7 +760,7 @@ class Mover:
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
-    def _number(self, owner: Hashable) -> int:
+    def _job_number(self, owner: Hashable) -> int:
         """By what number the machine knows one, from when it is sent a job: negative (`~`) where it hears of it first.
 
         An owner that has had no copy for long is forgotten.
@@ -775,7 +775,7 @@ class Mover:
 
     # --- flows
 
-    def _steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[Copy]:
+    def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[Copy]:
         """Steps that are to follow."""
         found: list[Copy] = []
         for job in jobs:
@@ -783,65 +783,65 @@ class Mover:
                 _check(job.post)
             step = Copy(job, flow.lane, flow=flow)
             if job.after is not READY:
-                self._split(job.after, step)
+                self._sort_events(job.after, step)
             found.append(step)
         return found
 
-    def _fill(self, flow: Flow) -> None:
+    def _push_steps(self, flow: Flow) -> None:
         """Put steps where the machine finds them, as far as there is room and nothing has to come before."""
         if flow.slot < 0 or flow.over:
             return
         steps, table, room = flow.steps, flow.table, len(flow.table)
-        while steps and (free := room - flow.known + flow.passed) > 0 and not flow.held:
+        while steps and (free := room - flow.pushed + flow.steps_done) > 0 and not flow.held:
             step = steps[0]
             if step.waits:
                 flow.held = True
                 self._unfired.append(step)
                 self._delay = _LOOK_S
-                if self._look is None:
-                    self._look = self._loop.call_soon(self._ask)
+                if self._query_timer is None:
+                    self._query_timer = self._loop.call_soon(self._query_events)
                 return
-            if step.records is None and not self._lay(step):
+            if step.records is None and not self._write_records(step):
                 flow.held = True
                 return
             found, laid = step.records, step.laid
             if found is None:
                 return
             if not laid:
-                step.stop = flow.known + len(found)
-                flow.pointed.append(step)
-            at, many = flow.known % room, min(free, len(found) - laid)
+                step.stop = flow.pushed + len(found)
+                flow.refs.append(step)
+            at, many = flow.pushed % room, min(free, len(found) - laid)
             first = min(many, room - at)
             table[at : at + first] = found[laid : laid + first]
             table[: many - first] = found[laid + first : laid + many]
             step.laid += many
-            flow.known += many
+            flow.pushed += many
             if step.laid == len(found):
                 steps.popleft()
 
-    def _go_on(self, flow: Flow) -> None:
+    def _on_step_free(self, flow: Flow) -> None:
         """What the next step had to wait for has happened."""
         flow.held = False
-        self._fill(flow)
-        self._say(flow)
+        self._push_steps(flow)
+        self._send_progress(flow)
 
-    def _say(self, flow: Flow) -> None:
+    def _send_progress(self, flow: Flow) -> None:
         """Tell the machine how far a flow may go."""
-        said = flow.known, flow.allowed, flow.total, flow.quiet, flow.heard, flow.until
-        if said != flow.said and self._copies.get(flow.slot) is flow and not flow.cancelled:
-            flow.said = said
-            self._machine.tell(_ON.pack(records.ON, flow.slot, said[5], *said[:5]))
+        said = flow.pushed, flow.allowed, flow.total, flow.quiet, flow.peer_steps, flow.until
+        if said != flow.sent and self._copies.get(flow.slot) is flow and not flow.cancelled:
+            flow.sent = said
+            self._machine.send(_ON.pack(records.ON, flow.slot, said[5], *said[:5]))
 
     def _fail(self, copy: Copy, error: KvxferError) -> None:
         """A copy cannot even get to the machine."""
         flow = copy.flow
         if flow is None:
-            self._tell(copy, self._outcome(error))
+            self._report(copy, self._outcome(error))
         elif not flow.over:
             flow.error = flow.error or error
             self.cancel(flow)
 
-    def _flow_news(
+    def _on_flow(
         self, flow: Flow, flags: int, code: int, started: int, copying: int, posted: int, wire: int, posting: int
     ) -> None:
         """More steps of a flow are done, or it has ended."""
@@ -858,35 +858,35 @@ class Mover:
             wire=wire / _NS,
             steps=flags // records.COUNTED,
         )
-        flow.passed = told.steps
-        while flow.pointed and flow.pointed[0].stop <= flow.passed:
-            flow.pointed.popleft()
+        flow.steps_done = told.steps
+        while flow.refs and flow.refs[0].stop <= flow.steps_done:
+            flow.refs.popleft()
         if flow.awaits:  # what was copied had come
-            flow.heard = max(flow.heard, flow.passed)
+            flow.peer_steps = max(flow.peer_steps, flow.steps_done)
         if outcome == records.PASSING:
             if flow.steps:
-                self._fill(flow)
-                self._say(flow)
+                self._push_steps(flow)
+                self._send_progress(flow)
             if told.steps == flow.total:  # its end comes next
                 return
             try:
                 flow.progress(told)
-            except Exception as error:  # noqa: BLE001 - as in `_tell`
+            except Exception as error:  # noqa: BLE001 - as in `_report`
                 self._loop.call_exception_handler({"message": "nobody took the progress of a flow", "exception": error})
             return
         flow.over = True
         flow.left = bool(flow.lefts)
-        self._let_out(flow)
+        self._free_slot(flow)
         flow.steps.clear()
         if flow.error is not None and told.error is None:
             told = replace(told, error=flow.error, stopped=False)
-        self._tell(flow, told)
+        self._report(flow, told)
         if flow.lefts or flow.doubtful:
-            self._settle(flow)
+            self._settle_steps(flow)
         else:
-            flow.pointed.clear()
+            flow.refs.clear()
 
-    def _step_news(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
+    def _on_step(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
         """A step of a flow ended in doubt, or more is known of that."""
         flow = self._copies[flow_at if outcome == records.IN_DOUBT else slot]
         lingers = bool(flags & records.IS_LINGERING)
@@ -901,26 +901,26 @@ class Mover:
             flow.doubtful |= lingers
             flow.severed |= not lingers  # nobody will say of what has left this side that it does not land any more
         flow.severed |= outcome == records.SEVERED
-        flow.unasked |= outcome == records.OVER and not code
-        self._settle(flow)
+        flow.forgotten |= outcome == records.OVER and not code
+        self._settle_steps(flow)
 
-    def _settle(self, flow: Flow) -> None:
+    def _settle_steps(self, flow: Flow) -> None:
         """Of steps in doubt some may be over."""
         if not flow.over:
             return
         left, flow.left = flow.left, bool(flow.lefts)
         if not flow.left:
-            flow.pointed.clear()
+            flow.refs.clear()
             if left and flow.job.passage is not None:
                 flow.job.passage.give_back()
         if flow.doubtful and not any(flow.lefts.values()) and not flow.late:
             flow.late = True
-            severed = flow.severed and not flow.unasked  # else nobody is left to be told
-            self._tell_late(flow, records.SEVERED if severed else records.OVER, int(not flow.unasked))
+            severed = flow.severed and not flow.forgotten  # else nobody is left to be told
+            self._report_late(flow, records.SEVERED if severed else records.OVER, int(not flow.forgotten))
 
     # --- events of the machine
 
-    def _read(self) -> None:
+    def _read_events(self) -> None:
         """Take what the machine says."""
         first = not self._news  # else a turn in which the rest is told is due
         try:
@@ -939,32 +939,32 @@ class Mover:
                 continue  # the next one says more of the same flow
             copy = self._copies.get(event[0])
             if isinstance(copy, Flow) and event[0] < records.JOBS:
-                self._flow_news(copy, *event[1:])
+                self._on_flow(copy, *event[1:])
             else:
-                self._hear(*event)
+                self._on_event(*event)
             if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return
 
-    def _hear(
+    def _on_event(
         self, slot: int, flags: int, code: int, started: int, copied: int, posted: int, finished: int, posting: int
     ) -> None:
         """An event."""
         outcome = flags & records.OUTCOMES
         if slot == records.NOBODY:
-            caught, self._caught = self._caught, None
+            caught, self._abandoning = self._abandoning, None
             if caught is not None and not caught.done():
                 caught.set_result(None)
             return
         if slot >= records.JOBS:
-            self._step_news(slot, started, flags, outcome, code)
+            self._on_step(slot, started, flags, outcome, code)
             return
         copy = self._copies[slot]
         if not flags & records.IS_LEFT:
-            self._let_out(copy)
+            self._free_slot(copy)
         left, copy.left = copy.left, bool(flags & records.IS_LEFT)
         if left:
-            self._tell_late(copy, outcome, code)
+            self._report_late(copy, outcome, code)
             return
         told = CopyOutcome(
             self._error(copy.job, outcome, code, flags) if outcome in _BROKEN else None,
@@ -980,11 +980,11 @@ class Mover:
         if copy.found is not None and outcome == records.DONE:
             told = replace(told, sums=copy.found.astype("<i8").tobytes())
         if copy.job.sums is not None and self._gpu is None and outcome == records.DONE:
-            copy.kept.append(self._loop.create_task(self._add_up(copy, told), name="kvxfer add up"))
+            copy.kept.append(self._loop.create_task(self._sum_on_host(copy, told), name="kvxfer add up"))
         else:
-            self._tell(copy, told)
+            self._report(copy, told)
 
-    def _let_out(self, copy: Copy) -> None:
+    def _free_slot(self, copy: Copy) -> None:
         """The machine has nothing of it any more."""
         job = copy.job
         del self._copies[copy.slot]
@@ -998,9 +998,9 @@ class Mover:
             job.passage.give_back()
         self._awaiting -= copy.awaits
         if self._queue:
-            self._send(self._queue.popleft())
+            self._start(self._queue.popleft())
         if self._parked and self._free:
-            self._send(self._parked.popleft())
+            self._start(self._parked.popleft())
 
     def _error(self, job: CopyJob, outcome: int, code: int, flags: int) -> KvxferError | None:
         """Why a job failed; a driver's codes are positive, a transport's are not."""
@@ -1018,13 +1018,13 @@ class Mover:
             why = "the worker was closed" if self._closing else "the agent was rebuilt"
             return FabricError(f"{why} while a post to {post.peer} was under way", disconnected=gone, in_doubt=in_doubt)
         if flags & records.IS_GONE and native.for_good:
-            self._gone.add(post.peer)
+            self._disconnected.add(post.peer)
         error = native.error(code, f"{_DOING[post.operation]} {post.peer}", gone, in_doubt)
         if lingers and flags & records.IS_GONE:
             error = FabricError(f"{error}, and not every part has ended", in_doubt=in_doubt)
         return error
 
-    def _tell_late(self, copy: Copy, outcome: int, ended: int) -> None:
+    def _report_late(self, copy: Copy, outcome: int, ended: int) -> None:
         """More is known of what ended in doubt."""
         post = copy.job.post
         if not copy.left:
@@ -1035,26 +1035,26 @@ class Mover:
             return
         try:
             post.late(outcome == records.OVER)
-        except Exception as error:  # noqa: BLE001 - as in `_tell`
+        except Exception as error:  # noqa: BLE001 - as in `_report`
             self._loop.call_exception_handler({"message": "nobody took the end of a doubt", "exception": error})
 
-    async def _add_up(self, copy: Copy, told: CopyOutcome) -> None:
+    async def _sum_on_host(self, copy: Copy, told: CopyOutcome) -> None:
         """Add up what CPU memory holds, in a worker thread."""
         plan = copy.job.sums
         try:
             if plan is not None:
-                sums = await self._runtime.in_thread(lambda: self._machine.total(plan))
+                sums = await self._runtime.in_thread(lambda: self._machine.sum_memory(plan))
                 told = replace(told, sums=sums)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             told = replace(told, error=_error("sums of CPU memory failed", error))
-        self._tell(copy, told)
+        self._report(copy, told)
 
     def _outcome(self, error: KvxferError | None = None, *, stopped: bool = False) -> CopyOutcome:
         """Of what the machine never had."""
         now = self._runtime.now()
         return CopyOutcome(error, now, now, stopped)
 
-    def _tell(self, copy: Copy, outcome: CopyOutcome) -> None:
+    def _report(self, copy: Copy, outcome: CopyOutcome) -> None:
         self._machine.state[records.HELD] -= copy.awaits
         if outcome.stopped and copy.closed:
             outcome = replace(outcome, stopped=False, error=ClosedError("the worker was closed before it was copied"))
@@ -1064,12 +1064,12 @@ class Mover:
             self._loop.call_exception_handler({"message": "nobody took the end of a copy", "exception": error})
         if not copy.left:
             copy.kept.clear()
-        self._untold -= 1
-        if self._refusing and not self._untold:
+        self._unreported -= 1
+        if self._refusing and not self._unreported:
             if not self._idle.done():
                 self._idle.set_result(None)
             if self._closing:
-                self._hang_up()
+                self._stop_reading()
                 self._machine.stop()
 
 
@@ -1137,7 +1137,7 @@ class _Machine:
         delay = self._code.step(self.state, self.jobs, self.ports)
         return None if delay < 0 else delay / _NS
 
-    def total(self, plan: SumPlan) -> bytes:
+    def sum_memory(self, plan: SumPlan) -> bytes:
         """Add up what CPU memory holds, in the calling thread."""
         sums: bytes = self._walk.total(plan)
         return sums
@@ -1180,7 +1180,7 @@ class _Machine:
             self.ports[records.AGENT_PORTS :] = native.table
             self.state[records.ORDERLY] = orderly
         agent, notices = (0, 0) if native is None else (native.agent, native.notices)
-        self.tell(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
+        self.send(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
 
     def claim(self) -> bool:
         """See `Mover.claim`."""
@@ -1190,14 +1190,14 @@ class _Machine:
         """See `Mover.release_claim`."""
         self._posts.release_claim(self.state.ctypes.data)
 
-    def late(self, now: float) -> float:
+    def owed_seconds(self, now: float) -> float:
         """For how long there was no step since one was asked for."""
         stepped = int(self.state[records.STEPPED]) / _NS
         if self.state[records.ASLEEP] and self._asked <= stepped:
             return 0.0
         return max(0.0, now - max(self._asked, stepped))
 
-    def tell(self, record: bytes) -> None:
+    def send(self, record: bytes) -> None:
         """Put a record into the pipe, as soon as there is room. Of no effect when it has ended."""
         if not self._descriptors:
             return
@@ -1209,12 +1209,12 @@ class _Machine:
             try:
                 os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
             except BlockingIOError:
-                self._loop.add_writer(self._commands, self._send)
+                self._loop.add_writer(self._commands, self._write_pending)
                 self._unsent.append(record)
         if self.wake is not None:
             self.wake()
 
-    def _send(self) -> None:
+    def _write_pending(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 os.write(self._commands, self._unsent[0])
@@ -1233,7 +1233,7 @@ class _Machine:
         """How many helpers of so many a copy on CPU memory wakes. They are started when they are first needed."""
         wanted = min(wanted, self._most - 1)
         while len(self._helpers) < wanted:
-            helper = threading.Thread(target=self._help, name="kvxfer-copy", daemon=True)
+            helper = threading.Thread(target=self._run_helper, name="kvxfer-copy", daemon=True)
             try:
                 helper.start()
             except RuntimeError:  # the system does not let it: who is there does its part
@@ -1241,7 +1241,7 @@ class _Machine:
             self._helpers.append(helper)
         return max(0, min(wanted, len(self._helpers)))
 
-    def _help(self) -> None:
+    def _run_helper(self) -> None:
         settle(self._cpus)
         self._walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
 
@@ -1251,7 +1251,7 @@ class _Machine:
             return True
         if not self._stopping:
             self._stopping = True
-            self.tell(_BRIEF.pack(records.STOP, 0, 0, 0, b""))
+            self.send(_BRIEF.pack(records.STOP, 0, 0, 0, b""))
         if not self._join(timeout):
             return False
         _machines.discard(self)

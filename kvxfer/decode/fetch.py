@@ -44,7 +44,7 @@ from kvxfer.transfers import FetchResult, Progress, TransferState, short
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
 
-__all__ = ["Cause", "Fetch", "Standing", "in_doubt", "reported", "standing", "translated"]
+__all__ = ["Cause", "Fetch", "Standing", "doubt_error", "fetch_error", "report_on", "standing"]
 
 # --- what a fetch that failed says
 #
@@ -85,7 +85,7 @@ def standing(parts: Sequence[Receiver], failed: Receiver | None = None) -> Stand
     )
 
 
-def translated(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
+def fetch_error(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
     """The error that says of a whole fetch how one rank's part failed."""
     peer, blocks = part.peer.name, fetch.listed
     what = f"fetch of {fetch.request!r} from {peer} failed"
@@ -106,7 +106,7 @@ def translated(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
     return TransferFailedError(what, reason=failure.code, peer=peer, transfer=fetch.id, blocks=blocks)
 
 
-def in_doubt(
+def doubt_error(
     fetch: "Fetch", cause: Cause | None, settled: Callable[[], Awaitable[None]], peer: str, who: str
 ) -> MemoryInDoubtError:
     """What is raised instead where somebody may still write the blocks."""
@@ -122,7 +122,7 @@ def in_doubt(
     return error
 
 
-def reported(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, route: str) -> tuple[Cause, FailureReport]:
+def report_on(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, route: str) -> tuple[Cause, FailureReport]:
     """The report of a fetch that has ended, and the error that carries it.
 
     An error that many fetches share (they waited for the same stream) is copied, so that each has its own report.
@@ -197,7 +197,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
         if self.timeout is not None:
             self.deadline = self.began + self.timeout
-            self._timer = self.site.at(self.deadline, self._timed_out)
+            self._timer = self.site.call_at(self.deadline, self._on_timeout)
         try:
             engine = self.role.engine(self.ticket)
             if engine is not None:
@@ -206,23 +206,23 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             self._stop(error)
         except Exception as error:  # noqa: BLE001 - as in a task: a defect ends the fetch, which its caller has to await
             _log.error("task_failed", task=f"kvxfer fetch {self.id}", error=repr(error), exc_info=error)
-            self.broken(error)
+            self.on_error(error)
         if not (self._asked or self.done):
-            self._task = self.site.tasks.spawn(self._connect(), f"kvxfer fetch {self.id}", self.broken, spare=True)
+            self._task = self.site.tasks.spawn(self._connect(), f"kvxfer fetch {self.id}", self.on_error, spare=True)
 
     async def _connect(self) -> None:
         """Ask when all ranks that can be reached are."""
         try:
-            self._ask(await self._divided())
+            self._ask(await self._reach())
         except KvxferError as error:
             self._stop(error)
 
-    async def _divided(self) -> Engine:
+    async def _reach(self) -> Engine:
         """What is needed of each prefill rank that could be reached."""
-        site, links = self.site, self.role.known(self.ticket)
+        site, links = self.site, self.role.known_links(self.ticket)
         lost: KvxferError | None = None
         if None in links:
-            links, lost = await self._connected()
+            links, lost = await self._open_links()
         peers = [None if link is None else link.peer for link in links]
 
         def shares() -> Sequence[PairPlan | None]:
@@ -237,9 +237,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 what = f"fetch of {self.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
-        return self.role.divided(self.ticket, links, await site.plan(shares, rows=site.plans.shares_rows(peers)))
+        return self.role.make_engine(self.ticket, links, await site.plan(shares, rows=site.plans.shares_rows(peers)))
 
-    async def _connected(self) -> tuple[list[Link | None], KvxferError | None]:
+    async def _open_links(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
         endpoints, peers = self.ticket.rank_endpoints, self.role.peers
         epoch = bytes.fromhex(self.ticket.epoch)
@@ -267,15 +267,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 grants = Grants(site, link.peer, site.receive_desk)
                 exposure = Exposure(site, link, f"{role.prefix}{number}")
                 receiver = Receiver(site, link, number, part, self, link.peer, grants, exposure, Receiving(number))
-                sent = receiver.ask() and sent
+                sent = receiver.send_fetch() and sent
             for link in engine.idle:
                 link.send(wire.Release(self.ref))
         finally:
             self._asked = True
         if not engine.parts:
-            self.broken(TransferFailedError("no rank that was reached has anything of it"))
+            self.on_error(TransferFailedError("no rank that was reached has anything of it"))
         if not sent:
-            self.changed()
+            self.on_receiver()
 
     def watch(self) -> None:
         """See `Progress`."""
@@ -296,11 +296,11 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             self._timer.cancel()
         self.site.custody.release(self.id)
         payloads = [receiver.machine.payload for receiver in self.receivers]
-        self.ending = self._counted()
+        self.ending = self._merge_counts()
         self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
-        self.role.succeeded(self)
+        self.role.on_success(self)
 
-    def account(self) -> None:
+    def finish_success(self) -> None:
         """Tell every prefill rank that nothing more of the request is needed, and count a success."""
         if self.ending is None:
             return
@@ -312,7 +312,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if _hears_info():
             _log.info("fetch_ended", request=self.request, transfer=self.id, outcome="ok", **stats.log_fields())
 
-    def _failed(self, error: Cause) -> None:
+    def _end_failed(self, error: Cause) -> None:
         """Tell the caller why it failed, and keep in custody what may still be written. Once."""
         site, role = self.site, self.role
         if self.done:
@@ -320,17 +320,17 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         for timer in (self._timer, self._revoke):
             if timer is not None:
                 timer.cancel()
-        tally, stats = self._counted()
+        tally, stats = self._merge_counts()
         self.failed_blocks = self.listed
         self._in_doubt = any(receiver.in_doubt for receiver in self.receivers)
         if self._in_doubt:
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
-            error = in_doubt(self, error, lambda: asyncio.shield(self._settled), silent, who)
+            error = doubt_error(self, error, lambda: asyncio.shield(self._settled), silent, who)
         elif not self.spared.done():
             site.custody.release(self.id)
-        error, report = reported(self, self._standing, error, elapsed=stats.duration, route=stats.route)
+        error, report = report_on(self, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
         key = self.request, self.ticket.attempt
         site.metrics.transfer_ended(Ended("receive", code, stats, report, self.id, key, tally.stages))
@@ -338,12 +338,12 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         say("fetch_failed", **stats.log_fields(), **report.log_fields())
         self.fail(error, report)
         if self.unwanted:
-            site.loop.call_soon(self._give_back)  # a retry may begin in this turn
+            site.loop.call_soon(self._release_request)  # a retry may begin in this turn
         elif not (self.keep or self.superseded):
-            role.failed(self)
-        role.ended(self)
+            role.on_failure(self)
+        role.on_end(self)
 
-    def _counted(self) -> tuple[Tally, TransferStats]:
+    def _merge_counts(self) -> tuple[Tally, TransferStats]:
         """What all ranks' parts counted, and that as the caller sees it. Once."""
         routes, whys, peers, receivers = set[str](), dict[str, None](), list[str](), self.receivers
         tally = receivers[0].tally if len(receivers) == 1 else Tally()
@@ -364,10 +364,10 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     # --- what its receivers say
 
-    def changed(self) -> None:
+    def on_receiver(self) -> None:
         """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""
         if self.done:
-            self.role.ended(self)
+            self.role.on_end(self)
             return
         if not self._asked:
             return
@@ -385,8 +385,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if not (self.spared.done() or any(receiver.in_doubt for receiver in self.receivers)):
                 self.spared.set_result(None)  # for good: who gives up grants nothing more
                 self.site.custody.release(self.id)
-            if all(receiver.quiet for receiver in self.receivers):
-                self._failed(self._error)
+            if all(receiver.blocks_safe for receiver in self.receivers):
+                self._end_failed(self._error)
 
     # --- what ends it early
 
@@ -404,15 +404,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """The worker is closing and cannot wait any longer."""
         if not self.done:
             if self._error is None:
-                self._fail(ClosedError(f"the fetch of {self.request!r} was abandoned"))
-            self._silence()
+                self._note_failure(ClosedError(f"the fetch of {self.request!r} was abandoned"))
+            self._on_revoke_timeout()
 
-    def broken(self, error: BaseException) -> None:
+    def on_error(self, error: BaseException) -> None:
         """A task of it was cancelled, or met a defect."""
         text = f"fetch of {self.request!r} could not go on: {error!r}"
         self._stop(TransferFailedError(text, transfer=self.id, blocks=self.listed))
 
-    def _timed_out(self) -> None:
+    def _on_timeout(self) -> None:
         waited, at = self.site.now() - self.began, standing(self.receivers)
         hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
         self._stop(
@@ -429,15 +429,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     def _stop(self, error: Cause) -> None:
         if self._error is not None or self.done:
             return
-        self._fail(error)
+        self._note_failure(error)
         if self._asked:
-            self.changed()
+            self.on_receiver()
         else:  # nobody was asked for anything yet
-            self._failed(error)
+            self._end_failed(error)
             if self._task is not None:  # else it is in its first step, and comes to its end by itself
                 self._task.cancel()
 
-    def _fail(self, error: Cause, failed: Receiver | None = None) -> None:
+    def _note_failure(self, error: Cause, failed: Receiver | None = None) -> None:
         """Note why it fails, and where it stands."""
         self._error, self._standing = error, standing(self.receivers, failed)
 
@@ -446,29 +446,29 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         for receiver in self.receivers:
             failure = receiver.machine.failure
             if failure is not None and self._error is None:
-                self._fail(translated(self, receiver, failure), receiver)
+                self._note_failure(fetch_error(self, receiver, failure), receiver)
 
     def _wind_down(self, error: Cause) -> None:
         """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
         if self._revoke is not None:
             return
-        self._revoke = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._silence)
+        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._on_revoke_timeout)
         # of damage only the rank that sent it is told, and by now has been
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
         failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
         for receiver in self.receivers:
-            if not receiver.quiet:
+            if not receiver.blocks_safe:
                 receiver.stop(failure)
 
-    def _silence(self) -> None:
+    def _on_revoke_timeout(self) -> None:
         """Nobody is waited for any longer."""
         silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self.site.config.revoke_timeout:g} s")
         for receiver in self.receivers:
-            if not receiver.quiet:
-                receiver.lost(silent)
+            if not receiver.blocks_safe:
+                receiver.on_link_lost(silent)
         self._collect_failures()
         if self._error is not None:
-            self._failed(self._error)
+            self._end_failed(self._error)
 
     # --- what becomes of its request, and of what it leaves in doubt
 
@@ -482,19 +482,19 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
         return False in [receiver.finished for receiver in self.receivers]
 
-    def _give_back(self) -> None:
+    def _release_request(self) -> None:
         if self.unwanted:
-            self.role.given_up(self)
+            self.role.on_given_up(self)
 
-    def settle(self) -> None:
+    def on_doubt_ended(self) -> None:
         """Evidence came in, if they were in doubt: no peer can write the blocks any more."""
         if self._in_doubt and not self._settled.done():
             self.site.custody.settle(self.id)
-            self._give_back()
+            self._release_request()
             self.memory_safe = True
             self._settled.set_result(None)
 
-    def forsake(self) -> None:
+    def leave_in_doubt(self) -> None:
         """The worker is closed: there will be no evidence any more. The memory is left to the process's end."""
         if not self._settled.done():
             self._settled.set_exception(

@@ -9,8 +9,8 @@ beside it: they are fed to the state machine (`protocol.transfer`) where the fra
 protocol is raised there, and wake whoever waits for them. What counts memory is done where the news comes in, and not
 by whoever goes on with it a turn later.
 
-Whatever goes wrong ends in `stop` or `lost`. Then nothing new begins, and `_settle` gives back what the peer is through
-with, and quarantines what it may still write.
+Whatever goes wrong ends in `stop` or `on_link_lost`. Then nothing new begins, and `_reclaim` gives back what the peer
+is through with, and quarantines what it may still write.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
-from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import Desk, Site, Tally, no_hold, resolve
+from kvxfer.safety.doubt import Exposure, may_outlive_agent, want_new_agent
+from kvxfer.site import Desk, Site, Tally, no_op, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Checking:
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
 
-    def heard(self, message: wire.Sums) -> None:
+    def on_sums(self, message: wire.Sums) -> None:
         """The peer says what a chunk adds up to that it has, and that has not arrived yet."""
         if selected(self._transfer, message.chunk, self._every):
             self._sums[message.chunk] = message.sums
@@ -153,7 +153,7 @@ class Grants(Struct, eq=False):
         """Whether it has any memory."""
         return bool(self.ahead or self.ring)
 
-    def write_in_place(self, nbytes: int) -> None:
+    def count_in_place(self, nbytes: int) -> None:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
         if nbytes:
             self._in_place += nbytes
@@ -174,7 +174,7 @@ class Grants(Struct, eq=False):
     def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
         self.ring, self._first = self.desk.write(extent, most - 1), chunk
-        return named(self.ring)
+        return to_grants(self.ring)
 
     def turns(self) -> int:
         """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
@@ -188,7 +188,7 @@ class Grants(Struct, eq=False):
         """The first chunk of this grant is this one, and those before it have left their places."""
         self._turn, self._since = chunk, now
 
-    def note(self, copied: int, now: float, nbytes: int) -> None:
+    def measure_turns(self, copied: int, now: float, nbytes: int) -> None:
         """So many chunks, of at most so many bytes each, have left their places: see how fast turns are."""
         chunks, key = copied - self._turn, self.peer.identity.incarnation
         if chunks >= len(self.ring) > 0 and now > self._since and self.site.plans.knows(self.peer):
@@ -204,11 +204,11 @@ class Grants(Struct, eq=False):
         """Where chunks go, or are."""
         return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Nothing is in the peer's hands, and nothing is read: give all back."""
-        self.settle(range(0), lost=False)
+        self.end(range(0), lost=False)
 
-    def settle(self, hands: range, *, lost: bool) -> None:
+    def end(self, hands: range, *, lost: bool) -> None:
         """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
 
         Nothing of it is read any more.
@@ -225,9 +225,9 @@ class Grants(Struct, eq=False):
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self.peer.name} is silent")
         if self.ring:
-            self._settle(hands)
+            self._quarantine(hands)
 
-    def _settle(self, hands: range) -> None:
+    def _quarantine(self, hands: range) -> None:
         """Give back what the peer has not in its hands; quarantine the rest."""
         ring = self.ring
         kept: Sequence[Extent] = ring if hands else ()
@@ -250,12 +250,12 @@ class Grants(Struct, eq=False):
             self.desk.release(*written)
 
 
-def named(ring: Sequence[Extent]) -> list[wire.Grant]:
+def to_grants(ring: Sequence[Extent]) -> list[wire.Grant]:
     """Places as the peer is told of them."""
     return list(map(wire.Grant, map(_address_of, ring), map(_nbytes_of, ring)))
 
 
-class _Said(Struct, eq=False):
+class _LastReserve(Struct, eq=False):
     """What the peer was told by the last grant."""
 
     copied: int = 0  # so many chunks had left their places
@@ -287,7 +287,7 @@ class _Run(Struct, eq=False):
     first: int  # the first of them
     way: tuple[str, int]  # of what is read: the peer's agent, and what its memory is granted by
     copying: float = 0.0  # seconds that copying them took
-    unwant: Callable[[], None] = no_hold  # wants no other agent any more, which would end what is in doubt
+    unwant: Callable[[], None] = no_op  # wants no other agent any more, which would end what is in doubt
 
 
 class Receiver(Struct, eq=False):
@@ -312,7 +312,7 @@ class Receiver(Struct, eq=False):
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
     _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
-    _grant_said: _Said = field(default_factory=_Said)
+    _last_reserve: _LastReserve = field(default_factory=_LastReserve)
     _writes: bool = False  # whether the caller's blocks may be written
     _bound: Bound | None = None
     _grid: ChunkGrid | None = None
@@ -321,21 +321,21 @@ class Receiver(Struct, eq=False):
     _flushed: int = 0  # the first so many are
     _run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
     _turns: Turns | None = None  # which it takes with the peer's
-    _begun: int = 0  # of the first so many chunks there are steps
+    _submitted: int = 0  # of the first so many chunks there are steps
     _copied: int = 0  # the first so many have been copied (`pull`: read)
     _agreement: bytes = b""  # what is meant by what is granted with the question
     _asked: float = 0.0  # since when memory is waited for
     _request: Request | None = None
-    _room: Extent | None = None  # what was waited for
+    _extent: Extent | None = None  # what was waited for
     _nbytes: int | None = None  # that the peer has moved, as it says
     _plans: bool = True  # whether this side makes a plan of it
-    _answer: wire.Accept | None = None  # with which `run` has not begun yet
+    _unplanned: wire.Accept | None = None  # with which `run` has not begun yet
     _news: asyncio.Future[None] | None = None
-    _stirred: bool = False  # whether there is news that `run` has not looked at
+    _has_news: bool = False  # whether there is news that `run` has not looked at
     _copies: int = 0  # of our own, in the caller's blocks
     _given_up: bool = False
-    _awake: Callable[[], None] = no_hold
-    _leave: Callable[[], None] = no_hold
+    _stop_polling: Callable[[], None] = no_op
+    _release_lane: Callable[[], None] = no_op
 
     # --- what others ask
 
@@ -370,7 +370,7 @@ class Receiver(Struct, eq=False):
         return not self._staged if self.route is Route.UNKNOWN else self.route in IN_PLACE
 
     @property
-    def quiet(self) -> bool:
+    def blocks_safe(self) -> bool:
         """Whether it is over, or was lost, and nobody writes the caller's blocks any more.
 
         A peer that is back is asked what became of it; the blocks do not wait for that where it cannot write them.
@@ -380,7 +380,7 @@ class Receiver(Struct, eq=False):
     @property
     def finished(self) -> bool:
         """Whether nothing of it is under way or in doubt, staging memory included."""
-        return self.quiet and not self.grants
+        return self.blocks_safe and not self.grants
 
     @property
     def owes_an_answer(self) -> bool:
@@ -396,7 +396,7 @@ class Receiver(Struct, eq=False):
         """Whether anything new may be begun."""
         return self.machine.state is ReceiveState.MOVING and not self._given_up
 
-    def _go_on_if_moving(self) -> None:
+    def _check_moving(self) -> None:
         """End `run` where nothing new may be begun any more."""
         if not self.moving:
             raise asyncio.CancelledError
@@ -404,11 +404,11 @@ class Receiver(Struct, eq=False):
     def watch(self) -> None:
         """Hear of chunks soon: somebody waits for them one by one."""
         if self._run is not None:
-            self.site.mover.watch(self._run.flow)
+            self.site.mover.report_soon(self._run.flow)
 
     # --- from the question to the last chunk
 
-    def ask(self) -> bool:
+    def send_fetch(self) -> bool:
         """Ask, and grant with the question what may be. False if the link is gone.
 
         Where a route in place comes first that is the whole transfer, if the caller's blocks may be written now. Where
@@ -422,7 +422,7 @@ class Receiver(Struct, eq=False):
         routes, writes = part.asks.routes if link.is_open else [], after is READY
         first = routes[0] if routes else Route.UNKNOWN
         staged = first is Route.STAGED
-        self._routes, self._staged, self._writes, exposure.then = routes, staged, writes, self._safe
+        self._routes, self._staged, self._writes, exposure.then = routes, staged, writes, self._on_evidence
         if site.sums_every:
             self.checking = Checking(self.transfer, site.sums_every)
         ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
@@ -432,9 +432,9 @@ class Receiver(Struct, eq=False):
         fetch.role.incoming[self.transfer] = self
         generation, self._asked = 0, site.now()
         if ahead and staged:
-            ahead = self._take_ahead(tokens)
+            ahead = self._grant_ahead(tokens)
         elif ahead:
-            grants.write_in_place(pair.most_bytes(spans, tokens))
+            grants.count_in_place(pair.most_bytes(spans, tokens))
         if ahead:
             machine.ahead, grants.lease_ms = True, grants.next_lease_ms()
             exposure.routes = (first,) if staged else routes
@@ -451,7 +451,7 @@ class Receiver(Struct, eq=False):
             lease_ms=grants.lease_ms,
             generation=generation,
             agreement=self._agreement if ahead else b"",
-            ring=named(grants.ahead) if grants.ahead else [],
+            ring=to_grants(grants.ahead) if grants.ahead else [],
             ring_chunks=machine.staging,
             token=b"" if turns is None else turns.token,
             fenced=site.keys.has(self.peer),
@@ -461,17 +461,17 @@ class Receiver(Struct, eq=False):
             return machine.state is not ReceiveState.LOST  # what the peer has not read was too much
         machine.ahead = False
         self._void_ahead()
-        self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
+        self.on_link_lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
 
-    def _take_ahead(self, tokens: range) -> bool:
+    def _grant_ahead(self, tokens: range) -> bool:
         """Take staging memory that is granted with the question. Whether there is any."""
         site, grants, most, token, agent = self.site, self.grants, 1, b"", ""
         nbytes = self.part.pair.most_staged_bytes(tokens)
         if nbytes > site.place_bytes:
             places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
             most = min(site.config.window, grants.desk.share.most(nbytes), places)
-            token, agent = _token(None if self.checking is not None else self._agent())
+            token, agent = _new_token(None if self.checking is not None else self._peer_agent())
             if not token:
                 return False
         grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
@@ -484,51 +484,51 @@ class Receiver(Struct, eq=False):
 
     async def run(self, message: wire.Accept) -> None:
         """Receive what was asked for. What fails stops all of it."""
-        machine, rows = self.machine, self._rows()
+        machine, rows = self.machine, self._table_rows()
         try:
             if self._plans and self._bound is None:
                 warming = self.site.warming.get((self.peer.identity.incarnation, False))
                 if warming is not None and not warming.done():
-                    await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
+                    await self._wait_shared(asyncio.ensure_future(asyncio.wait({warming})))
                 self._stale = False  # while a thread plans with the peer's blocks, they may grow
                 self._bound = made = await self.site.plan(partial(self._plan, message, self._source), rows=rows)
                 self.tally.pieces, self._grid = made.pieces, made.grid
             bound = self._bound
             while self.moving:
                 if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
-                    self._let_go()
-                    await self._until_news()
+                    self._release_ring()
+                    await self._wait_for_news()
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
                     self._stale, self._bound = False, None  # nor does any land by them
                     grown = partial(bound.grown, self._source, covered=0)
                     self._bound = bound = await self.site.plan(grown, rows=bound.rows)
                 else:
-                    await self._go_on(bound)
+                    await self._advance(bound)
         except asyncio.CancelledError:
             if not self._given_up:
                 raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            self._failed(error)
+            self._fail(error)
 
     def _begin(self, message: wire.Accept) -> None:
         """Let the mover know of all chunks where the answer tells all and the plan takes no time; else `run` does."""
         site, ring = self.site, self.grants.ring
-        self._answer = message
+        self._unplanned = message
         if not self._plans:  # there is nothing to do before chunks arrive
-            self._help()
+            self._keep_polling()
             return
         warming = site.warming.get((self.peer.identity.incarnation, False))
         known = self._grid is not None and message.chunks <= len(ring) and self.checking is None
-        if known and (warming is None or warming.done()) and self._rows() <= SMALL_PLAN and not self._given_up:
+        if known and (warming is None or warming.done()) and self._table_rows() <= SMALL_PLAN and not self._given_up:
             self._bound = bound = self._plan(message, self._source)
             self.tally.pieces = bound.pieces
             if not bound.part_rows:  # else the tables would take longer
-                self._go_by(self._steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
+                self._submit(self._scatter_steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
                 return  # the mover does what there is to do, and keeps the transport progressing meanwhile
-        self._help()
+        self._keep_polling()
         self._wake()
 
-    def _rows(self) -> int:
+    def _table_rows(self) -> int:
         """About how many rows the tables of its plan have."""
         theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self.fetch.spans.values())
         return max(sum(map(len, theirs)), sum(map(len, ours)))
@@ -542,7 +542,7 @@ class Receiver(Struct, eq=False):
         # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
         fetch, agreed = self.fetch, self._grid
         try:
-            grid = self._cut(message) if agreed is None else agreed
+            grid = self._chunk_grid(message) if agreed is None else agreed
             plan = bind(self.part.pair, source, fetch.spans, fetch.tokens, covered=0)
             differs = agreed is None and plan.digest(grid) != message.digest
             if differs or plan.nbytes != message.bytes:
@@ -551,7 +551,7 @@ class Receiver(Struct, eq=False):
             raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
         return Bound(plan, grid)
 
-    def _cut(self, message: wire.Accept) -> ChunkGrid:
+    def _chunk_grid(self, message: wire.Accept) -> ChunkGrid:
         """How the peer cuts it, which has to make as many chunks as it says."""
         tokens, window, band = self.fetch.tokens, message.tokens_per_chunk, message.windows_per_band
         grid = ChunkGrid(self.part.pair.layers, message.layers_per_chunk, window, tokens.start, tokens.stop, band)
@@ -561,30 +561,30 @@ class Receiver(Struct, eq=False):
 
     # --- chunks, in their order
 
-    async def _go_on(self, bound: Bound | None) -> None:
+    async def _advance(self, bound: Bound | None) -> None:
         """Do all that can be done now, and wait for news."""
         machine = self.machine
         if bound is None or not self._staged:
             if bound is not None and self.route is Route.PULL:
-                await self._read(bound)
+                await self._submit_reads(bound)
             if self._flushed < (arrived := machine.arrived):  # into the caller's blocks, once for all of it
                 if self._flushes:
-                    await self._copy(_FLUSH, 0)
+                    await self._flush_or_sum(_FLUSH, 0)
                 self._flushed = arrived
             there = self._flushed
         else:
-            if self._begun < machine.granted and not self._stale:
-                await self._feed(bound)
+            if self._submitted < machine.granted and not self._stale:
+                await self._submit_scatters(bound)
             there = self._copied
         if machine.chunks_done < there:
-            await self._land(bound, there)
+            await self._land_checked(bound, there)
         if machine.chunks_done < machine.chunks:
             if bound is not None and self.route in IN_PLACE:
                 await self._grant_in_place(bound)
             elif bound is not None and self._staged and machine.granted < machine.chunks:
-                await self._grant(bound)
-            if self._begun == machine.granted or not self._staged:
-                await self._until_news()
+                await self._grant_ring(bound)
+            if self._submitted == machine.granted or not self._staged:
+                await self._wait_for_news()
             else:
                 await asyncio.sleep(0)
 
@@ -593,14 +593,14 @@ class Receiver(Struct, eq=False):
         machine, rebuilds = self.machine, self.site.rebuilds
         if machine.granted == machine.ready:
             return
-        await self._until_writable()
+        await self._wait_until_writable()
         if rebuilds.paused and self.route is Route.DIRECT:
             rebuilds.when_open(self._wake)
         elif self.moving:
-            self.grants.write_in_place((machine.ready - machine.granted) * bound.most_bytes)
+            self.grants.count_in_place((machine.ready - machine.granted) * bound.most_bytes)
             self._reserve(machine.ready)
 
-    async def _grant(self, bound: Bound) -> None:
+    async def _grant_ring(self, bound: Bound) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
 
         Where others wait for memory no place is used again: when the last one is free, all are given back, and this
@@ -608,42 +608,42 @@ class Receiver(Struct, eq=False):
         the few chunks that are ready first.
         """
         machine, grants = self.machine, self.grants
-        self._go_on_if_moving()
+        self._check_moving()
         more, free = machine.granted < machine.ready, self._copied
         most = min(self.site.config.window, grants.desk.share.most(bound.most_bytes), machine.ready - machine.granted)
         contended = grants.desk.contended
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
-            self._let_go()
+            self._release_ring()
         if grants.ring and more and not contended:
-            ahead = self._ahead(most)
+            ahead = self._most_ahead(most)
             if ahead == len(grants.ring):  # a place is used again once this has heard that it is free
                 self.watch()
             if ahead == len(grants.ring) or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
                 self._reserve(min(machine.ready, free + ahead))
-        elif more and not grants.ring and self._request is None and self._room is None:
-            self._ask_for_room(bound)
-        if self._room is not None:
+        elif more and not grants.ring and self._request is None and self._extent is None:
+            self._request_staging(bound)
+        if self._extent is not None:
             rebuilds = self.site.rebuilds
-            named = None if rebuilds.paused else await self._named_turns()
+            named = None if rebuilds.paused else await self._turns_token()
             if named is None or rebuilds.paused:  # what is granted now would be for an agent that is about to go
                 rebuilds.when_open(self._wake)
                 return
-            (token, agent), extent, self._room, contended = named, self._room, None, grants.desk.contended
+            (token, agent), extent, self._extent, contended = named, self._extent, None, grants.desk.contended
             ring = grants.hold(extent, most, machine.granted)
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), machine.granted, token, agent)
-            self._go_by([], 0, self._turns)
-            self.tally.spent(("queued", self._asked, self.site.now()))
-            ahead = len(grants.ring) if contended else self._ahead(most)
+            self._submit([], 0, self._turns)
+            self.tally.add_stages(("queued", self._asked, self.site.now()))
+            ahead = len(grants.ring) if contended else self._most_ahead(most)
             self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
 
-    def _ahead(self, most: int) -> int:
+    def _most_ahead(self, most: int) -> int:
         """How many chunks of a ring may be granted before the first of them has left it."""
         places = len(self.grants.ring)
-        return self.grants.turns() * places if self._take_turns and places >= most else places
+        return self.grants.turns() * places if self._movers_take_turns and places >= most else places
 
     @property
-    def _take_turns(self) -> bool:
+    def _movers_take_turns(self) -> bool:
         """Whether the peer's mover and ours see to it that a place is free: then more may be granted than there are.
 
         Not while that may take long, since the caller's blocks may not be written yet, or our mover has no room: the
@@ -655,46 +655,46 @@ class Receiver(Struct, eq=False):
         self._writes = self._writes or has_fired(self.fetch.after)
         return self._writes
 
-    async def _named_turns(self) -> tuple[bytes, str]:
+    async def _turns_token(self) -> tuple[bytes, str]:
         """A token by which the peer's agent and ours notify each other, and the name of the peer's; or nothing.
 
         Sums of a chunk have to be here before it is copied, so the loops say when that is.
         """
         if self.checking is not None or self.machine.chunks - self.machine.granted == 1:
             return b"", ""
-        agent = self._agent()
+        agent = self._peer_agent()
         if agent is not None and not agent.done():  # no longer than the loops would be late
-            await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=REPEAT_S)))
-        return _token(agent)
+            await self._wait_shared(asyncio.ensure_future(asyncio.wait({agent}, timeout=REPEAT_S)))
+        return _new_token(agent)
 
-    def _agent(self) -> "asyncio.Future[str] | None":
+    def _peer_agent(self) -> "asyncio.Future[str] | None":
         """The name of the peer's agent, once ours knows it; None if it will not."""
-        if self._leave is no_hold:
-            self._leave = self.site.lanes.hold(self.peer)
+        if self._release_lane is no_op:
+            self._release_lane = self.site.lanes.hold(self.peer)
         try:
             return self.site.lanes.connect(self.peer, self.link.renewals)
         except FabricError:
             return None
 
-    def _ask_for_room(self, bound: Bound) -> None:
+    def _request_staging(self, bound: Bound) -> None:
         """Ask for memory that holds any chunk, and wait for it no longer than a grant holds."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
         if free := desk.take(account, nbytes):
-            self._room = free[0]
+            self._extent = free[0]
         else:  # where the fetch has a time-out, that ends it
             patience = math.inf if self.fetch.deadline < math.inf else self.site.config.grant_lease
-            self._request = desk.ask(account, nbytes, patience, self._admitted)
+            self._request = desk.request(account, nbytes, patience, self._on_admitted)
 
-    def _admitted(self, found: Extent | KvxferError) -> None:
+    def _on_admitted(self, found: Extent | KvxferError) -> None:
         """There is memory, or there will not be."""
         self._request = None
         if isinstance(found, KvxferError):
-            self._failed(found)
+            self._fail(found)
         elif self._given_up:
             self.grants.desk.release(found)
         else:
-            self._room = found
+            self._extent = found
             self._wake()
 
     def _reserve(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
@@ -704,83 +704,83 @@ class Receiver(Struct, eq=False):
             self._granted.append((chunks, self.site.now()))
             if self._copied == machine.granted:
                 self.grants.begin_turns(machine.granted, self.site.now())
-            self._say(chunks, ring, token)
+            self._send_reserve(chunks, ring, token)
 
-    def _say(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
-        said, lease_ms = self._grant_said, self.grants.next_lease_ms()
+    def _send_reserve(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
+        said, lease_ms = self._last_reserve, self.grants.next_lease_ms()
         said.copied = self._copied if self._staged else 0
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
         gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
         self.link.send(*self.machine.grant(chunks, lease_ms, gate, ring, said.copied, token))
         if self._turns is not None:  # in place nothing waits for a place, nor is told by agents
-            self._say_soon()
+            self._schedule_reserve()
 
-    def _say_soon(self) -> None:
+    def _schedule_reserve(self) -> None:
         """Say again what our agent tells the peer's, should that not come, and renew the lease of what waits for it."""
-        said = self._grant_said
+        said = self._last_reserve
         news = said.copied < self._copied
         if said.again is not None and news and not said.news:  # it need not wait as long as the lease
             said.again.cancel()
             said.again = None
         waits = self.machine.granted - self._copied > len(self.grants.ring)  # some have no place yet
-        if said.again is None and (waits or (self._take_turns and self._copied < self.machine.granted)):
+        if said.again is None and (waits or (self._movers_take_turns and self._copied < self.machine.granted)):
             said.news = news
-            said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
+            said.again = self.site.call_at(self.site.now() + REPEAT_S if news else said.renewal, self._repeat_reserve)
 
-    def _say_again(self) -> None:
-        self._grant_said.again = None
+    def _repeat_reserve(self) -> None:
+        self._last_reserve.again = None
         if self.moving and self._copied < self.machine.granted:
-            self._say(self.machine.granted)
+            self._send_reserve(self.machine.granted)
 
-    async def _feed(self, bound: Bound) -> None:
+    async def _submit_scatters(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        run, begun = self._run, self._begun
+        run, begun = self._run, self._submitted
         # a turn of the ring, two, six: the mover and the peer begin with these while others are made
         more = max(1, len(self.grants.ring), min(_MOST_FED, 2 * (begun - run.first)) if run is not None else 0)
         chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
-        make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
+        make, rows = partial(self._scatter_steps, bound, chunks, places), len(chunks) * bound.part_rows
         if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
         steps = await self.site.plan(make, rows=rows) if rows else make()
-        self._go_on_if_moving()
-        self._go_by(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
+        self._check_moving()
+        self._submit(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
-    async def _read(self, bound: Bound) -> None:
+    async def _submit_reads(self, bound: Bound) -> None:
         """Let the mover read chunks that the peer lets us read. It then confirms that the offer was held meanwhile."""
         most = 2 * self.site.config.window  # so that the mover always has the next one
-        while self._begun < min(self.machine.ready, self._copied + most) and not self._stale:
-            await self._read_one(self._begun, bound)
-        if self._copied == self._begun:  # more may be long in coming
-            self._let_go()
+        while self._submitted < min(self.machine.ready, self._copied + most) and not self._stale:
+            await self._submit_read(self._submitted, bound)
+        if self._copied == self._submitted:  # more may be long in coming
+            self._release_ring()
 
-    async def _read_one(self, chunk: int, bound: Bound) -> None:
+    async def _submit_read(self, chunk: int, bound: Bound) -> None:
         site, peer = self.site, self.peer
         pieces = await site.plan(partial(bound.listed, chunk), rows=bound.chunk_pieces)
-        await self._until_writable()
-        if self._leave is no_hold:
-            self._leave = site.lanes.hold(peer)
+        await self._wait_until_writable()
+        if self._release_lane is no_op:
+            self._release_lane = site.lanes.hold(peer)
         while chunk >= self._readable[0][0]:
             del self._readable[0]
         _, until, generation = self._readable[0]
-        lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
+        lane = await self._wait_shared(site.lanes.connect(peer, self.link.renewals))
         while self._run is not None and self._run.way != (lane, generation):  # what goes another way comes behind it
-            if self._copied < self._begun:
-                await self._until_news()
-                lane = await self._wait(site.lanes.connect(peer, self.link.renewals))
+            if self._copied < self._submitted:
+                await self._wait_for_news()
+                lane = await self._wait_shared(site.lanes.connect(peer, self.link.renewals))
             else:
-                self._let_go()
-        post = Post(lane, Operation.READ, NO_PIECES, NO_PIECES, runs_on(site, peer), self._read_late)
+                self._release_ring()
+        post = Post(lane, Operation.READ, NO_PIECES, NO_PIECES, may_outlive_agent(site, peer), self._on_late_read)
         step = CopyJob(NOTHING)
         if len(pieces):
             local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
             remote = block_pieces(site.plans.geometry(peer), pieces.src, pieces.nbytes)
             step = CopyJob(NOTHING, until=until, post=replace(post, local=local, remote=remote))
-        self.machine.read(chunk + 1)
+        self.machine.begin_reads(chunk + 1)
         self.tally.descriptors += len(pieces)
-        self._go_by([step], 1, post=post, generation=generation)
+        self._submit([step], 1, post=post, generation=generation)
 
-    def _go_by(
+    def _submit(
         self,
         steps: Sequence[CopyJob],
         chunks: int,
@@ -790,15 +790,16 @@ class Receiver(Struct, eq=False):
         generation: int = 0,
     ) -> None:
         """The next so many chunks are copied out of a ring, or read, by steps of a flow: a new one if there is none."""
-        site, machine, first, run = self.site, self.machine, self._begun, self._run
-        self._begun += chunks
+        site, machine, first, run = self.site, self.machine, self._submitted, self._run
+        self._submitted += chunks
         if run is not None:
             site.mover.add(run.flow, steps)
-            site.mover.allow(run.flow, self._begun - run.first)
+            site.mover.allow(run.flow, self._submitted - run.first)
             return
         passage = None if post is None else site.keys.passage(self.peer, generation)
+        progress = partial(self._on_progress, first)
         flow = site.mover.flow(
-            CopyJob(NOTHING, partial(self._moved, first, over=True), passage=passage, owner=self.transfer, post=post),
+            CopyJob(NOTHING, partial(progress, over=True), passage=passage, owner=self.transfer, post=post),
             Direction.SCATTER,
             steps,
             total=machine.chunks - first,
@@ -806,13 +807,13 @@ class Receiver(Struct, eq=False):
             width=site.config.window,
             turns=turns,
             heard=machine.arrived - first,
-            progress=partial(self._moved, first),
+            progress=progress,
         )
         self._run = _Run(flow, first, ("" if post is None else post.peer, generation))
         if self.fetch.watched:
             self.watch()
 
-    def _steps(self, bound: Bound, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
+    def _scatter_steps(self, bound: Bound, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
         staging = list(map(_address_of, places))
         made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
@@ -821,67 +822,67 @@ class Receiver(Struct, eq=False):
                 raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
         return [CopyJob(made, after=self.fetch.after)]
 
-    def _moved(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
+    def _on_progress(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
         site, machine, tally, run = self.site, self.machine, self.tally, self._run
         if over and outcome.posted:
             posted = outcome.posted
-            tally.spent(("posting", posted, posted + outcome.posting), ("wire", posted, posted + outcome.wire))
+            tally.add_stages(("posting", posted, posted + outcome.posting), ("wire", posted, posted + outcome.wire))
         if run is None or run.first != first:  # it was let go: nothing was left to be done of it
             return
         if over and outcome.error is not None and outcome.may_move:
-            run.unwant = want_end(site, self.peer, urgent=True)
+            run.unwant = want_new_agent(site, self.peer, urgent=True)
         elif over:
             self._run = None
         now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
-            tally.spent(("scattering", now - copying, now))
+            tally.add_stages(("scattering", now - copying, now))
             if moved > machine.arrived:
-                self._heard(machine.notified(moved), UNTIMED)
+                self._on_chunks(machine.on_notified(moved), UNTIMED)
         elif moved > self._copied and self.moving:
-            self.link.send(*machine.landed(moved))
+            self.link.send(*machine.chunks_read(moved))
         self._copied, run.copying = max(self._copied, moved), outcome.copying
         if self._turns is not None:
             if self._bound is not None:
-                self.grants.note(self._copied, now, self._bound.most_bytes)
-            self._say_soon()
+                self.grants.measure_turns(self._copied, now, self._bound.most_bytes)
+            self._schedule_reserve()
         if outcome.error is not None:
-            self._failed(outcome.error)
+            self._fail(outcome.error)
         elif outcome.stopped and not self._given_up:
             self.stop(Failure(Status.FAILED, Code.TIMEOUT, "the lease ran out before the chunk was read"))
-        self._land_soon()
+        self._land_or_wake()
         if self._given_up or machine.ended:
-            self._settle()
+            self._reclaim()
 
-    def _read_late(self, _: bool) -> None:
+    def _on_late_read(self, _: bool) -> None:
         """What was read in doubt has ended, or our agent has."""
         run, self._run = self._run, None
         if run is not None:
             run.unwant()
-        self._settle()
+        self._reclaim()
 
-    def _let_go(self) -> None:
+    def _release_ring(self) -> None:
         """Nothing is in the peer's hands, nor to be copied: others may have the memory, and the mover's place."""
-        self.grants.let_go()
+        self.grants.release_all()
         run, self._run, self._turns = self._run, None, None
         if run is not None:
             self.site.mover.finish(run.flow)
 
-    async def _land(self, bound: Bound | None, there: int) -> None:
+    async def _land_checked(self, bound: Bound | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
         machine = self.machine
         while bound is not None and self.checking is not None and machine.chunks_done < there:
             chunk = machine.chunks_done
-            await self._check(chunk, bound, bound.carried(chunk, chunk + 1))
+            await self._compare_sums(chunk, bound, bound.carried(chunk, chunk + 1))
             if self._given_up:
                 raise asyncio.CancelledError
-            self._landed(chunk + 1)
+            self._mark_landed(chunk + 1)
         if machine.chunks_done < there:
-            self._landed(there)
+            self._mark_landed(there)
         if machine.ended:
-            self._settle()
+            self._reclaim()
 
-    def _landed(self, stop: int) -> None:
+    def _mark_landed(self, stop: int) -> None:
         """The first so many chunks have landed.
 
         Raises:
@@ -891,15 +892,15 @@ class Receiver(Struct, eq=False):
         if bound is not None:
             self.tally.bytes += bound.carried(machine.chunks_done, stop)
             if stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
-                raise self._differs()
-        machine.done(stop)
+                raise self._bytes_differ()
+        machine.chunks_landed(stop)
         self.fetch.landed()
 
     def has_landed(self, layer: int) -> bool:
         """Whether all chunks have that have a part of a layer."""
         return self._grid is not None and self._grid.last_of(layer) < self.machine.chunks_done
 
-    def _land_soon(self) -> None:
+    def _land_or_wake(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
         machine = self.machine
         there = self._copied if self._staged else self._flushed if self._flushes else machine.arrived
@@ -907,29 +908,29 @@ class Receiver(Struct, eq=False):
         lands = planned and machine.state is ReceiveState.MOVING and not self._given_up and self.checking is None
         if lands and machine.chunks_done < there:
             try:
-                self._landed(there)
+                self._mark_landed(there)
             except KvxferError as error:
-                self._failed(error)
+                self._fail(error)
         if machine.ended:
             return
         waits = machine.chunks_done < machine.granted == machine.chunks  # for the others, which are granted
         if not (lands and waits and not self._flushes and self.route is not Route.PULL):
             self._wake()
 
-    def _differs(self) -> RefusedError:
+    def _bytes_differ(self) -> RefusedError:
         """The two sides do not mean the same by the transfer: its bytes are not where they belong."""
         reason = f"{self.tally.bytes} bytes were to come by this side's plan, and {self._nbytes} by the prefill rank's"
         return RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
-    async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
+    async def _compare_sums(self, chunk: int, bound: Bound, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
         checking = self.checking
         if checking is None or not checking.wants(chunk, nbytes):
             return
         part = await self.site.plan(partial(bound.chunk, chunk), rows=bound.chunk_rows)
-        self._go_on_if_moving()
-        outcome = await self._copy(NOTHING, nbytes, sums=SumPlan.at_destination(part))
-        self._go_on_if_moving()
+        self._check_moving()
+        outcome = await self._flush_or_sum(NOTHING, nbytes, sums=SumPlan.at_destination(part))
+        self._check_moving()
         wrong = checking.compare(chunk, part, outcome.sums, self.peer.name)
         self.site.metrics.chunks_checked["damaged" if wrong else "ok"] += 1
         if wrong:
@@ -938,7 +939,7 @@ class Receiver(Struct, eq=False):
                 self.link.send(wire.Cancel(self.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
-    async def _copy(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
+    async def _flush_or_sum(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
         """Flush what has come into the caller's blocks, or add up about so many bytes that are there.
 
         Args:
@@ -954,7 +955,7 @@ class Receiver(Struct, eq=False):
         def done(outcome: CopyOutcome) -> None:
             self._copies -= 1
             resolve(ended, outcome)
-            self._settle()
+            self._reclaim()
 
         job = CopyJob(tables, done, nbytes=nbytes, owner=self.transfer, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
@@ -966,10 +967,10 @@ class Receiver(Struct, eq=False):
 
     # --- messages
 
-    def accepted(self, message: wire.Accept) -> None:
+    def on_accept(self, message: wire.Accept) -> None:
         """The peer made a plan."""
         machine, route = self.machine, message.route
-        if not machine.accept(message):
+        if not machine.on_accept(message):
             return
         site, grants, tally, exposure = self.site, self.grants, self.tally, self.exposure
         if message.ahead:  # even if it is stopped below: what is under way may still arrive
@@ -983,29 +984,29 @@ class Receiver(Struct, eq=False):
         self.route, self.why, self._staged = route, message.why, route is Route.STAGED
         self._flushes = not self._staged and _by_nic(self, staged=False)
         tally.chunks, tally.predicted = message.chunks, message.predicted_us / 1e6 or None
-        site.heard(self.peer, fenced=message.fenced)
+        site.note_fenced(self.peer, fenced=message.fenced)
         exposure.routes = (route,)
         try:
             if message.ahead:
                 grants.ring, grants.ahead = grants.ahead, ()
                 if message.digest != cut_digest(self._agreement, message.layers_per_chunk, message.tokens_per_chunk):
                     raise _plan_differs(message)
-                self._grid = self._cut(message)
+                self._grid = self._chunk_grid(message)
                 if self._turns is not None:
-                    self._go_by([], 0, self._turns)
+                    self._submit([], 0, self._turns)
                     grants.begin_turns(0, site.now())
-                    self._grant_said.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
-                    self._say_soon()
+                    self._last_reserve.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
+                    self._schedule_reserve()
                 # else the peer has compared what both mean by it
                 self._plans = self._staged or self.checking is not None
                 tally.pieces = message.pieces
             else:
                 exposure.void()
             if message.spans:
-                self._learn(message.spans)
+                self._extend_source(message.spans)
             self._begin(message)
         except Exception as error:  # noqa: BLE001 - as in `run`
-            self._failed(error)
+            self._fail(error)
 
     def _void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
@@ -1013,51 +1014,51 @@ class Receiver(Struct, eq=False):
         if self._run is None:
             self._turns = None
 
-    def refused(self, message: wire.Refuse) -> None:
+    def on_refuse(self, message: wire.Refuse) -> None:
         """The peer refused."""
         self.site.metrics.refusals_received[message.code.name.lower()] += 1
-        self.machine.refused(message)
-        self._settle()
+        self.machine.on_refuse(message)
+        self._reclaim()
 
-    def wanted(self, message: wire.Want) -> None:
+    def on_want(self, message: wire.Want) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
-        if self.machine.wanted(message):
+        if self.machine.on_want(message):
             self._readable.append((message.chunks, self.site.now() + message.lease_ms / 1000, message.generation))
         if not self.machine.exposed:
             self._void_ahead()
         if message.spans and self.moving:
             self._stale = True
-            self._learn(message.spans)
+            self._extend_source(message.spans)
         self._wake()
 
-    def came(self, message: wire.Arrived) -> None:
+    def on_arrived(self, message: wire.Arrived) -> None:
         """Chunks have arrived."""
-        self._heard(self.machine.came(message), message.timings)
+        self._on_chunks(self.machine.on_arrived(message), message.timings)
 
-    def added_up(self, message: wire.Sums) -> None:
+    def on_sums(self, message: wire.Sums) -> None:
         """What a chunk adds up to at the peer that has been granted."""
         if self.checking is not None and self.machine.arrived <= message.chunk < self.machine.granted:
-            self.checking.heard(message)
+            self.checking.on_sums(message)
 
-    def result(self, message: wire.KvAgentResult) -> None:
+    def on_result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
         machine = self.machine
         if message.chunk == WHOLE:
             if message.status is Status.IN_DOUBT:
-                self.exposure.told_in_doubt()
+                self.exposure.on_in_doubt()
             elif message.status is Status.OK and machine.state is ReceiveState.MOVING and not machine.heard_last:
                 self._nbytes = nbytes = message.bytes
                 if not self._plans:
                     self.tally.bytes = nbytes
                 elif machine.chunks_done == machine.chunks and nbytes != self.tally.bytes:
-                    self._failed(self._differs())
-        self._heard(machine.result(message), message.timings)
+                    self._fail(self._bytes_differ())
+        self._on_chunks(machine.on_result(message), message.timings)
         if machine.failure is not None and machine.state is ReceiveState.MOVING:
             self.stop(machine.failure)
         if machine.ended or machine.failure is not None:
-            self._settle()
+            self._reclaim()
 
-    def _heard(self, chunks: range | None, timings: wire.Timings) -> None:
+    def _on_chunks(self, chunks: range | None, timings: wire.Timings) -> None:
         """The peer, or its agent, says that it is through with chunks; None of what nothing waits for."""
         if chunks is None:
             self.site.metrics.results_dropped["stale"] += 1
@@ -1066,20 +1067,20 @@ class Receiver(Struct, eq=False):
         if self.route is Route.PULL:
             if not chunks:
                 return
-            self.tally.began(now)
+            self.tally.note_first_byte(now)
         elif chunks:
-            self.tally.arrived(granted[0][1], now, timings)
+            self.tally.add_chunks(granted[0][1], now, timings)
             while granted and granted[0][0] <= chunks.stop:
                 del granted[0]
             if run is not None and self._staged:
-                self.site.mover.hear(run.flow, chunks.stop - run.first)
-                if chunks.stop <= self._begun:
+                self.site.mover.note_peer_steps(run.flow, chunks.stop - run.first)
+                if chunks.stop <= self._submitted:
                     return  # there is nothing to do before it is copied
         elif timings != UNTIMED:
-            self.tally.arrived(now, now, timings)
-        self._land_soon()
+            self.tally.add_chunks(now, now, timings)
+        self._land_or_wake()
 
-    def _learn(self, spans: Sequence[wire.Span]) -> None:
+    def _extend_source(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
         strange = set(map(_group_of, spans)).difference(self.part.pair.groups)
         try:
@@ -1087,11 +1088,11 @@ class Receiver(Struct, eq=False):
                 raise ProtocolError(f"the peer named blocks of group {min(strange)!r}, of which nothing was asked for")
             self._source = decode_spans(spans, follow=self._source)
         except KvxferError as error:
-            self._failed(error)
+            self._fail(error)
 
     # --- waiting, which ends when we give up
 
-    async def _wait(self, future: "asyncio.Future[_T]") -> _T:
+    async def _wait_shared(self, future: "asyncio.Future[_T]") -> _T:
         """What a future brings that is somebody else's too."""
         mine = asyncio.shield(future)
         self._waits.add(mine)
@@ -1099,37 +1100,37 @@ class Receiver(Struct, eq=False):
             found = await mine
         finally:
             self._waits.discard(mine)
-        self._go_on_if_moving()
+        self._check_moving()
         return found
 
-    async def _until_news(self) -> None:
+    async def _wait_for_news(self) -> None:
         """A chunk was announced, or has landed, or the last result is there."""
         if self._given_up:
             raise asyncio.CancelledError
-        if not self._stirred:
+        if not self._has_news:
             self._news = self.site.loop.create_future()
             await self._news
-        self._stirred = False
+        self._has_news = False
 
     def _wake(self) -> None:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
-        if self._answer is not None and self.moving:
-            answer, self._answer = self._answer, None
-            self.site.tasks.spawn(self.run(answer), f"kvxfer receive {self.transfer}", self.fetch.broken, spare=True)
+        if self._unplanned is not None and self.moving:
+            plan, self._unplanned = self._unplanned, None
+            self.site.tasks.spawn(self.run(plan), f"kvxfer receive {self.transfer}", self.fetch.on_error, spare=True)
             return
-        self._stirred = True
+        self._has_news = True
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    async def _until_writable(self) -> None:
+    async def _wait_until_writable(self) -> None:
         """The caller's blocks may be written."""
-        self._go_on_if_moving()
+        self._check_moving()
         while not self._writes:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
             job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
-                outcome = await self._wait(asked)
+                outcome = await self._wait_shared(asked)
             finally:
                 self.site.mover.cancel(waits)  # of no effect if the event has fired
             if outcome.error is not None:
@@ -1138,7 +1139,7 @@ class Receiver(Struct, eq=False):
 
     # --- ending
 
-    def _failed(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         if not isinstance(error, KvxferError):
             _log.error("task_failed", task=f"kvxfer receive {self.transfer}", error=repr(error), exc_info=error)
             error = TransferFailedError(f"a step of the transfer failed: {error!r}")
@@ -1146,47 +1147,47 @@ class Receiver(Struct, eq=False):
         self.stop(Failure(Status.FAILED, code, str(error)))
 
     def stop(self, failure: Failure) -> None:
-        """Give up; `quiet` becomes true when memory is safe."""
+        """Give up; `blocks_safe` becomes true when memory is safe."""
         self._give_up()
         if messages := self.machine.cancel(failure, reading=self.reading):
             self.link.send(*messages)
-        self._settle()
+        self._reclaim()
 
-    def lost(self, failure: Failure) -> None:
+    def on_link_lost(self, failure: Failure) -> None:
         """The session is gone, or the peer is silent. After its last word there is nothing to be lost."""
         if self.machine.heard_last:
             return
         self._give_up()
-        self.machine.lost(failure)
-        self._settle()
+        self.machine.on_link_lost(failure)
+        self._reclaim()
 
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
-        self.exposure.met(link.renewals)
+        self.exposure.on_renewals(link.renewals)
         if self.is_lost:
             if self.route is not Route.PULL and not self.finished:
-                self._help()
+                self._keep_polling()
             if messages := self.machine.resume(reading=self.reading):
                 self.link.send(*messages)
-            self._settle()
+            self._reclaim()
 
-    def _help(self) -> None:
+    def _keep_polling(self) -> None:
         """Make progress for what the peer posts: over TCP the target moves the data."""
-        if self.route is not Route.MAPPED and self._awake is no_hold:
-            self._awake = self.site.mover.hold_awake()
+        if self.route is not Route.MAPPED and self._stop_polling is no_op:
+            self._stop_polling = self.site.mover.hold_awake()
 
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
         if self.machine.exposed:  # perhaps before its answer was understood: the peer may be writing by now
-            self._help()
+            self._keep_polling()
         if self._request is not None:
             self.grants.desk.withdraw(self._request)
             self._request = None
-        if self._room is not None:
-            self.grants.desk.release(self._room)
-            self._room = None
+        if self._extent is not None:
+            self.grants.desk.release(self._extent)
+            self._extent = None
         if self._run is not None:
             self.site.mover.cancel(self._run.flow)
         if self._news is not None:
@@ -1194,12 +1195,12 @@ class Receiver(Struct, eq=False):
         for waiting in list(self._waits):
             waiting.cancel()
 
-    def _safe(self) -> None:
+    def _on_evidence(self) -> None:
         """There is evidence, other than the peer's word, that nothing of it is written any more."""
-        self.machine.safe()
-        self._settle()
+        self.machine.on_evidence()
+        self._reclaim()
 
-    def _settle(self) -> None:
+    def _reclaim(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
         state, ended = machine.state, machine.ended
@@ -1207,33 +1208,33 @@ class Receiver(Struct, eq=False):
             return  # all goes well
         if not self._given_up and state is not ReceiveState.DONE:
             self._give_up()  # whoever ended it: no scatter begins any more
-        if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
+        if self.route is Route.PULL and not self.reading and (unread := machine.reads_ended()):
             self.link.send(*unread)
         lost = state is ReceiveState.LOST
         if (ended or lost) and self._run is None:  # else our own copies read it yet
             stop, turns = machine.granted, self._turns
             if turns is not None:  # the peer writes no chunk before there is a place for it
                 stop = min(stop, self._copied + turns.places)
-            self.grants.settle(range(machine.arrived, stop), lost=lost)
+            self.grants.end(range(machine.arrived, stop), lost=lost)
         if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
             # nothing that it has posted needs this side to end any more, nor does it wait for news of it
-            if self._awake is not no_hold:
-                self._awake()
-                self._awake = no_hold
-            if self._leave is not no_hold and self._run is None:
-                self._leave()
-            if self._grant_said.again is not None:
-                self._grant_said.again.cancel()
+            if self._stop_polling is not no_op:
+                self._stop_polling()
+                self._stop_polling = no_op
+            if self._release_lane is not no_op and self._run is None:
+                self._release_lane()
+            if self._last_reserve.again is not None:
+                self._last_reserve.again.cancel()
         if ended:
             self.exposure.end()
-            if self._answer is None:  # else `run` has not begun, and will not
+            if self._unplanned is None:  # else `run` has not begun, and will not
                 self._wake()
-        self.fetch.changed()
+        self.fetch.on_receiver()
         if lost and (not self.finished or self.owes_an_answer):
             self.fetch.role.recoveries.begin(self)
 
 
-def _token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:
+def _new_token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:
     """A token by which an agent and ours notify each other, and its name; nothing if ours does not know it (yet).
 
     Then the loops say what has arrived.

@@ -61,7 +61,7 @@ class _Rank:
 
     endpoint: str  # where it is said to be
     at: str  # where the last link to it led: hosts can have two names
-    reaching: bool = False  # it is being connected: it is told everything when it is there, and nothing before
+    connecting: bool = False  # it is being connected: it is told everything when it is there, and nothing before
     failures: int = 0  # how often in a row it was not reached; the first has been logged
     due: float = 0.0  # when it is told everything again
     timer: asyncio.TimerHandle | None = None  # fires then
@@ -76,7 +76,7 @@ class _Engine:
     ranks: list[_Rank]
     busy: int = 0  # how many timers they have, and how many of them are being connected
     kept: dict[TicketKey, _Kept] = field(default_factory=dict[TicketKey, _Kept])
-    unsaid: list[TicketKey] = field(default_factory=list[TicketKey])  # of this turn; some of it may have ended since
+    unsent: list[TicketKey] = field(default_factory=list[TicketKey])  # of this turn; some of it may have ended since
 
 
 class Claims:
@@ -97,7 +97,7 @@ class Claims:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def keep(self, ticket: Ticket) -> Callable[[], bool]:
+    def add(self, ticket: Ticket) -> Callable[[], bool]:
         """Claim a request from now on.
 
         Returns:
@@ -109,7 +109,7 @@ class Claims:
         """
         if len(self) >= _MAX_CLAIMS and ticket.key not in self._engine_of:
             raise BusyError(f"{len(self)} claims are kept, which is as many as may")
-        kept = self.drop(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
+        kept = self.remove(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
         kept.ticket, kept.holders = ticket, kept.holders + 1
         place = ticket.epoch, ticket.world, ticket.endpoints
         engine = self._engines.get(place)
@@ -118,18 +118,18 @@ class Claims:
             engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
         self._engine_of[ticket.key] = engine
         engine.kept[ticket.key] = kept
-        if not engine.unsaid:
-            self._site.loop.call_soon(self._say_new, engine)
-        engine.unsaid.append(ticket.key)
-        return partial(self._let_go, kept)
+        if not engine.unsent:
+            self._site.loop.call_soon(self._send_new, engine)
+        engine.unsent.append(ticket.key)
+        return partial(self._close_claim, kept)
 
-    def drop(self, key: TicketKey) -> _Kept | None:
+    def remove(self, key: TicketKey) -> _Kept | None:
         """Claim it no longer, whoever did."""
         engine = self._engine_of.pop(key, None)
         if engine is None:
             return None
         kept = engine.kept.pop(key)
-        self._forget(engine)
+        self._forget_if_idle(engine)
         return kept
 
     def note_fetch(self, key: TicketKey, *, given_up: bool) -> bool:
@@ -150,58 +150,58 @@ class Claims:
         self._engine_of.clear()
         self._engines.clear()
 
-    def _let_go(self, kept: _Kept) -> bool:
+    def _close_claim(self, kept: _Kept) -> bool:
         kept.holders -= 1
         engine = self._engine_of.get(kept.ticket.key)
         last = not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept
         if last:
-            self.drop(kept.ticket.key)
+            self.remove(kept.ticket.key)
         return last and kept.given_up
 
-    def _forget(self, engine: _Engine) -> None:
+    def _forget_if_idle(self, engine: _Engine) -> None:
         """If nothing is claimed there, and nothing to come would find it here."""
-        if not (engine.kept or engine.unsaid or engine.busy):
+        if not (engine.kept or engine.unsent or engine.busy):
             self._engines.pop(engine.place, None)
 
-    def _say_new(self, engine: _Engine) -> None:
-        unsaid, engine.unsaid = engine.unsaid, []
+    def _send_new(self, engine: _Engine) -> None:
+        unsaid, engine.unsent = engine.unsent, []
         engine.busy += 1
-        self._say_on(engine, unsaid, iter(engine.ranks))
+        self._send_batch(engine, unsaid, iter(engine.ranks))
 
-    def _say_on(self, engine: _Engine, unsaid: list[TicketKey], ranks: Iterator[_Rank]) -> None:
+    def _send_batch(self, engine: _Engine, unsaid: list[TicketKey], ranks: Iterator[_Rank]) -> None:
         """Tell some of the ranks, and leave the others to the next turn, also if this one fails."""
         rank, kept = None, [engine.kept[key] for key in unsaid if key in engine.kept]
         try:
             for rank in islice(ranks, _RANKS_A_TURN):
-                self._say(engine, rank, kept)
+                self._send_to(engine, rank, kept)
         finally:
             if rank is not None:
-                self._site.loop.call_soon(self._say_on, engine, unsaid, ranks)
+                self._site.loop.call_soon(self._send_batch, engine, unsaid, ranks)
             else:
                 engine.busy -= 1
-                self._forget(engine)
+                self._forget_if_idle(engine)
 
     def _renew(self, engine: _Engine, rank: _Rank) -> None:
         rank.timer = None
         engine.busy -= 1
-        self._say(engine, rank, list(engine.kept.values()))
-        self._forget(engine)
+        self._send_to(engine, rank, list(engine.kept.values()))
+        self._forget_if_idle(engine)
 
-    def _say(self, engine: _Engine, rank: _Rank, kept: list[_Kept]) -> None:
+    def _send_to(self, engine: _Engine, rank: _Rank, kept: list[_Kept]) -> None:
         """Tell a prefill rank; one that is not connected (any more) is connected first, by one task."""
-        if not kept or rank.reaching:
+        if not kept or rank.connecting:
             return
         link = self._peers.known(rank.at, engine.epoch)
         if link is not None:
             rank.failures = 0
-            self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
+            self._schedule(engine, rank, link.heartbeat)  # its leases are longer than two of its own
             _send(link, kept)
         else:
-            rank.reaching = True
+            rank.connecting = True
             engine.busy += 1
-            self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
+            self._site.tasks.spawn(self._connect(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
 
-    async def _reach(self, engine: _Engine, rank: _Rank) -> None:
+    async def _connect(self, engine: _Engine, rank: _Rank) -> None:
         pause = _RETRY_SECONDS
         try:
             link = await self._peers.link(rank.endpoint, engine.epoch)
@@ -215,11 +215,11 @@ class Claims:
             if rank.failures == 1:
                 _log.warning("claim_not_sent", count=len(engine.kept), endpoint=rank.endpoint, error=str(error))
         finally:
-            rank.reaching = False
+            rank.connecting = False
             engine.busy -= 1
-            self._arm(engine, rank, pause)
+            self._schedule(engine, rank, pause)
 
-    def _arm(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
+    def _schedule(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
         """Tell a rank everything after so many seconds at the latest."""
         if self._closed:
             return
@@ -230,7 +230,7 @@ class Claims:
             return
         else:
             rank.timer.cancel()
-        rank.due, rank.timer = due, self._site.at(due, partial(self._renew, engine, rank))
+        rank.due, rank.timer = due, self._site.call_at(due, partial(self._renew, engine, rank))
 
 
 def _send(link: Link, kept: Iterable[_Kept]) -> None:
@@ -257,19 +257,19 @@ class Recoveries:
         self._site: Final = site
         self._peers: Final = peers
         self._asking: dict[int, asyncio.Task[None]] = {}
-        self._over = False
+        self._cancelled = False
 
     def begin(self, receiver: Receiver) -> None:
         """Something is in doubt: do what ends that, unless it is being done already."""
         receiver.exposure.seek()
-        if receiver.transfer not in self._asking and not self._over:
+        if receiver.transfer not in self._asking and not self._cancelled:
             task = self._site.tasks.spawn(self._ask(receiver), f"kvxfer ask about {receiver.transfer}")
             self._asking[receiver.transfer] = task
             task.add_done_callback(lambda _: self._asking.pop(receiver.transfer, None))
 
     def cancel(self) -> None:
         """Ask nobody any more; for shutdown."""
-        self._over = True
+        self._cancelled = True
         for task in self._asking.values():
             task.cancel()
 
@@ -284,7 +284,7 @@ class Recoveries:
                     link = None
                 if link is not None and link.is_open and self._replaced(receiver, link):
                     if receiver.finished:
-                        receiver.exposure.safe("nobody is left who waits to hear that nothing is read")
+                        receiver.exposure.on_evidence("nobody is left who waits to hear that nothing is read")
                     return
                 # on the stream on which it was asked already, the answer will come or will not
                 if link is not None and link.is_open and link is not receiver.link and receiver.is_lost:
@@ -327,7 +327,7 @@ class Decode:
         self._ending: list[Fetch] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
-        self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
+        self._retries: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self.incoming: Final[dict[int, Receiver]] = {}  # what takes parts of them, by number
         self.recoveries: Final = Recoveries(site, peers)
@@ -393,7 +393,7 @@ class Decode:
             self._of_ticket[key] = {fetch}
         if key in self._later:
             self._later.pop(key).cancel()
-        self._close_window(key)
+        self._close_retry_window(key)
         self.fetches.add(fetch)
         fetch.begin()
         return fetch
@@ -404,11 +404,11 @@ class Decode:
         Raises:
             BusyError: If there are too many claims.
         """
-        let_go = self._claims.keep(ticket)
+        let_go = self._claims.add(ticket)
 
         def close() -> None:
             if let_go():
-                self._give_back(ticket)
+                self._release_request(ticket)
 
         return Claim(ticket, close, self._site.loop)
 
@@ -418,9 +418,9 @@ class Decode:
         Raises:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
-        self._claims.drop(ticket.key)
-        self._close_window(ticket.key)
-        others = self._release(ticket)
+        self._claims.remove(ticket.key)
+        self._close_retry_window(ticket.key)
+        others = self._send_release(ticket)
         links = await self._connect(ticket, others)
         for link in links:
             if isinstance(link, Link):
@@ -431,7 +431,7 @@ class Decode:
 
     # --- what fetches say
 
-    def known(self, ticket: Ticket) -> list[Link | None]:
+    def known_links(self, ticket: Ticket) -> list[Link | None]:
         """Links to all ranks of its engine; None for one that is not connected."""
         return list(map(self.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
 
@@ -440,12 +440,12 @@ class Decode:
         found = self.engines.get((ticket.epoch, ticket.rank_endpoints))
         if found is not None:
             return found
-        links, plans = self.known(ticket), self._site.plans
+        links, plans = self.known_links(ticket), self._site.plans
         peers = [link.peer for link in links if link is not None]
         known = len(peers) == len(links) and not plans.shares_rows(peers)
-        return self.divided(ticket, links, plans.shares(peers, rank=self._site.config.rank)) if known else None
+        return self.make_engine(ticket, links, plans.shares(peers, rank=self._site.config.rank)) if known else None
 
-    def divided(self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]) -> Engine:
+    def make_engine(self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]) -> Engine:
         """The same of those that could be reached, and what each of these has that this rank needs."""
         site, parts = self._site, list[Part]()
         for link, pair in zip(links, pairs, strict=True):
@@ -462,56 +462,56 @@ class Decode:
             self.engines[ticket.epoch, ticket.rank_endpoints] = engine
         return engine
 
-    def succeeded(self, fetch: Fetch) -> None:
+    def on_success(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
-        self._claims.drop(fetch.key)
+        self._claims.remove(fetch.key)
         for receiver in fetch.receivers:
             del self.incoming[receiver.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
-            self._site.loop.call_soon(self.account)
+            self._site.loop.call_soon(self.finish_successes)
         self._ending.append(fetch)
 
-    def account(self) -> None:
+    def finish_successes(self) -> None:
         """Tell prefill ranks of what has succeeded, and count it: before counters are read, and soon at any rate."""
         try:
             while self._ending:
-                self._ending.pop(0).account()
+                self._ending.pop(0).finish_success()
         finally:  # of one that a log handler or an observer failed for the others hear nothing
             if self._ending:
-                self._site.loop.call_soon(self.account)
+                self._site.loop.call_soon(self.finish_successes)
 
-    def given_up(self, fetch: Fetch) -> None:
+    def on_given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""
-        self._give_back(fetch.ticket, fetch.links)
+        self._release_request(fetch.ticket, fetch.links)
 
-    def failed(self, fetch: Fetch) -> None:
+    def on_failure(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
         site, ticket, links = self._site, fetch.ticket, tuple(fetch.links)
 
         def over() -> None:
-            self._windows.pop(ticket.key, None)
+            self._retries.pop(ticket.key, None)
             for left in self._of_ticket.get(ticket.key, ()):
                 left.unwanted = True
-            self._give_back(ticket, links)
+            self._release_request(ticket, links)
 
-        self._close_window(ticket.key)
-        self._windows[ticket.key] = site.at(site.now() + RETRY_WINDOW_SECONDS, over), over
+        self._close_retry_window(ticket.key)
+        self._retries[ticket.key] = site.call_at(site.now() + RETRY_WINDOW_SECONDS, over), over
 
-    def ended(self, fetch: Fetch) -> None:
+    def on_end(self, fetch: Fetch) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""
         report, receivers = fetch.report, fetch.receivers
         if report is not None and report.code in _GONE:
-            self._claims.drop(fetch.key)
+            self._claims.remove(fetch.key)
         if not fetch.doubtful:
             self._forget(fetch)
-            fetch.settle()
+            fetch.on_doubt_ended()
             for receiver in receivers[:]:
                 if not receiver.owes_an_answer:
                     self.incoming.pop(receiver.transfer, None)
                     receiver.exposure.end()
-                    receiver.grants.let_go()
+                    receiver.grants.release_all()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
 
     # --- messages
@@ -529,19 +529,19 @@ class Decode:
             raise ProtocolError(f"transfer {message.transfer} belongs to another peer", peer=link.peer.name)
         match message:
             case wire.KvAgentResult():
-                incoming.result(message)
+                incoming.on_result(message)
             case wire.Arrived():
-                incoming.came(message)
+                incoming.on_arrived(message)
             case wire.Accept():
-                incoming.accepted(message)
+                incoming.on_accept(message)
             case wire.Refuse():
-                incoming.refused(message)
+                incoming.on_refuse(message)
             case wire.Want():
-                incoming.wanted(message)
+                incoming.on_want(message)
             case wire.Sums():
-                incoming.added_up(message)
+                incoming.on_sums(message)
 
-    def opened(self, link: Link) -> None:
+    def on_link_opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""
         if self._site.config.sums_every:
             link.send(wire.Check(self._site.config.sums_every))
@@ -550,18 +550,18 @@ class Decode:
             if receiver.peer.identity.incarnation == link.peer.identity.incarnation and receiver.is_lost:
                 receiver.resume(link)
 
-    def lost(self, link: Link, error: KvxferError) -> None:
+    def on_link_lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone: every transfer on it fails."""
         failure = Failure(Status.FAILED, Code.PEER_LOST, str(error))
         for incoming in list(self.incoming.values()):
             if incoming.link is link and not incoming.machine.ended:
-                incoming.lost(failure)
+                incoming.on_link_lost(failure)
 
-    def renewed(self, link: Link) -> None:
+    def on_agent_renewed(self, link: Link) -> None:
         """A prefill rank has made its agent anew."""
         for receiver in list(self.incoming.values()):
             if receiver.peer.identity.incarnation == link.peer.identity.incarnation:
-                receiver.exposure.met(link.renewals)
+                receiver.exposure.on_renewals(link.renewals)
 
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
@@ -572,7 +572,7 @@ class Decode:
         """Say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
         for fetch in list(self.fetches):
             fetch.abandon()
-            fetch.forsake()
+            fetch.leave_in_doubt()
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":
         """Resolve as fetches end; for the worker's drain."""
@@ -581,7 +581,7 @@ class Decode:
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
         self._claims.close()
-        for timer, over in list(self._windows.values()):  # nobody tries again here
+        for timer, over in list(self._retries.values()):  # nobody tries again here
             timer.cancel()
             over()
         self.recoveries.cancel()
@@ -592,18 +592,18 @@ class Decode:
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     @property
-    def owing(self) -> Iterable[Link]:
+    def links_in_use(self) -> Iterable[Link]:
         """Links on which something was asked for that has not ended; they may be gone."""
         return (receiver.link for receiver in self.incoming.values())
 
     @property
     def exposed(self) -> bool:
         """Whether a prefill rank that answers may be writing what it was granted, by way of the agent."""
-        return any(self._in_hand())
+        return any(self._exposed_by_agent())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being written, by way of the agent."""
-        for incoming in list(self._in_hand()):
+        for incoming in list(self._exposed_by_agent()):
             incoming.stop(failure)
 
     def stop_posted(self, failure: Failure) -> None:
@@ -614,7 +614,7 @@ class Decode:
 
     # --- inside
 
-    def _in_hand(self) -> Iterator[Receiver]:
+    def _exposed_by_agent(self) -> Iterator[Receiver]:
         for incoming in self.incoming.values():
             machine = incoming.machine
             if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
@@ -627,12 +627,12 @@ class Decode:
             if not same:
                 del self._of_ticket[fetch.key]
 
-    def _close_window(self, key: TicketKey) -> None:
-        timer, _ = self._windows.pop(key, (None, None))
+    def _close_retry_window(self, key: TicketKey) -> None:
+        timer, _ = self._retries.pop(key, (None, None))
         if timer is not None:
             timer.cancel()
 
-    def _give_back(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
+    def _release_request(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
         """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.
 
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
@@ -643,23 +643,23 @@ class Decode:
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here
         doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
-        others = self._release(ticket, links, doubtful)
+        others = self._send_release(ticket, links, doubtful)
         if soon := [endpoint for endpoint in others if self.peers.opening(endpoint)]:
-            later = self._give_back_later(ticket, soon)
+            later = self._release_when_connected(ticket, soon)
             task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
             self._later[ticket.key] = task
-            task.add_done_callback(partial(self._not_later, ticket.key))
+            task.add_done_callback(partial(self._on_later_release, ticket.key))
 
-    async def _give_back_later(self, ticket: Ticket, endpoints: Iterable[str]) -> None:
+    async def _release_when_connected(self, ticket: Ticket, endpoints: Iterable[str]) -> None:
         """The same once these are connected, or could not be."""
         await self._connect(ticket, endpoints)
-        self._give_back(ticket)
+        self._release_request(ticket)
 
-    def _not_later(self, key: TicketKey, task: "asyncio.Task[None]") -> None:
+    def _on_later_release(self, key: TicketKey, task: "asyncio.Task[None]") -> None:
         if self._later.get(key) is task:
             del self._later[key]
 
-    def _release(self, ticket: Ticket, links: Iterable[Link] = (), spared: Container[bytes] = ()) -> list[str]:
+    def _send_release(self, ticket: Ticket, links: Iterable[Link] = (), spared: Container[bytes] = ()) -> list[str]:
         """Tell every prefill rank that is connected that no fetch will come. At once: the worker may be about to close.
 
         Args:

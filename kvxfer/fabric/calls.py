@@ -101,7 +101,7 @@ class Holdings:
                 self._transport.disconnect(name)
             self.untold.discard(name)
 
-    def tell(self, name: str) -> None:
+    def load_peer(self, name: str) -> None:
         """Have the present agent know a peer."""
         if name in self.untold:
             for metadata in self._peers[name].metadata:
@@ -247,7 +247,7 @@ class Fabric:
         if self._mover.watches(peer):
             self._mover.when_unwatched(peer, lambda: self.disconnect(peer))
             return
-        self._mover.disconnected(peer)
+        self._mover.forget_disconnect(peer)
         self._submit(lambda: self._holdings.disconnect(peer))
 
     async def rebuild(self, timeout: float) -> bool:
@@ -276,13 +276,13 @@ class Fabric:
 
     def health(self) -> tuple[float, str]:
         """For how many seconds a call of the transport was owed, and why the fabric is broken; 0.0 and "" if not."""
-        if self._refusal is None and (broken := self._mover.broken()) is not None:
+        if self._refusal is None and (broken := self._mover.failure()) is not None:
             self._break(broken)
         due, refusal = self._due, self._refusal
         late = 0.0 if due is None else max(0.0, self._runtime.now() - due)
         if self._closing is not None:
             return late, ""
-        return max(late, self._mover.late()), "" if refusal is None else str(refusal)
+        return max(late, self._mover.owed_seconds()), "" if refusal is None else str(refusal)
 
     async def close(self) -> bool:
         """Refuse new work, undo every connect and register once, and close the transport. Call it behind the mover's.
@@ -312,15 +312,15 @@ class Fabric:
         return None if well and peer not in self._holdings.untold else asyncio.wrap_future(self._tell(peer))
 
     def _tell(self, peer: str) -> Future[None]:
-        return self._submit(lambda: self._holdings.tell(peer))
+        return self._submit(lambda: self._holdings.load_peer(peer))
 
     async def _rebuild(self, until: float) -> bool:
         mover, done = self._mover, False
         try:
-            mover.halt()
+            mover.stop_posting()
             while mover.under_way and self._waits(until):  # noqa: ASYNC110 - nobody says it
                 await asyncio.sleep(_LOOK_S)
-            await mover.catch()
+            await mover.abandon_posts()
             try:
                 done = await asyncio.wrap_future(self._submit(self._holdings.renew))
             except FabricError as error:

@@ -564,13 +564,13 @@ class Peers:
         try:
             link = await self._connect_to(endpoint)
         except KvxferError as error:
-            self._note(endpoint, epoch, error)
+            self._note_unreachable(endpoint, epoch, error)
             raise
         self._away.pop(endpoint, None)
         self._links[endpoint] = link
         return link
 
-    def _note(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:
+    def _note_unreachable(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:
         """It could not be reached (again)."""
         before = self._away.pop(endpoint, None)
         if before is not None and before.epoch == epoch:
@@ -583,7 +583,7 @@ class Peers:
         if len(self._away) > _REMEMBERED:
             self._away.popitem(last=False)
 
-    def lost(self, link: Link) -> None:
+    def on_link_lost(self, link: Link) -> None:
         """A link is gone; the next caller opens a new one."""
         if self._links.get(link.endpoint) is link:
             del self._links[link.endpoint]

@@ -48,7 +48,7 @@ class LinkHandler(Protocol):
     frames_sent: Counter[str]  # counts messages that go out, by their names
     frames_received: Counter[str]  # and those that come in
 
-    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
+    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
 
         Args:
@@ -60,24 +60,24 @@ class LinkHandler(Protocol):
         """
         ...
 
-    def meet(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
+    def examine(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
         """The peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
 
         Returns:
-            A task whose result `opened` is given, and whose `KvxferError` ends the link.
+            A task whose result `on_opened` is given, and whose `KvxferError` ends the link.
         """
         ...
 
-    def opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
-        """The handshake is complete; `found` is what `meet` has found out."""
+    def on_opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
+        """The handshake is complete; `found` is what `examine` has found out."""
         ...
 
-    def received(self, link: "Link", message: wire.Message) -> None:
+    def on_peer_news(self, link: "Link", message: wire.Message) -> None:
         """The peer said something of itself. May raise `ProtocolError`, which closes the link."""
         ...
 
-    def lost(self, link: "Link", error: KvxferError) -> None:
-        """The link is gone. Called once, and only if `opened` was."""
+    def on_lost(self, link: "Link", error: KvxferError) -> None:
+        """The link is gone. Called once, and only if `on_opened` was."""
         ...
 
 
@@ -103,7 +103,7 @@ class Link(asyncio.Protocol):
         # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
         # gets what is said of requests: the role's that has this link, once it has
-        self.take: Callable[[Link, wire.Message], None] = handler.received
+        self.take: Callable[[Link, wire.Message], None] = handler.on_peer_news
         self._handler = handler
         self._runtime = runtime
         self.since: Final = runtime.now()  # when its stream was opened, or was about to be
@@ -184,7 +184,7 @@ class Link(asyncio.Protocol):
                 link fails first.
 
         Returns:
-            False if the link is gone; who must know hears it from `LinkHandler.lost`.
+            False if the link is gone; who must know hears it from `LinkHandler.on_lost`.
         """
         session, stream = self._session, self._transport
         if session is None or stream is None or session.state is not State.OPEN:
@@ -231,7 +231,7 @@ class Link(asyncio.Protocol):
         self.encrypted = stream.get_extra_info("ssl_object") is not None
         process = _process(stream.get_extra_info("socket"))
         try:
-            self._session, self.trusted = self._handler.session(
+            self._session, self.trusted = self._handler.new_session(
                 self.role, process=process, endpoint=self.endpoint, since=self.since
             )
         except KvxferError as error:
@@ -239,7 +239,7 @@ class Link(asyncio.Protocol):
             self._fail(error)
             return
         self._flush()
-        self._arm()
+        self._set_timer()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came in: run the session and hand over its messages; those that come during a look wait for its end.
@@ -268,7 +268,7 @@ class Link(asyncio.Protocol):
                 else:
                     self._handler.frames_received[type(event).__name__] += 1
                     own = isinstance(event, (wire.Goodbye, wire.Renewed))
-                    (self._handler.received if own else self.take)(self, event)
+                    (self._handler.on_peer_news if own else self.take)(self, event)
                 if self._meeting is not None or self._runtime.now() >= until:
                     unread = self._session is not None and self._session.unread_bytes
                     self._rest = events if unread or self._meeting is not None else None
@@ -289,19 +289,19 @@ class Link(asyncio.Protocol):
         if self._rest is not None and self._transport is not None and self._meeting is None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._resume)
 
     def _meet(self, event: "Opened | _Met") -> None:
         match event:
             case Opened(peer):
                 self.is_open = True
-                self._arm()  # this side speaks while it looks at the peer, and does not listen
-                self._meeting = self._handler.meet(self, peer)
-                self._meeting.add_done_callback(partial(self._met, peer))
+                self._set_timer()  # this side speaks while it looks at the peer, and does not listen
+                self._meeting = self._handler.examine(self, peer)
+                self._meeting.add_done_callback(partial(self._on_met, peer))
             case _Met(peer, task):
-                self._opened(peer, task.result())
+                self._on_opened(peer, task.result())
 
-    def _met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
+    def _on_met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
         self._meeting = None
         if task.cancelled():
             self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
@@ -309,9 +309,9 @@ class Link(asyncio.Protocol):
             task.exception()  # nobody wants to know any more
         elif self._session is not None and self._rest is not None:
             self._rest = chain((_Met(peer, task),), self._rest)
-        self._go_on()
+        self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         rest, self._rest, stream = self._rest, None, self._transport
         if rest is not None and stream is not None:
             if self._session is not None:
@@ -319,10 +319,10 @@ class Link(asyncio.Protocol):
             if not stream.is_closing():
                 stream.resume_reading()
             self._handle(rest)  # pauses it again if there is still more
-        self._hear()
+        self._handle_rest()
         self._end_if_handled()
 
-    def _hear(self) -> None:
+    def _handle_rest(self) -> None:
         """Handle what came in while the peer was looked at, once all that came before has been."""
         if self._heard and self._rest is None and self._session is not None:
             heard, self._heard = bytes(self._heard), bytearray()
@@ -333,12 +333,12 @@ class Link(asyncio.Protocol):
         if self._rest is None and self._end is not None:
             self._fail(self._end)
 
-    def _opened(self, peer: PeerInfo, found: Any) -> None:
+    def _on_opened(self, peer: PeerInfo, found: Any) -> None:
         """The handshake is complete."""
         self.renewals = peer.body.renewals
         self._warn_if_untrusted(peer)
         self._known = True
-        self._handler.opened(self, peer, found)
+        self._handler.on_opened(self, peer, found)
         if not self.ready.done():
             self.ready.set_result(peer)
 
@@ -392,15 +392,15 @@ class Link(asyncio.Protocol):
         self._slicing = False
         self._flush()
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         session = self._session
         if session is not None and session.state is not State.CLOSED:
             delay = max(0.0, session.next_deadline() - self._runtime.now())
-            self._timer = self._loop.call_later(delay, self._tick)
+            self._timer = self._loop.call_later(delay, self._on_timer)
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         session = self._session
         if session is None:
             return
@@ -413,7 +413,7 @@ class Link(asyncio.Protocol):
             self._fail(error, cut=True)  # who is silent does not read what is left to send either
             return
         self._flush()
-        self._arm()
+        self._set_timer()
 
     def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
         """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
@@ -433,7 +433,7 @@ class Link(asyncio.Protocol):
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if self._known:
-            self._handler.lost(self, error)
+            self._handler.on_lost(self, error)
 
 
 def admitted(links: Iterable[Link]) -> int:

@@ -353,7 +353,7 @@ class PairPlans:
         _ = geometry.addressed  # found out once
         return Agreed(sending, geometry, converting, selections, pair)
 
-    def meet(self, peer: PeerInfo, agreed: "Agreed") -> None:
+    def add_peer(self, peer: PeerInfo, agreed: "Agreed") -> None:
         """Take note of what was found; plans of the same incarnation that were made of something else are no good."""
         incarnation, sending = peer.identity.incarnation, agreed.sending
         same = agreed.converts is self.converts(peer, sending=sending)
@@ -375,7 +375,7 @@ class PairPlans:
         (self._cramped.discard if fits else self._cramped.add)(key)
         return fits
 
-    def fits_staging(self, peer: PeerInfo, *, sending: bool) -> bool:
+    def chunk_fits(self, peer: PeerInfo, *, sending: bool) -> bool:
         """What `bound_chunks` said last."""
         return (peer.identity.incarnation, sending) not in self._cramped
 

@@ -297,7 +297,7 @@ class Estimates:
         """
         return self.costs[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
 
-    def chose(self, peer: bytes, route: Route) -> None:
+    def note_choice(self, peer: bytes, route: Route) -> None:
         """A transfer takes this route, and will tell what it is like."""
         self._chosen.setdefault(peer, {})[route] = self._spent.get(peer, 0.0)
 
@@ -315,7 +315,7 @@ class Estimates:
         plain, best_plain = seconds / self.factor(peer, route), best_s / self.factor(peer, best)
         return since * _TRIES >= seconds and plain <= best_plain * _HOPELESS
 
-    def took(self, peer: bytes, route: Route, *, plain: float, seconds: float) -> None:
+    def learn(self, peer: bytes, route: Route, *, plain: float, seconds: float) -> None:
         """A transfer that waited for nothing took so long, where costs without any correction said `plain`.
 
         What is learned of transfers that were under way together does not depend on how many there were.

@@ -207,15 +207,15 @@ class Entry:
         """See `Offer.wait_end`."""
         return follow(self._ended)
 
-    def touched(self) -> None:
+    def renew_lease(self) -> None:
         """Its decode engine moves it: that renews the lease as a claim would."""
         self.lease = max(self.lease, self.site.now() + self.site.config.offer_lease)
 
-    def grew(self) -> None:
+    def on_growth(self) -> None:
         """Its owner has added to it."""
         for transfer in list(self.transfers):
             transfer.wake()
-        self._book.grew(self)
+        self._book.keep_alive(self)
 
     def end(self, ending: Ending, failure: Failure) -> None:
         """Begin to end: stop what still reads the blocks."""
@@ -224,27 +224,27 @@ class Entry:
         self.state, self.ending = OfferState.ENDING, ending
         for transfer in list(self.transfers):
             transfer.stop(failure)
-        self.settle()
+        self.end_if_unread()
 
-    def settle(self) -> None:
+    def end_if_unread(self) -> None:
         """End if nothing reads the blocks any more."""
         if self.state is not OfferState.ENDING or self.transfers or self.ending is None:
             return
         if self.doubtful:
-            self._doubt(",".join(sorted(set(self.doubtful.values()))))
+            self._keep_in_doubt(",".join(sorted(set(self.doubtful.values()))))
             return
         self.state = OfferState.ENDED
         ending = self.ending
         if isinstance(ending, Released):
             ending = Released(tuple(self.stats))
-        self._book.ended(self, ending)
+        self._book.on_end(self, ending)
         if not self._ended.done():
             self._ended.set_result(ending)
         else:
             self.site.custody.settle(self._holder)
             resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
 
-    def left(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
+    def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.
 
         Args:
@@ -257,17 +257,17 @@ class Entry:
         if in_doubt:
             self.doubtful[transfer] = in_doubt
         if moved:
-            self.touched()
+            self.renew_lease()
         if self.state is not OfferState.LIVE:
-            self.settle()
+            self.end_if_unread()
         elif not self.transfers:  # none keeps it any more: its lease counts again
             self._book.watch(self.key, self.lease)
 
-    def forsake(self) -> None:
+    def leave_in_doubt(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""
         if self.state is OfferState.ENDED:
             return
-        self._doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
+        self._keep_in_doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
         if not self._quiescent.done():
             self._quiescent.set_exception(
                 ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
@@ -283,7 +283,7 @@ class Entry:
         """Its name in the custody books."""
         return f"offer {self.key[0]}/{self.key[1]}"
 
-    def _doubt(self, peer: str) -> None:
+    def _keep_in_doubt(self, peer: str) -> None:
         """Reads of the blocks did not end: tell whoever waits, and keep the blocks in custody."""
         if self._ended.done():
             return
@@ -348,7 +348,7 @@ class Offer:
         Raises:
             TicketError: If the worker has not joined its engine yet.
         """
-        return self._entry.site.joined.ticket(self.request, attempt=self.attempt)
+        return self._entry.site.engine_issuer.ticket(self.request, attempt=self.attempt)
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """Add blocks and the tokens that they hold; for streaming offers.
@@ -377,7 +377,7 @@ class Offer:
         check_cover(spans, geometry, tokens, complete=False)
         entry.spans = spans
         entry.tokens, entry.step = tokens.stop, len(tokens)
-        entry.grew()
+        entry.on_growth()
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
         """Say that K and V may be read once `after` has fired.
@@ -405,7 +405,7 @@ class Offer:
             self._entry.readiness.mark(layers, stop, event)
         except TypeError as error:
             raise TokensError(f"ready() takes a list of layers: {error}") from error
-        self._entry.grew()
+        self._entry.on_growth()
 
     def finish(self, payload: bytes = b"") -> None:
         """Everything is on offer; no blocks or tokens follow. `payload` travels with the last result.
@@ -438,7 +438,7 @@ class Offer:
         if len(content) > 65536:
             raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
         entry.payload, entry.finished = content, True
-        entry.grew()
+        entry.on_growth()
 
     async def released(self) -> Ending:
         """Wait until the blocks are the caller's again, and say why. Cancelling the wait changes nothing.
@@ -547,7 +547,7 @@ class OfferBook:
             RequestError: If the id is malformed or live, or was used less than `REMEMBERED_SECONDS` ago.
             BusyError: If there are too many offers.
         """
-        issuer = self._site.joined
+        issuer = self._site.engine_issuer
         try:
             issuer.ticket(request, attempt=attempt)
         except TicketError as error:
@@ -684,13 +684,13 @@ class OfferBook:
                 early.releases[engine, who.rank] = who
                 early.declined |= declined
 
-    def grew(self, offer: Entry) -> None:
+    def keep_alive(self, offer: Entry) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
         if offer.engine is None:
             offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
             self.watch(offer.key, offer.lease)
 
-    def ended(self, offer: Entry, ending: Ending) -> None:
+    def on_end(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""
         code = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
         self._offers.pop(offer.key, None)
@@ -705,7 +705,7 @@ class OfferBook:
         if self._timer is not None:
             self._timer.cancel()
         for offer in self.offers:
-            offer.forsake()
+            offer.leave_in_doubt()
 
     def watch(self, key: OfferKey, until: float) -> None:
         """Look at a request at `until`, or before: whoever is renewed meanwhile is then watched anew."""
@@ -714,21 +714,21 @@ class OfferBook:
         self._watched[key] = until
         heapq.heappush(self._ends, (until, key))
         if self._ends[0] == (until, key) and self._site.now() < self._due:  # else it fires as soon as it can
-            self._arm()
+            self._set_timer()
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """One timer for all: set to the nearest end."""
         if self._timer is not None:
             self._timer.cancel()
         self._due = max(self._ends[0][0], self._site.now()) if self._ends else math.inf
-        self._timer = self._site.at(self._due, self._look) if self._ends else None
+        self._timer = self._site.call_at(self._due, self._on_timer) if self._ends else None
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         now, heartbeat = self._site.now(), self._site.config.heartbeat
         # after a standstill of this process: of others that stood still with it, renewals come only now
         self._slept = not self._slept and now > self._due + _LATE_SECONDS
         if self._slept:
-            self._timer = self._site.at(now + heartbeat, self._look)
+            self._timer = self._site.call_at(now + heartbeat, self._on_timer)
             return
         try:
             while self._ends and self._ends[0][0] <= now:
@@ -736,14 +736,14 @@ class OfferBook:
                 if self._watched.get(key) == until:
                     del self._watched[key]
                     try:
-                        self._look_at(key, now)
+                        self._expire_or_watch(key, now)
                     except BaseException:
                         self.watch(key, now + heartbeat)
                         raise
         finally:  # whatever one of them meets, others end
-            self._arm()
+            self._set_timer()
 
-    def _look_at(self, key: OfferKey, now: float) -> None:
+    def _expire_or_watch(self, key: OfferKey, now: float) -> None:
         """End what has run out, or watch it on."""
         offer, early = self._offers.get(key), self._early.get(key)
         if offer is not None and offer.state is OfferState.LIVE:

@@ -15,7 +15,7 @@ from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.transfer import Failure, Sending, SendState, build_result
-from kvxfer.site import Callback, Quota, Site, no_hold
+from kvxfer.site import Callback, Quota, Site, no_op
 from kvxfer.telemetry import logger
 
 __all__ = ["Doubt", "Doubts", "Prefill"]
@@ -46,13 +46,13 @@ class Doubt:
     severed: bool  # whether what may move has left this side, and is on its way to the agent that the peer had then
     watched: bool  # whether the end of the peer's process will be seen
     placed: bool = True  # whether it has a place
-    unwatch: Callback = no_hold  # ends the watch over the peer's process
-    unwant: Callback = no_hold  # says that it needs no new agent
+    unwatch: Callback = no_op  # ends the watch over the peer's process
+    unwant: Callback = no_op  # says that it needs no new agent
 
     @property
     def reader(self) -> Sender | None:
         """Route `pull`: the transfer whose blocks the peer may be reading."""
-        return self.ended if self.ended.is_read else None
+        return self.ended if self.ended.is_pulled else None
 
 
 class Doubts:
@@ -72,7 +72,7 @@ class Doubts:
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
 
-    def keep(self, transfer: int, ended: Sender, *, connected: bool) -> None:
+    def add(self, transfer: int, ended: Sender, *, connected: bool) -> None:
         """Something has ended in doubt.
 
         Args:
@@ -82,33 +82,33 @@ class Doubts:
         """
         peer, processes = ended.link.peer, self._site.processes
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
-        doubt = Doubt(ended, ended.severed or far, processes.ended(peer) is not None)
+        doubt = Doubt(ended, ended.severed or far, processes.end_of(peer) is not None)
         if ended.severed and not far:  # so that the peer hears that only its own agent is left
             doubt.unwant = self._site.rebuilds.want(urgent=False)
         self._doubts.setdefault(who, {})[transfer] = doubt
-        doubt.unwatch = processes.when_gone(peer, partial(self.forget, who, transfer))
+        doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
         if not connected:
-            self.lost(who)
+            self.on_link_lost(who)
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
         doubts = self._doubts.get(incarnation)
         return None if doubts is None else doubts.get(transfer)
 
-    def of(self, incarnation: bytes) -> list[Doubt]:
+    def of_peer(self, incarnation: bytes) -> list[Doubt]:
         """All of a peer's."""
         return list(self._doubts.get(incarnation, {}).values())
 
-    def lost(self, incarnation: bytes) -> None:
+    def on_link_lost(self, incarnation: bytes) -> None:
         """A peer is not connected any more."""
-        for doubt in self.of(incarnation):
+        for doubt in self.of_peer(incarnation):
             bound = doubt.watched or doubt.reader is not None
             if doubt.placed and not bound and self._unplaced < _MOST:
                 doubt.placed = False
                 self._unplaced += 1
                 self._places.give(incarnation)
 
-    def renewed(self, link: Link) -> dict[int, Doubt]:
+    def on_agent_renewed(self, link: Link) -> dict[int, Doubt]:
         """By number, what is over since a peer has made its agent anew as often as it says on this link."""
         who = link.peer.identity.incarnation
         over = {
@@ -162,9 +162,9 @@ class Prefill:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._beginning = 0  # transfers in the next turn of the loop
+        self._starting = 0  # transfers in the next turn of the loop
         self._waiting: Final[deque[Sender]] = deque()  # those that begin in a later one
-        self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
+        self._links: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -188,11 +188,11 @@ class Prefill:
         """Take a message of a decode rank."""
         match message:
             case wire.Reserve():  # memory for chunks
-                if (sender := self._moved(link, message.transfer)) is not None:
-                    sender.reserve(message)
+                if (sender := self._sender_of(link, message.transfer)) is not None:
+                    sender.on_reserve(message)
             case wire.Landed():  # chunks were read
-                if (sender := self._moved(link, message.transfer)) is not None:
-                    sender.landed(message)
+                if (sender := self._sender_of(link, message.transfer)) is not None:
+                    sender.on_landed(message)
             case wire.Fetch():
                 self.fetch(link, message)
             case wire.Cancel():
@@ -234,9 +234,9 @@ class Prefill:
             reason = _REASONS.get(refusal, refusal.name.lower())
             link.send(wire.Refuse(message.transfer, refusal, reason, RETRY_MS.get(refusal, 0)))
             return
-        site.heard(link.peer, fenced=message.fenced)
+        site.note_fenced(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
-        sender = self._transfers[key] = Sender(site, link, link.peer, Sending(message), self._ended, sums_every)
+        sender = self._transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every)
         if isinstance(found, Entry):
             self.book.attach(found, sender)
         elif not self.book.park(offer_key, sender):
@@ -246,21 +246,21 @@ class Prefill:
                 f"(max_transfers={site.config.max_transfers})",
             )
         self._waiting.append(sender)
-        self._let_begin()
+        self._start_waiting()
 
-    def _let_begin(self) -> None:
+    def _start_waiting(self) -> None:
         """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
-        while self._waiting and self._beginning < _AT_ONCE:
-            self._beginning += 1
-            self._site.loop.call_soon(self._has_begun)
+        while self._waiting and self._starting < _AT_ONCE:
+            self._starting += 1
+            self._site.loop.call_soon(self._on_started)
             sender = self._waiting.popleft()
             if sender.machine.state is SendState.PARKED:  # else it has ended already
                 self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.machine.transfer}")
 
-    def _has_begun(self) -> None:
-        self._beginning -= 1
+    def _on_started(self) -> None:
+        self._starting -= 1
         if self._waiting:
-            self._let_begin()
+            self._start_waiting()
 
     def cancel(self, link: Link, message: wire.Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
@@ -271,10 +271,10 @@ class Prefill:
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
         if (sender := self._transfers.get(key)) is not None:
             sender.link = link
-            sender.cancelled(failure)
+            sender.on_cancel(failure)
             return
         if (doubt := self._doubtful.find(*key)) is not None and doubt.reader is not None:
-            doubt.reader.unread_at_last()
+            doubt.reader.on_unread()
             doubt = self._doubtful.find(*key)
         if doubt is not None:
             link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.failure))
@@ -308,19 +308,19 @@ class Prefill:
             declined = message.code is Code.CANCELLED
             self.book.release((ref.request, ref.attempt), link.peer.identity, declined=declined)
 
-    def opened(self, link: Link) -> None:
+    def on_link_opened(self, link: Link) -> None:
         """A decode rank is there (again), and may still read what it was announced before."""
         incarnation = link.peer.identity.incarnation
-        self._here[incarnation] = link
-        self.renewed(link)
-        for doubt in self._doubtful.of(incarnation):
+        self._links[incarnation] = link
+        self.on_agent_renewed(link)
+        for doubt in self._doubtful.of_peer(incarnation):
             if doubt.reader is not None:
-                doubt.reader.help_to_read()
+                doubt.reader.keep_polling()
 
-    def renewed(self, link: Link) -> None:
+    def on_agent_renewed(self, link: Link) -> None:
         """A decode rank has made its agent anew, or something of ours has left for the one that it had."""
-        for transfer, doubt in self._doubtful.renewed(link).items():
-            link.send(_over(transfer, doubt.ended.failure))
+        for transfer, doubt in self._doubtful.on_agent_renewed(link).items():
+            link.send(_doubt_ended(transfer, doubt.ended.failure))
 
     def check(self, link: Link, message: wire.Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
@@ -328,18 +328,18 @@ class Prefill:
             self._site.warm_sums(link.peer, sending=True)
         self._checks[link] = message.every
 
-    def lost(self, link: Link) -> None:
+    def on_link_lost(self, link: Link) -> None:
         """A session is gone: nothing new is posted for it. The transfers stay known until they have ended."""
         incarnation = link.peer.identity.incarnation
-        if self._here.get(incarnation) is link:
-            del self._here[incarnation]
+        if self._links.get(incarnation) is link:
+            del self._links[incarnation]
         self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
         for sender in list(self._transfers.values()):
             if sender.link is link:
                 sender.stop(failure)
-        if incarnation not in self._here:
-            self._doubtful.lost(incarnation)
+        if incarnation not in self._links:
+            self._doubtful.on_link_lost(incarnation)
 
     def refuse_parked(self) -> None:
         """No new offer will come: whoever waits for one had better go elsewhere at once."""
@@ -376,46 +376,46 @@ class Prefill:
 
     # --- inside
 
-    def _moved(self, link: Link, transfer: int) -> Sender | None:
+    def _sender_of(self, link: Link, transfer: int) -> Sender | None:
         """A transfer that its decode rank moves on, which renews the offer's lease.
 
         None for one that has just ended here: what is said to it is answered by its result, which is on its way.
         """
         sender = self._transfers.get((link.peer.identity.incarnation, transfer))
         if sender is not None and sender.offer is not None:
-            sender.offer.touched()
+            sender.offer.renew_lease()
         return sender
 
-    def _ended(self, sender: Sender) -> None:
+    def _on_end(self, sender: Sender) -> None:
         who, transfer = sender.peer.identity.incarnation, sender.machine.transfer
         if sender.offer is None:
             ticket = sender.machine.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), sender)
         if self._transfers.get((who, transfer)) is not sender:
-            self._doubted_late(who, transfer, sender)
+            self._on_doubt(who, transfer, sender)
             return
         del self._transfers[who, transfer]
         if not sender.in_doubt:
             self._places.give(who)
             return
-        self._doubtful.keep(transfer, sender, connected=who in self._here)
-        if (here := self._here.get(who)) is not None:
-            sender.help_to_read()
-            self.renewed(here)  # it may have told of that before our post to the old one ended
+        self._doubtful.add(transfer, sender, connected=who in self._links)
+        if (here := self._links.get(who)) is not None:
+            sender.keep_polling()
+            self.on_agent_renewed(here)  # it may have told of that before our post to the old one ended
 
-    def _doubted_late(self, who: bytes, transfer: int, moved: Sender) -> None:
+    def _on_doubt(self, who: bytes, transfer: int, moved: Sender) -> None:
         """More is known of what ended in doubt."""
-        doubt, here = self._doubtful.find(who, transfer), self._here.get(who)
+        doubt, here = self._doubtful.find(who, transfer), self._links.get(who)
         if doubt is None:
             return
         if not moved.in_doubt:
             self._doubtful.forget(who, transfer)
             if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
-                here.send(_over(transfer, doubt.ended.failure))
+                here.send(_doubt_ended(transfer, doubt.ended.failure))
         elif moved.severed:
             doubt.severed = True
             if here is not None:
-                self.renewed(here)
+                self.on_agent_renewed(here)
 
 
 _REASONS: Final = {
@@ -434,7 +434,7 @@ def _terminal(transfer: int, failure: Failure) -> wire.KvAgentResult:
     return build_result(transfer, failure.status, last=True, failure=failure)
 
 
-def _over(transfer: int, failure: Failure | None) -> wire.KvAgentResult:
+def _doubt_ended(transfer: int, failure: Failure | None) -> wire.KvAgentResult:
     """What ends a doubt that the decode rank was told of: nothing of the transfer is under way any more."""
     code, reason = (failure.code, failure.reason) if failure is not None else (Code.FAILED, "")
     return _terminal(transfer, Failure(Status.FAILED, code, reason))

@@ -2,9 +2,9 @@
 
 `Sender.run` is all of it, in order: the offer, the plan, what may be read is announced, what is granted is moved.
 Chunks that were granted under the same terms are one flow of the mover, which goes on from chunk to chunk by itself. It
-ends in `Sender._ran`, and the transfer in `Sender._finish`, with its last result. What a flow holds is given back
-there, and not by a task that waits for the mover: more may be said of a doubt before a task goes on, and a worker that
-closes ends its tasks before its mover.
+ends in `Sender._on_flow_end`, and the transfer in `Sender._finish`, with its last result. What a flow holds is given
+back there, and not by a task that waits for the mover: more may be said of a doubt before a task goes on, and a worker
+that closes ends its tasks before its mover.
 
 Messages and news come in between. They change the machine there and then, so that nothing begins any more once a
 transfer is stopped, and wake `run`, which looks at how things stand.
@@ -70,11 +70,11 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, names_turns
-from kvxfer.safety.doubt import Exposure, runs_on, want_end
-from kvxfer.site import Callback, Site, Tally, no_hold, resolve
+from kvxfer.safety.doubt import Exposure, may_outlive_agent, want_new_agent
+from kvxfer.site import Callback, Site, Tally, no_op, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 
-__all__ = ["RETRY_MS", "Answer", "Draft", "Sender", "answer"]
+__all__ = ["RETRY_MS", "Answer", "OfferSnapshot", "Sender", "answer"]
 
 # --- the answer
 
@@ -84,7 +84,7 @@ _MOST_STREAMED_CHUNKS: Final = 256
 """About as many chunks a small streamed transfer is cut into at most, however small its steps are."""
 
 
-class Draft(Struct, frozen=True):
+class OfferSnapshot(Struct, frozen=True):
     """An offer as it is when a transfer of it is planned."""
 
     spans: BlockLists  # source blocks by group
@@ -109,7 +109,7 @@ def answer(
     peer: PeerInfo,
     fetch: wire.Fetch,
     known: PairPlan | None,
-    offer: Draft,
+    offer: OfferSnapshot,
     means: Means,
     ahead: bool,
     checked: bool = False,
@@ -166,7 +166,7 @@ def answer(
     )
     route, grid, chunks = choice.route, bound.grid, bound.grid.chunks
     fenced = site.keys.has(peer)
-    ahead = ahead and offer.finished and _covers(peer, fetch, route, bound, fenced=fenced)
+    ahead = ahead and offer.finished and _grant_covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
     pieces = plan.merged_pieces if route in LISTED else bound.pieces
     plain = site.estimates.costs[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
@@ -190,7 +190,7 @@ def answer(
     return Answer(bound, choice, message, plain)
 
 
-def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fenced: bool) -> bool:
+def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fenced: bool) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
     passes_word = route is Route.MAPPED and peer.body.gates > 0
     if fetch.generation and not passes_word and not fenced:
@@ -204,7 +204,7 @@ def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fe
     return route is Route.STAGED and named and min(bound.grid.chunks, fetch.ring_chunks) > 0
 
 
-def _cut(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> Bound:
+def _cut(site: Site, fetch: wire.Fetch, offer: OfferSnapshot, plan: TransferPlan, route: Route) -> Bound:
     """How it is cut."""
     nbytes = plan.nbytes
     limit = None
@@ -230,7 +230,7 @@ def _cut(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route:
     return Bound(plan, replace(bound.grid, band=min(MAX_CHUNKS, together)))
 
 
-def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
+def _streamed_tokens(offer: OfferSnapshot, plan: TransferPlan, nbytes: int) -> int | None:
     """Tokens of a chunk while blocks are still added: a step's, or more where those are too few to be worth a chunk."""
     if not nbytes:
         return None
@@ -270,7 +270,7 @@ class _Terms(Struct, eq=False):
     renewals: int  # how often the decode rank had made its agent anew by then
     fresh: bool  # whether they go elsewhere than those before
 
-    def follow(self, before: "_Terms") -> bool:
+    def continues(self, before: "_Terms") -> bool:
         """Whether they may be moved as those before them, but for the lease."""
         return not self.fresh and (self.generation, self.renewals) == (before.generation, before.renewals)
 
@@ -287,20 +287,20 @@ class _Run(Struct, eq=False):
     flow: Flow | None = None  # where the mover does it, once there is a step
     stop: int = 0  # up to which chunk it has steps
     allowed: int = 0  # up to which chunk it may go
-    told: CopyOutcome = _NOTHING_YET  # what was heard of its progress last
+    reported: CopyOutcome = _NOTHING_YET  # what was heard of its progress last
     finished: bool = False  # whether nothing follows
     since: float = 0.0  # when all that may go had been done last
     idle: asyncio.TimerHandle | None = None  # ends it after a while in which there is nothing to do
-    doubt: "_Unsure | None" = None  # what may still move of it
+    doubt: "_InDoubt | None" = None  # what may still move of it
 
 
 @dataclass(slots=True, eq=False)
-class _Unsure:
+class _InDoubt:
     """A flow of which bytes may still move, though the mover has given it up."""
 
     copy: Copy  # what the mover still has
     left: bool  # whether it has left this side: our memory is not read for it any more
-    let_go: Callback = no_hold  # gives that memory back
+    let_go: Callback = no_op  # gives that memory back
 
 
 class Sender(Struct, eq=False):
@@ -324,24 +324,24 @@ class Sender(Struct, eq=False):
     _ahead: bool = False  # what `Fetch` grants is neither used nor void
     _bound: Bound | None = None
     _answer: Answer | None = None
-    _prompt: bool = False  # nothing of it is waited for, as of `Draft`
-    _said: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
+    _prompt: bool = False  # nothing of it is waited for, as of `OfferSnapshot`
+    _named: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
     _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
-    _shipped: int = 0  # the first so many are, or were, the mover's
+    _submitted: int = 0  # the first so many are, or were, the mover's
     _run: _Run | None = None  # what the mover does now
-    _forgo: Callback = no_hold  # ends what the next ones wait for
-    _unsure: list[_Unsure] = field(default_factory=list[_Unsure])
-    _come: int = 0  # the first so many have arrived, and of those
+    _stop_waiting: Callback = no_op  # ends what the next ones wait for
+    _doubtful: list[_InDoubt] = field(default_factory=list[_InDoubt])
+    _arrived: int = 0  # the first so many have arrived, and of those
     # these are being added up, or wait for ones before them
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
-    _untold: wire.Timings = UNTIMED  # what those took that the machine was not told of
-    _telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
+    _unreported: wire.Timings = UNTIMED  # what those took that the machine was not told of
+    _reporting: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
     _chunk_bytes: int = 1  # about so many, once there is a plan
     _firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
-    _unwant: Callback = no_hold
-    _way: Callback = no_hold  # open to the peer, and the transport awake, until this is called
+    _withdraw_want: Callback = no_op
+    _close_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
     _revoke: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
 
@@ -351,7 +351,7 @@ class Sender(Struct, eq=False):
         self.began, self.renewals, self._ahead = site.now(), self.link.renewals, fetch.lease_ms > 0
         if fetch.timeout_ms < FOREVER_MS:
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
-            self._patience = site.at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
+            self._patience = site.call_at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
 
     def __repr__(self) -> str:
         return f"<Sender {self.name}>"
@@ -368,12 +368,12 @@ class Sender(Struct, eq=False):
             await self._accept()
             while machine.state is SendState.MOVING and (bound := self._bound) and (offer := self.offer):
                 if self._granted:
-                    await self._ship(bound, self._granted[0])
+                    await self._submit(bound, self._granted[0])
                 elif offer.finished and offer.tokens < stop:
-                    self._outside(offer)
+                    self._refuse_outside(offer)
                 elif bound.plan.pair.has_state and offer.tokens > stop:
                     reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {stop}"
-                    self._deny(Code.TOKENS, reason)
+                    self._refuse_or_stop(Code.TOKENS, reason)
                 elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
                     make = partial(bound.grown, offer.spans, offer.tokens)
                     self._bound = await self.site.plan(make, rows=bound.rows)
@@ -381,58 +381,58 @@ class Sender(Struct, eq=False):
                     self._announce(bound, offer)
                     if offer.finished and machine.granted == machine.chunks:
                         return  # the rest is in the mover's hands
-                    if not await self._look_ahead(bound):
-                        await self._wait()
+                    if not await self._prepare_ahead(bound):
+                        await self._wait_for_news()
         except KvxferError as error:
-            self._deny(error.reason if isinstance(error, RefusedError) else error.code, str(error))
+            self._refuse_or_stop(error.reason if isinstance(error, RefusedError) else error.code, str(error))
         except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
-            self._forgo()
+            self._stop_waiting()
             if self._run is not None and self._run.flow is None:
                 self._end_run(self._run)
             raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
             _log.error("task_failed", task=f"kvxfer send {machine.transfer}", error=repr(error), exc_info=error)
-            self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
+            self._refuse_or_stop(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
-    async def _offered(self) -> Entry | None:
+    async def _wait_for_offer(self) -> Entry | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
         machine, first, stop = self.machine, self.machine.fetch.token_start, self.machine.fetch.token_stop
         while machine.state is SendState.PARKED:
             offer = self.offer
             if offer is not None and offer.finished and offer.tokens < stop:
-                self._outside(offer)
+                self._refuse_outside(offer)
             elif offer is None or offer.tokens < min(first + 1, stop):
                 self._void_ahead()
-                await self._wait()
+                await self._wait_for_news()
             elif (task := self.site.warming.get((self.peer.identity.incarnation, True))) and not task.done():
                 if len(self.machine.fetch.ring) > 1:  # others may need so much memory meanwhile
                     self._void_ahead()
-                await self._until(task)
+                await self._wait_shared(task)
             else:
                 return offer
         return None
 
-    async def _wait(self) -> None:
+    async def _wait_for_news(self) -> None:
         """Wait for news. There is none any more once what was said just now has ended it, or lost the link."""
         if self.machine.state in _RUNNING:
             self._news = self.site.loop.create_future()
             await self._news
 
-    async def _until(self, done: "asyncio.Future[Any]") -> None:
+    async def _wait_shared(self, done: "asyncio.Future[Any]") -> None:
         """Wait for what others wait for too, but no longer once the transfer has failed."""
         done.add_done_callback(self.wake)
         try:
             while not done.done() and self.machine.state in _RUNNING:
-                await self._wait()
+                await self._wait_for_news()
         finally:
             done.remove_done_callback(self.wake)
 
-    def _outside(self, offer: Entry) -> None:
+    def _refuse_outside(self, offer: Entry) -> None:
         """There is less on offer than was asked for, and no more will come."""
         fetch = self.machine.fetch
         asked = range(fetch.token_start, fetch.token_stop)
         what = f"tokens {asked.start}..{asked.stop - 1}" if asked else f"the state of {asked.stop} tokens"
-        self._deny(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
+        self._refuse_or_stop(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
 
     def _void_ahead(self) -> None:
         """Say that what `Fetch` grants is not used, if it must wait: the decode rank shall not have to fear for it."""
@@ -443,13 +443,13 @@ class Sender(Struct, eq=False):
     async def _accept(self) -> None:
         """Plan, and say how it will be moved; begin with what `Fetch` grants, if that still holds and is needed."""
         site, machine, fetch = self.site, self.machine, self.machine.fetch
-        offer = await self._offered()
+        offer = await self._wait_for_offer()
         if offer is None:
             return
         by_layer = not offer.finished and offer.readiness.by_layer
         self._prompt = offer.finished and offer.readiness.fired
         # as it is now: the plan may be made in a thread, while the offer grows
-        draft = Draft(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, self._prompt)
+        draft = OfferSnapshot(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, self._prompt)
         wanted = offered = 0
         for asked in fetch.spans:
             wanted += len(asked.ids) // 4  # packed ids of 4 bytes
@@ -465,24 +465,24 @@ class Sender(Struct, eq=False):
         until = self.began + fetch.lease_ms / 1000
         if message.ahead and site.now() >= until:  # planning, or compiling before, took too long
             message = with_fields(message, ahead=False, spans=encode_spans(draft.spans, made.bound.plan.pair.groups))
-        self._said = draft.spans
+        self._named = draft.spans
         tally = self.tally
         tally.chunks, tally.pieces, tally.predicted = message.chunks, made.bound.pieces, message.predicted_us / 1e6
         if self._prompt:
-            site.estimates.chose(self.peer.identity.incarnation, choice.route)
+            site.estimates.note_choice(self.peer.identity.incarnation, choice.route)
         if choice.fallback:
             site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer.name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
-            self._way = site.mover.hold_awake()  # a target that others read from must make progress
-            self._exposure = Exposure(site, self.link, self.name, self.unread_at_last, frozenset({Route.PULL}))
+            self._close_way = site.mover.hold_awake()  # a target that others read from must make progress
+            self._exposure = Exposure(site, self.link, self.name, self.on_unread, frozenset({Route.PULL}))
         else:  # for all chunks: the peer may be lost while one of them is under way
-            self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
+            self._close_way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         # in place nothing waits for that: to move it is more urgent
         self.link.send(*machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
-            self._take(machine.granted, until, fetch.generation, fresh=True)
+            self._on_granted(machine.granted, until, fetch.generation, fresh=True)
 
     def _announce(self, bound: Bound, offer: Entry) -> None:
         """Tell the decode rank which chunks may go now."""
@@ -497,9 +497,9 @@ class Sender(Struct, eq=False):
             while ready < most and self._is_ready(bound, offer, ready):
                 ready += 1
         if ready > machine.ready:
-            self._want(ready) if machine.route is not Route.PULL else self._let_read(ready)
+            self._send_want(ready) if machine.route is not Route.PULL else self._announce_reads(ready)
         if offer.finished and (messages := machine.finish_offer(offer.payload)):
-            self._say(messages)
+            self._send(messages)
 
     @staticmethod
     def _is_ready(bound: Bound, offer: Entry, chunk: int) -> bool:
@@ -507,39 +507,39 @@ class Sender(Struct, eq=False):
         known = stop <= bound.plan.covered
         return known and (offer.finished or offer.readiness.events(layers, start, stop) is not None)
 
-    def _want(self, ready: int, lease_ms: int = 0) -> None:
+    def _send_want(self, ready: int, lease_ms: int = 0) -> None:
         """Announce chunks, the first so many, and before them the blocks that they are in."""
         offer, bound = self.offer, self._bound
         if offer is not None and bound is not None and self.machine.state is SendState.MOVING:
             news: list[wire.Span] = []
-            if offer.spans is not self._said:  # an offer that grows gets new lists
-                news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
-                self._said = offer.spans
+            if offer.spans is not self._named:  # an offer that grows gets new lists
+                news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._named)
+                self._named = offer.spans
             generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
-            self._say(self.machine.announce(ready, lease_ms, news, generation))
+            self._send(self.machine.announce(ready, lease_ms, news, generation))
 
-    def _let_read(self, ready: int) -> None:
+    def _announce_reads(self, ready: int) -> None:
         """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
         site, machine, fired = self.site, self.machine, self.machine.ready
         if site.rebuilds.paused:
             site.rebuilds.when_open(self.wake)
             return
-        while fired < ready and (self._prompt or has_fired(self._events(fired))):
+        while fired < ready and (self._prompt or has_fired(self._event_of(fired))):
             fired += 1
         if fired > machine.ready:
-            self._want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
+            self._send_want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
         if fired < ready and self._firing is None:
-            job = CopyJob(NOTHING, self._has_fired, self._events(fired), owner=self.name)
+            job = CopyJob(NOTHING, self._on_event, self._event_of(fired), owner=self.name)
             self._firing = site.mover.submit(job, Direction.GATHER)
 
-    def _has_fired(self, outcome: CopyOutcome) -> None:
+    def _on_event(self, outcome: CopyOutcome) -> None:
         """The events of the next chunk have."""
         self._firing = None
         if outcome.error is not None:
-            self._deny(outcome.error.code, str(outcome.error))
+            self._refuse_or_stop(outcome.error.code, str(outcome.error))
         self.wake()
 
-    def _events(self, chunk: int) -> Event:
+    def _event_of(self, chunk: int) -> Event:
         """When a chunk of an offer may be read that is waited for."""
         if self.offer is None or self._bound is None:
             return READY
@@ -550,55 +550,55 @@ class Sender(Struct, eq=False):
 
     # --- chunks, from their grant to their result
 
-    def _take(self, stop: int, until: float, generation: int, *, fresh: bool) -> None:
+    def _on_granted(self, stop: int, until: float, generation: int, *, fresh: bool) -> None:
         """Chunks may be moved: those that the mover has steps of begin now, for the others `run` makes them."""
         self.renewals = self.link.renewals
         terms, run = _Terms(stop, self.site.now(), until, generation, self.renewals, fresh), self._run
-        if run is not None and run.flow is not None and not self._granted and self._goes_on(run, terms):
-            self._let_go_on(run, terms)
+        if run is not None and run.flow is not None and not self._granted and self._continues(run, terms):
+            self._allow(run, terms)
             if stop <= run.stop:
                 return
         self._granted.append(terms)
 
-    def _goes_on(self, run: _Run, terms: _Terms) -> bool:
+    def _continues(self, run: _Run, terms: _Terms) -> bool:
         """Whether chunks go the way of those before them. Where others wait for memory they do not."""
-        return not (run.finished or self._crowded) and terms.follow(run.terms)
+        return not (run.finished or self._is_contended) and terms.continues(run.terms)
 
     @property
-    def _crowded(self) -> bool:
+    def _is_contended(self) -> bool:
         """Whether others wait for what a flow holds."""
         staged = self.machine.route is Route.STAGED
         return self.site.mover.crowded or (staged and self.site.send_desk.contended)
 
-    async def _ship(self, bound: Bound, terms: _Terms) -> None:
+    async def _submit(self, bound: Bound, terms: _Terms) -> None:
         """Hand chunks to the mover, as soon as there is all that it takes."""
         machine, run = self.machine, self._run
-        if run is not None and run.allowed < terms.stop and not self._goes_on(run, terms):
-            self._conclude(run)
+        if run is not None and run.allowed < terms.stop and not self._continues(run, terms):
+            self._finish_run(run)
             if self._run is run:
-                await self._wait()  # for its end
+                await self._wait_for_news()  # for its end
             return
         if run is None:
-            run = self._run = _Run(self._shipped, terms, stop=self._shipped, allowed=terms.stop)
+            run = self._run = _Run(self._submitted, terms, stop=self._submitted, allowed=terms.stop)
             if machine.route is Route.MAPPED:
                 windows, run.gate = self.site.mappings.way(self.peer, terms.generation)
                 run.reached = windows.reached
             else:
-                await self._find_lane(run, bound)
+                await self._take_lane_and_staging(run, bound)
         while self._run is run and machine.state is SendState.MOVING and self._granted and self._granted[0] is terms:
             if run.finished and run.allowed < terms.stop:  # it was concluded meanwhile, without these
                 return
             if run.stop >= terms.stop:
                 self._granted.popleft()
                 if run.allowed < terms.stop:
-                    self._let_go_on(run, terms)
+                    self._allow(run, terms)
                 return
             # one, two, six: the mover begins while others are made
-            await self._make(run, bound, min(terms.stop, run.stop + max(1, 2 * (run.stop - run.first))))
+            await self._submit_steps(run, bound, min(terms.stop, run.stop + max(1, 2 * (run.stop - run.first))))
             if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
 
-    async def _look_ahead(self, bound: Bound) -> bool:
+    async def _prepare_ahead(self, bound: Bound) -> bool:
         """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""
         run, machine = self._run, self.machine
         if run is None or run.flow is None or run.finished:
@@ -606,35 +606,35 @@ class Sender(Struct, eq=False):
         stop = min(machine.ready, run.allowed + (2 * len(run.extents) or _WIDTH))
         if stop <= run.stop:
             return False
-        await self._make(run, bound, stop)
+        await self._submit_steps(run, bound, stop)
         return True
 
-    async def _find_lane(self, run: _Run, bound: Bound) -> None:
+    async def _take_lane_and_staging(self, run: _Run, bound: Bound) -> None:
         """What chunks need that are posted: a lane to the peer, and memory here to gather them into."""
         site, peer, machine = self.site, self.peer, self.machine
         connected = site.lanes.connect(peer, run.terms.renewals)
         if not connected.done():
-            await self._until(connected)
+            await self._wait_shared(connected)
         if self._run is not run:
             return
-        late = partial(self._late, run)
-        run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(site, peer), late)
+        late = partial(self._on_late_end, run)
+        run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, may_outlive_agent(site, peer), late)
         if machine.route is Route.STAGED and (nbytes := bound.most_bytes):
             most = min(len(machine.ring), machine.chunks - run.first)
             found = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
-            found = found or await self._room(nbytes, run.first)
+            found = found or await self._wait_for_staging(nbytes, run.first)
             run.extents += found
 
-    async def _room(self, nbytes: int, first: int) -> list[Extent]:
+    async def _wait_for_staging(self, nbytes: int, first: int) -> list[Extent]:
         """Wait for staging memory to gather a chunk into, and take as much as is there then; none if it was stopped."""
         desk = self.site.send_desk
         admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
         lease = self.site.config.grant_lease
-        request = desk.ask(self.peer.account, nbytes, lease, partial(resolve, admitted))
+        request = desk.request(self.peer.account, nbytes, lease, partial(resolve, admitted))
 
         def forgo() -> None:
             """Wait no longer, and give back what was granted and not taken yet."""
-            self._forgo = no_hold
+            self._stop_waiting = no_op
             if request is not None:
                 desk.withdraw(request)
             found = admitted.result() if admitted.done() and not admitted.cancelled() else None
@@ -642,16 +642,16 @@ class Sender(Struct, eq=False):
                 desk.release(found)
             resolve(admitted, None)
 
-        self._forgo = forgo
+        self._stop_waiting = forgo
         extent = await admitted
-        if self._forgo is not forgo or extent is None:  # it was called
+        if self._stop_waiting is not forgo or extent is None:  # it was called
             return []
-        self._forgo = no_hold
+        self._stop_waiting = no_op
         if isinstance(extent, KvxferError):
             raise extent
         return desk.write(extent, min(len(self.machine.ring), self.machine.chunks - first) - 1)
 
-    async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
+    async def _submit_steps(self, run: _Run, bound: Bound, stop: int) -> None:
         """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
         site, chunks = self.site, range(run.stop, min(stop, run.stop + bound.at_once))
         rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
@@ -671,7 +671,7 @@ class Sender(Struct, eq=False):
         terms = run.terms
         # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
         passage = site.keys.passage(self.peer, terms.generation) if run.gate is None else None
-        done, progress = partial(self._ran, run), partial(self._progressed, run)
+        done, progress = partial(self._on_flow_end, run), partial(self._on_progress, run)
         job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=run.post)
         machine, turns = self.machine, None
         total, allowed, width = machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
@@ -688,25 +688,25 @@ class Sender(Struct, eq=False):
             heard=machine.copied - run.first,
             progress=progress,
         )
-        self._shipped = run.allowed
-        self.tally.spent(("queued", terms.granted, site.now()))
+        self._submitted = run.allowed
+        self.tally.add_stages(("queued", terms.granted, site.now()))
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
         listed = self.machine.route is Route.DIRECT
         steps: list[CopyJob] = []
         for part in [chunks] if self._prompt and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
-            event = READY if self._prompt else self._events(part.start)
+            event = READY if self._prompt else self._event_of(part.start)
             if listed:
-                steps.append(self._listed(bound, part.start, post, event))
+                steps.append(self._listed_step(bound, part.start, post, event))
             elif post is None or not extents:  # in place, or windows in which no group has a row
                 tables = bound.tables(Kind.COPY, part, reached=run.reached)
                 steps.append(CopyJob(tables, after=event, gate=run.gate))
             else:
-                steps.append(self._gathered(run, bound, part, post, extents, event))
+                steps.append(self._gather_step(run, bound, part, post, extents, event))
         return steps
 
-    def _gathered(
+    def _gather_step(
         self, run: _Run, bound: Bound, chunks: range, post: Post, extents: list[Extent], event: Event
     ) -> CopyJob:
         """Chunks that are gathered into staging memory, in whose extents they take turns, and written from there."""
@@ -728,7 +728,7 @@ class Sender(Struct, eq=False):
         local, remote = staging_pieces([(self.site.arena, near), (self.peer.body.staging[0], far)], sizes)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
-    def _listed(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:
+    def _listed_step(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:
         """A chunk whose pieces are listed for the transport."""
         pieces = bound.listed(chunk)
         if post is None or not len(pieces):
@@ -738,16 +738,16 @@ class Sender(Struct, eq=False):
         nbytes = bound.carried(chunk, chunk + 1)
         return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 
-    def _let_go_on(self, run: _Run, terms: _Terms) -> None:
+    def _allow(self, run: _Run, terms: _Terms) -> None:
         """Chunks that it has steps of were granted."""
         if run.flow is None:
             return
-        run.allowed = self._shipped = terms.stop
+        run.allowed = self._submitted = terms.stop
         run.terms.until = max(run.terms.until, terms.until)
         self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
-        self.tally.spent(("queued", terms.granted, self.site.now()))
+        self.tally.add_stages(("queued", terms.granted, self.site.now()))
 
-    def _conclude(self, run: _Run) -> None:
+    def _finish_run(self, run: _Run) -> None:
         """Nothing follows what was granted: it ends when that is done."""
         run.finished = True
         if run.flow is not None:
@@ -755,32 +755,32 @@ class Sender(Struct, eq=False):
         else:
             self._end_run(run)
 
-    def _idle(self, run: _Run) -> None:
+    def _on_idle(self, run: _Run) -> None:
         """All that was granted has been moved. What it holds is given back if nothing follows soon."""
-        if self._crowded:
-            self._conclude(run)
+        if self._is_contended:
+            self._finish_run(run)
         elif run.idle is None:
-            run.idle = self.site.at(run.since + _IDLE_S, partial(self._look_at_idle, run))
+            run.idle = self.site.call_at(run.since + _IDLE_S, partial(self._check_idle, run))
 
-    def _look_at_idle(self, run: _Run) -> None:
+    def _check_idle(self, run: _Run) -> None:
         run.idle = None
-        if run.first + run.told.steps < run.allowed or run.finished:
+        if run.first + run.reported.steps < run.allowed or run.finished:
             return  # it goes on, or is about to end
         if self.site.now() - run.since >= _IDLE_S:
-            self._conclude(run)
+            self._finish_run(run)
         else:
-            run.idle = self.site.at(run.since + _IDLE_S, partial(self._look_at_idle, run))
+            run.idle = self.site.call_at(run.since + _IDLE_S, partial(self._check_idle, run))
 
-    def _progressed(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _on_progress(self, run: _Run, outcome: CopyOutcome) -> None:
         """More chunks have arrived."""
-        self._count(run, outcome)
+        self._count_arrived(run, outcome)
         if run.first + outcome.steps == run.allowed:
             run.since = self.site.now()
-            self._idle(run)
+            self._on_idle(run)
 
-    def _count(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _count_arrived(self, run: _Run, outcome: CopyOutcome) -> None:
         """Count what has arrived since it was heard of last, and say so."""
-        told, run.told = run.told, outcome
+        told, run.reported = run.reported, outcome
         if outcome.steps == told.steps:
             return
         copying, posting = outcome.copying - told.copying, outcome.posting - told.posting
@@ -788,28 +788,28 @@ class Sender(Struct, eq=False):
         if self.machine.route is Route.MAPPED:
             copying, on_wire = 0.0, copying
         timings = wire.Timings(0, int(copying * 1e6), int(posting * 1e6), int(on_wire * 1e6))
-        self._arrived(run.first + outcome.steps, timings)
+        self._report_arrived(run.first + outcome.steps, timings)
 
-    def _ran(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _on_flow_end(self, run: _Run, outcome: CopyOutcome) -> None:
         """The mover is through with a flow, or gives it up: give back what it held, and say how it ended."""
         tally, started, posted = self.tally, outcome.started, outcome.posted
         if self.machine.route is Route.MAPPED:
             posted = started if outcome.steps else 0.0
-            tally.spent(("wire", started, started + outcome.copying))
+            tally.add_stages(("wire", started, started + outcome.copying))
         elif posted:
-            tally.spent(
+            tally.add_stages(
                 ("wire", posted, posted + outcome.wire),
                 ("posting", posted, posted + outcome.posting),
                 ("gathering", started, started + outcome.copying),
             )
         if posted and tally.first_byte is None:
             tally.first_byte = posted
-        self._count(run, outcome)
+        self._count_arrived(run, outcome)
         in_doubt, rest = outcome.in_doubt, run.allowed - run.first - outcome.steps
         if in_doubt:
-            self._doubt(run, outcome)
+            self._keep_in_doubt(run, outcome)
         elif run.extents:
-            self._release(run)
+            self._release_staging(run)
         self._end_run(run)
         if not rest:
             return
@@ -820,12 +820,12 @@ class Sender(Struct, eq=False):
             failure = Failure(Status.FAILED, outcome.error.code, str(outcome.error))
         if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is what that has ended
             self.stop(failure)
-        self._say(self.machine.dropped(rest, in_doubt=in_doubt))
+        self._send(self.machine.chunks_dropped(rest, in_doubt=in_doubt))
 
     def _end_run(self, run: _Run) -> None:
         """It has, or will have, nothing of the mover any more."""
         if run.flow is None:
-            self._release(run)
+            self._release_staging(run)
         if run.idle is not None:
             run.idle.cancel()
         run.finished, run.flow, run.post = True, None, None  # which have references to it
@@ -834,23 +834,23 @@ class Sender(Struct, eq=False):
         if self._news is not None:
             self.wake()
 
-    def _release(self, run: _Run) -> None:
+    def _release_staging(self, run: _Run) -> None:
         extents, run.extents = run.extents, []
         self.site.send_desk.release(*extents)
 
-    def _doubt(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _keep_in_doubt(self, run: _Run, outcome: CopyOutcome) -> None:
         """Bytes of a chunk may still move. Our memory is given back now unless our own post may still read it."""
         site, reads, extents = self.site, outcome.may_move, run.extents
         if run.flow is None:
             return
-        doubt = run.doubt = _Unsure(run.flow, left=not reads)
-        self._unsure.append(doubt)
+        doubt = run.doubt = _InDoubt(run.flow, left=not reads)
+        self._doubtful.append(doubt)
         if not reads:
-            self._release(run)
+            self._release_staging(run)
         elif extents:
             for extent in extents:
                 site.send_desk.quarantine(extent, "our own post did not end")
-            unwant = want_end(site, self.peer, urgent=False)
+            unwant = want_new_agent(site, self.peer, urgent=False)
 
             def let_go() -> None:
                 unwant()
@@ -859,7 +859,7 @@ class Sender(Struct, eq=False):
 
             doubt.let_go = let_go
 
-    def _late(self, run: _Run, ended: bool) -> None:
+    def _on_late_end(self, run: _Run, ended: bool) -> None:
         """What was in doubt has ended after all; or our agent has, and what had left it may still land."""
         doubt = run.doubt
         if doubt is None:
@@ -868,30 +868,30 @@ class Sender(Struct, eq=False):
         doubt.left = True
         if ended:
             run.doubt = None  # which has a reference to it
-            self._unsure.remove(doubt)
-            self.machine.settled()
+            self._doubtful.remove(doubt)
+            self.machine.doubt_ended()
         if self.machine.state is SendState.ENDED:  # else all that remains is said at the end
             if not self._reads:
-                self._unwant()
+                self._withdraw_want()
                 if self.offer is not None and self in self.offer.doubtful:
-                    self.offer.left(self)
+                    self.offer.on_transfer_end(self)
             self._ended(self)
 
-    def _arrived(self, chunks: int, timings: wire.Timings) -> None:
+    def _report_arrived(self, chunks: int, timings: wire.Timings) -> None:
         """The first so many chunks have arrived: say so, once those are added up of which that is wanted.
 
         The decode rank is told at once, and once more of all that follow in this turn; or, where our agent tells its
         agent, in a while.
         """
         bound, machine = self._bound, self.machine
-        begin, self._come = self._come, chunks
-        self._untold = timings if self._untold is UNTIMED else added(self._untold, timings)
+        begin, self._arrived = self._arrived, chunks
+        self._unreported = timings if self._unreported is UNTIMED else added(self._unreported, timings)
         if bound is None:
             return
         if self._sums_every and machine.state is SendState.MOVING:
             for chunk in range(begin, chunks):
                 if selected(machine.transfer, chunk, self._sums_every) and (nbytes := bound.carried(chunk, chunk + 1)):
-                    self._add_up(chunk, nbytes, bound)
+                    self._sum_chunk(chunk, nbytes, bound)
         if self._summing:
             chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
             for chunk in sorted(self._summing):
@@ -901,13 +901,14 @@ class Sender(Struct, eq=False):
             return
         nbytes = bound.carried(machine.arrived, chunks)
         self.tally.bytes += nbytes
-        timings, self._untold = self._untold, UNTIMED
-        self._say(machine.moved(chunks, nbytes, timings))
-        if machine.state is SendState.MOVING and self._telling is None:
-            self._say(machine.news())
-            self._telling = self.site.at(self.site.now() + (REPEAT_S if machine.token else 0.0), self._tell_the_rest)
+        timings, self._unreported = self._unreported, UNTIMED
+        self._send(machine.chunks_arrived(chunks, nbytes, timings))
+        if machine.state is SendState.MOVING and self._reporting is None:
+            self._send(machine.take_news())
+            delay = REPEAT_S if machine.token else 0.0
+            self._reporting = self.site.call_at(self.site.now() + delay, self._report_rest)
 
-    def _add_up(self, chunk: int, nbytes: int, bound: Bound) -> None:
+    def _sum_chunk(self, chunk: int, nbytes: int, bound: Bound) -> None:
         """Add up what a chunk was made of."""
 
         def summed(outcome: CopyOutcome) -> None:
@@ -915,8 +916,8 @@ class Sender(Struct, eq=False):
                 self._summing[chunk] = outcome.sums
             else:
                 del self._summing[chunk]
-                self._not_summed(outcome.error)
-            self._arrived(self._come, UNTIMED)
+                self._sum_failed(outcome.error)
+            self._report_arrived(self._arrived, UNTIMED)
 
         try:
             sums = SumPlan.at_source(bound.chunk(chunk))
@@ -924,32 +925,32 @@ class Sender(Struct, eq=False):
             self.site.mover.submit(job, Direction.GATHER)
             self._summing[chunk] = None
         except KvxferError as error:
-            self._not_summed(error)
+            self._sum_failed(error)
 
-    def _not_summed(self, error: KvxferError) -> None:
+    def _sum_failed(self, error: KvxferError) -> None:
         """It has arrived, but nobody would know whether as it should."""
         self.stop(Failure(Status.FAILED, error.code, str(error)))
 
-    def _tell_the_rest(self) -> None:
-        self._telling = None
-        self._say(self.machine.news())
+    def _report_rest(self) -> None:
+        self._reporting = None
+        self._send(self.machine.take_news())
 
     # --- what the decode rank says
 
-    def reserve(self, message: wire.Reserve) -> None:
+    def on_reserve(self, message: wire.Reserve) -> None:
         """It granted memory, or says that some is free again."""
-        chunks, run, until = self.machine.reserve(message), self._run, self.site.now() + message.lease_ms / 1000
+        chunks, run, until = self.machine.on_reserve(message), self._run, self.site.now() + message.lease_ms / 1000
         if self.machine.state is not SendState.MOVING:  # it is being stopped, and nothing counts as granted
             return
         if run is not None and run.flow is not None and not message.ring:
-            self.site.mover.hear(run.flow, message.copied - run.first)
+            self.site.mover.note_peer_steps(run.flow, message.copied - run.first)
         if chunks:
-            self._take(chunks.stop, until, message.generation, fresh=bool(message.ring))
+            self._on_granted(chunks.stop, until, message.generation, fresh=bool(message.ring))
             self.wake()
         else:
-            self._renew(message.generation, until)
+            self._renew_lease(message.generation, until)
 
-    def _renew(self, generation: int, until: float) -> None:
+    def _renew_lease(self, generation: int, until: float) -> None:
         """All that was granted, and was not posted yet, may take longer."""
         run = self._run
         for terms in (*self._granted, *([] if run is None else [run.terms])):
@@ -958,18 +959,18 @@ class Sender(Struct, eq=False):
         if run is not None and run.flow is not None:
             self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
 
-    def landed(self, message: wire.Landed) -> None:
+    def on_landed(self, message: wire.Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
-        if chunks := self.machine.landed(message):
-            self._arrived(chunks.stop, UNTIMED)
+        if chunks := self.machine.on_landed(message):
+            self._report_arrived(chunks.stop, UNTIMED)
         self.wake()
 
-    def cancelled(self, failure: Failure) -> None:
+    def on_cancel(self, failure: Failure) -> None:
         """It gave up, or asks (after a lost session) what became of the transfer.
 
         On `pull` that also says that it reads nothing any more.
         """
-        self._say(self.machine.unread())
+        self._send(self.machine.on_unread())
         self.stop(failure)
 
     # --- what the offer's owner says
@@ -986,38 +987,38 @@ class Sender(Struct, eq=False):
         if self.machine.state is SendState.PARKED:
             self._stopped_at = self.step
             self.site.metrics.refusals_sent[code.name.lower()] += 1
-            self._say(self.machine.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
+            self._send(self.machine.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
 
     def stop(self, failure: Failure) -> None:
         """Begin nothing more, and take back what is not posted; what is posted is waited for."""
         site, machine = self.site, self.machine
         self._stopped_at = self._stopped_at or self.step
         messages = machine.stop(failure)
-        self._forgo()
+        self._stop_waiting()
         self._granted.clear()
-        if machine.route is not Route.PULL and machine.granted > self._shipped:
-            rest, self._shipped = machine.granted - self._shipped, machine.granted
-            messages += machine.dropped(rest)
+        if machine.route is not Route.PULL and machine.granted > self._submitted:
+            rest, self._submitted = machine.granted - self._submitted, machine.granted
+            messages += machine.chunks_dropped(rest)
         for copy in (self._run.flow if self._run is not None else None, self._firing):
             if copy is not None:
                 site.mover.cancel(copy)
         if self._run is not None and self._run.flow is None:
             self._end_run(self._run)
         if machine.state is SendState.STOPPING and self._revoke is None:
-            self._revoke = site.at(site.now() + site.config.revoke_timeout, self._unanswered)
+            self._revoke = site.call_at(site.now() + site.config.revoke_timeout, self._on_revoke_timeout)
             if self._exposure is not None and machine.being_read:
                 self._exposure.seek()
-        self._say(messages)
+        self._send(messages)
         self.wake()
 
-    def _deny(self, code: Code, reason: str) -> None:
+    def _refuse_or_stop(self, code: Code, reason: str) -> None:
         """Refuse if nothing was accepted yet, and stop otherwise."""
         if self.machine.state is SendState.PARKED:
             self.refuse(code, reason)
         else:
             self.stop(Failure(Status.FAILED, code, reason))
 
-    def _unanswered(self) -> None:
+    def _on_revoke_timeout(self) -> None:
         """Not in time did the decode rank say that it reads no more (`pull`), or our own work end: nobody need wait."""
         site = self.site
         patience, (late, _) = site.config.revoke_timeout, site.fabric.health()
@@ -1026,24 +1027,23 @@ class Sender(Struct, eq=False):
         copying = summing or (flow is not None and site.mover.may_copy(flow))
         if self.offer is not None and (copying or (flow is not None and late >= patience)):  # in a call for so long
             reads = copying or self.machine.route is Route.DIRECT
-            self.offer.left(self, in_doubt=self.peer.name if reads else "")
-            self._say(self.machine.overdue())
+            self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "")
+            self._send(self.machine.give_up_waiting())
         elif flow is not None:  # posts have a bound, while the transport stands by it
-            self._revoke = site.at(site.now() + patience, self._unanswered)
-        self._say(self.machine.unread(in_doubt=True))
+            self._revoke = site.call_at(site.now() + patience, self._on_revoke_timeout)
+        self._send(self.machine.on_unread(in_doubt=True))
 
     def _overdue(self) -> None:
         """The decode rank has given up. What has not begun does not begin any more."""
         if self.machine.state is SendState.PARKED:
-            self._outlived()
+            self._stop_outlived()
         else:
-            self._patience = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._outlived)
+            self._patience = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_outlived)
 
-    def _outlived(self) -> None:
+    def _stop_outlived(self) -> None:
         """The decode rank should have given up by now."""
-        text = (
-            f"the fetch was to end within {self.machine.fetch.timeout_ms / 1000:g} s, and its decode rank said nothing"
-        )
+        seconds = self.machine.fetch.timeout_ms / 1000
+        text = f"the fetch was to end within {seconds:g} s, and its decode rank said nothing"
         self.stop(Failure(Status.EXPIRED, Code.TIMEOUT, text))
 
     # --- what may still move when it is over
@@ -1060,47 +1060,46 @@ class Sender(Struct, eq=False):
         return self.machine.failure
 
     @property
-    def is_read(self) -> bool:
+    def is_pulled(self) -> bool:
         """Route `pull`: what may move is what the decode rank reads."""
         return self.machine.route is Route.PULL
 
     @property
     def severed(self) -> bool:
         """What is in doubt has left this side: it lands, if at all, at the agent that the decode rank had then."""
-        return bool(self._unsure) and not self._reads and not runs_on(self.site, self.peer)
+        return bool(self._doubtful) and not self._reads and not may_outlive_agent(self.site, self.peer)
 
     @property
     def copies(self) -> list[Copy]:
         """What is in doubt."""
-        return [doubt.copy for doubt in self._unsure]
+        return [doubt.copy for doubt in self._doubtful]
 
     @property
     def _reads(self) -> bool:
         """Whether memory of this side may still be read for what is in doubt."""
-        return not all(doubt.left for doubt in self._unsure)
+        return not all(doubt.left for doubt in self._doubtful)
 
-    def help_to_read(self) -> None:
+    def keep_polling(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
 
-        Over TCP they do not end unless this side makes progress. Where they do not end for all that, the decode rank
-        gives them up, and so does this side.
+        Over TCP they end only while this side makes progress. If they do not even then, both sides give them up.
         """
-        if self.is_read:
-            self._way()
-            self._way = self.site.mover.hold_awake()
-            self.site.at(self.site.now() + self.site.config.no_progress_timeout, self._way)
+        if self.is_pulled:
+            self._close_way()
+            self._close_way = self.site.mover.hold_awake()
+            self.site.call_at(self.site.now() + self.site.config.no_progress_timeout, self._close_way)
 
-    def unread_at_last(self) -> None:
+    def on_unread(self) -> None:
         """Route `pull`: nobody reads anything of it any more. What was in doubt is not."""
         if self._exposure is None:
             return  # it is our own post that is in doubt
-        self._way()
+        self._close_way()
         self._exposure.end()
         if self.machine.state is not SendState.ENDED:
-            self._say(self.machine.unread())
+            self._send(self.machine.on_unread())
             return
         if self.offer is not None:
-            self.offer.left(self)
+            self.offer.on_transfer_end(self)
         self._ended(self)
 
     # --- the end
@@ -1111,7 +1110,7 @@ class Sender(Struct, eq=False):
         step = self.machine.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
-    def _say(self, messages: list[wire.Message]) -> None:
+    def _send(self, messages: list[wire.Message]) -> None:
         if messages:
             self.link.send(*messages)
         if self.machine.state is SendState.ENDED and self.stats is None:
@@ -1130,7 +1129,7 @@ class Sender(Struct, eq=False):
         )
         if failure is None and self._prompt and made is not None:
             incarnation = self.peer.identity.incarnation
-            site.estimates.took(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
+            site.estimates.learn(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
         ours = route is Route.DIRECT and self._reads  # a post of ours may read the blocks
         reads = ours or (route is Route.PULL and machine.doubts > 0)
         if failure is not None:
@@ -1159,17 +1158,17 @@ class Sender(Struct, eq=False):
             request = fetch.ticket.request
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())
         self.link.moved[route] += stats.bytes
-        self._way()
+        self._close_way()
         if self._exposure is not None and not machine.doubts:
             self._exposure.end()
-        for timer in (self._revoke, self._patience, self._telling):
+        for timer in (self._revoke, self._patience, self._reporting):
             if timer is not None:
                 timer.cancel()
         self._ended(self)
         if self.offer is not None:
             self.offer.stats.append(stats)
-            self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
+            self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if ours:
-            self._unwant = want_end(site, self.peer, urgent=True)
+            self._withdraw_want = want_new_agent(site, self.peer, urgent=True)
         if self._news is not None:
             self.wake()

@@ -181,7 +181,7 @@ class Sending(Struct, eq=False):
         self._payload = payload
         return self._complete()
 
-    def reserve(self, message: wire.Reserve) -> range:
+    def on_reserve(self, message: wire.Reserve) -> range:
         """The decode rank granted memory, or says which places are free again; returns the chunks that are new.
 
         They go where `places` says, and of those that take turns in one place each when the one before has left it.
@@ -195,7 +195,7 @@ class Sending(Struct, eq=False):
         if self.route is wire.Route.PULL:
             raise ProtocolError("Reserve is no message of the route pull")
         again = message.chunks == self.granted and not message.ring and self.granted > 0
-        fresh = range(0) if again else self._fresh(message.chunks)
+        fresh = range(0) if again else self._added(message.chunks)
         if (message.ring or message.copied) and self.route is not wire.Route.STAGED:
             raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
         if message.copied > self.granted:
@@ -218,8 +218,8 @@ class Sending(Struct, eq=False):
         at = (chunks.start - first) % len(ring)
         return list(islice(cycle(ring), at, at + len(chunks)))
 
-    def landed(self, message: wire.Landed) -> range:
-        """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
+    def on_landed(self, message: wire.Landed) -> range:
+        """The decode rank has read chunks (`pull`); returns them, to be confirmed (`chunks_arrived`) or not (`stop`).
 
         Raises:
             ProtocolError: If a chunk was not announced, or was read before.
@@ -230,11 +230,11 @@ class Sending(Struct, eq=False):
             raise ProtocolError("Landed is a message of the route pull only")
         if self._unread:
             raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
-        fresh = self._fresh(message.chunks)
+        fresh = self._added(message.chunks)
         self.granted = message.chunks
         return fresh
 
-    def unread(self, *, in_doubt: bool = False) -> list[wire.Message]:
+    def on_unread(self, *, in_doubt: bool = False) -> list[wire.Message]:
         """Route `pull`: the decode rank reads nothing any more; `in_doubt` if it is silent, and may be reading."""
         if self.being_read:
             self._unread = True
@@ -242,10 +242,10 @@ class Sending(Struct, eq=False):
                 self.doubts += 1
         return self._complete()
 
-    def moved(self, chunks: int, nbytes: int, timings: wire.Timings = UNTIMED) -> list[wire.Message]:
+    def chunks_arrived(self, chunks: int, nbytes: int, timings: wire.Timings = UNTIMED) -> list[wire.Message]:
         """The first so many chunks have arrived in full, with so many bytes more than were reported before.
 
-        The decode rank is told by `news`, or with the last result.
+        The decode rank is told by `take_news`, or with the last result.
         """
         if not self.arrived < chunks <= self.granted - self._dropped:
             raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} cannot have arrived")
@@ -254,7 +254,7 @@ class Sending(Struct, eq=False):
         self._timings = timings if self._timings is UNTIMED else added(self._timings, timings)
         return self._complete()
 
-    def news(self) -> list[wire.Message]:
+    def take_news(self) -> list[wire.Message]:
         """What has arrived since the decode rank was told last; for after a turn in which some did."""
         arrived = self.arrived
         if arrived <= self._said or self.state is not SendState.MOVING:
@@ -262,7 +262,7 @@ class Sending(Struct, eq=False):
         self._said, timings, self._timings = arrived, self._timings, UNTIMED
         return [wire.Arrived(self.transfer, arrived, timings)]
 
-    def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[wire.Message]:
+    def chunks_dropped(self, chunks: int, *, in_doubt: bool = False) -> list[wire.Message]:
         """So many chunks in the shell's hands will not arrive; `in_doubt` if bytes of them may still be in flight.
 
         It ends the transfer; who can say why calls `stop` before.
@@ -277,7 +277,7 @@ class Sending(Struct, eq=False):
             )
         return self._complete()
 
-    def settled(self) -> None:
+    def doubt_ended(self) -> None:
         """Nothing of what was dropped in doubt, in one call, is in flight any more."""
         if not self.doubts:
             raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
@@ -300,7 +300,7 @@ class Sending(Struct, eq=False):
             return [build_result(self.transfer, failure.status, chunk=self.granted, failure=failure)]
         return self._complete()
 
-    def overdue(self) -> list[wire.Message]:
+    def give_up_waiting(self) -> list[wire.Message]:
         """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
         if self.state is not SendState.STOPPING or not self.moving or self.failure is None:
             return []
@@ -329,7 +329,7 @@ class Sending(Struct, eq=False):
             )
         ]
 
-    def _fresh(self, chunks: int) -> range:
+    def _added(self, chunks: int) -> range:
         """The chunks that a count adds.
 
         Raises:
@@ -433,7 +433,7 @@ class Receiving(Struct, eq=False):
         """Whether the peer may be writing what was granted: chunks, or all of it ahead."""
         return self.ahead or self.arrived < self.granted
 
-    def accept(self, message: wire.Accept) -> bool:
+    def on_accept(self, message: wire.Accept) -> bool:
         """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
 
         Raises:
@@ -453,14 +453,14 @@ class Receiving(Struct, eq=False):
         self.ahead = False
         return True
 
-    def refused(self, message: wire.Refuse) -> None:
+    def on_refuse(self, message: wire.Refuse) -> None:
         """The peer refused: nothing is in flight and nothing will be."""
         if not self.ended:
             failure = Failure(wire.Status.FAILED, message.code, message.reason, message.retry_after_ms)
             self.failure = self.failure or failure
             self._event("terminal")
 
-    def wanted(self, message: wire.Want) -> range:
+    def on_want(self, message: wire.Want) -> range:
         """Chunks that became ready at the peer.
 
         Raises:
@@ -496,26 +496,26 @@ class Receiving(Struct, eq=False):
             copied: The first so many have left their places.
             token: By which the two agents notify each other, if they do.
         """
-        self._begin("grant")
+        self._record_grant("grant")
         if chunks != self.granted:
             self._advance(self.granted, chunks, self.ready)
         self.granted = chunks
         return [wire.Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
 
-    def read(self, chunks: int) -> None:
+    def begin_reads(self, chunks: int) -> None:
         """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
-        self._begin("read")
+        self._record_grant("read")
         self._advance(self.reading, chunks, self.ready)
         self.reading = chunks
 
-    def landed(self, chunks: int) -> list[wire.Message]:
+    def chunks_read(self, chunks: int) -> list[wire.Message]:
         """Route `pull`: the first so many chunks have been read; the peer confirms them."""
         self._advance(self.granted, chunks, self.reading)
         self.granted = chunks
         return [wire.Landed(self.transfer, chunks)]
 
-    def came(self, message: wire.Arrived) -> range | None:
-        """Chunks have arrived, to be scattered (and then counted by `done`). None if nothing waits for that any more.
+    def on_arrived(self, message: wire.Arrived) -> range | None:
+        """Chunks have arrived, to be scattered and then counted by `chunks_landed`. None if nothing waits for them.
 
         Raises:
             ProtocolError: If one of them was not granted.
@@ -525,18 +525,18 @@ class Receiving(Struct, eq=False):
                 f"{message.chunks} chunks of transfer {self.transfer} are said to have arrived, and "
                 f"{self.granted} were granted"
             )
-        return None if self.ended or message.chunks > self.granted else self.notified(message.chunks)
+        return None if self.ended or message.chunks > self.granted else self.on_notified(message.chunks)
 
-    def notified(self, chunks: int) -> range:
+    def on_notified(self, chunks: int) -> range:
         """The first so many have arrived, as the peer's agent has told ours; returns those that are new."""
         fresh, self.arrived = range(self.arrived, max(self.arrived, chunks)), max(self.arrived, chunks)
         return fresh
 
-    def result(self, message: wire.KvAgentResult) -> range | None:
+    def on_result(self, message: wire.KvAgentResult) -> range | None:
         """A result came in.
 
         Returns:
-            Chunks that have arrived by it, as of `came`; None if nothing waits for it any more.
+            Chunks that have arrived by it, as of `on_arrived`; None if nothing waits for it any more.
 
         Raises:
             ProtocolError: If it reports the transfer as complete when it is not.
@@ -564,7 +564,7 @@ class Receiving(Struct, eq=False):
             self._complete()
         return fresh
 
-    def done(self, chunks: int) -> None:
+    def chunks_landed(self, chunks: int) -> None:
         """The first so many chunks are where they belong, and visible."""
         self._advance(self.chunks_done, chunks, self.arrived)
         self.chunks_done = chunks
@@ -578,7 +578,7 @@ class Receiving(Struct, eq=False):
 
         Args:
             failure: Why.
-            reading: Route `pull`: whether a read of ours may be under way. `Cancel` follows then by `unread`.
+            reading: Route `pull`: whether a read of ours may be under way. `Cancel` follows then by `reads_ended`.
         """
         if self.ended or self.state is ReceiveState.LOST:
             return []
@@ -588,39 +588,39 @@ class Receiving(Struct, eq=False):
             self._event("terminal")
             return []
         self._event("cancel")
-        return [] if again else self._part(failure.code, reading=reading)
+        return [] if again else self._release_peer(failure.code, reading=reading)
 
-    def unread(self) -> list[wire.Message]:
+    def reads_ended(self) -> list[wire.Message]:
         """Route `pull`: nothing is read any more. The `Cancel` that waited for that, if there is one."""
         unsaid, self._unsaid = self._unsaid, []
         return [] if self.ended else unsaid
 
-    def lost(self, failure: Failure) -> None:
+    def on_link_lost(self, failure: Failure) -> None:
         """The session is gone. After the last result that changes nothing: what remains is this side's own work."""
         if not (self.ended or self.heard_last):
             self.failure = self.failure or failure
             self._event("lost")
 
-    def safe(self) -> None:
+    def on_evidence(self) -> None:
         """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""
         self._event("terminal")
 
     def resume(self, *, reading: bool = False) -> list[wire.Message]:
         """The same incarnation is back: ask what became of the transfer; `reading` as in `cancel`."""
         self._event("resume")
-        return self._part(Code.PEER_LOST, reading=reading)
+        return self._release_peer(Code.PEER_LOST, reading=reading)
 
-    def _part(self, code: Code, *, reading: bool) -> list[wire.Message]:
+    def _release_peer(self, code: Code, *, reading: bool) -> list[wire.Message]:
         """What ends the transfer here: `Cancel` also says that nothing is read, so while something is, it waits."""
         self._unsaid = [wire.Cancel(self.transfer, code)]
-        return [wire.Abandon(self.transfer, code)] if reading else self.unread()
+        return [wire.Abandon(self.transfer, code)] if reading else self.reads_ended()
 
     def _complete(self) -> None:
         over = RECEIVE_TRANSITIONS.get((self.state, "complete"))
         if over is not None and self.chunks_done == self.chunks and self.failure is None:
             self.state, self.ended = over, True
 
-    def _begin(self, what: str) -> None:
+    def _record_grant(self, what: str) -> None:
         if self.state is not ReceiveState.MOVING:
             raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
 

@@ -20,10 +20,10 @@ from kvxfer.protocol.messages import Capability, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import Failure
 from kvxfer.safety.fence import SHARED_GATE, Revoked
-from kvxfer.site import Callback, Site, no_hold, resolve
+from kvxfer.site import Callback, Site, no_op, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["Exposure", "Grantor", "Rebuilding", "runs_on", "seek", "severed", "want_end"]
+__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "seek", "severed", "want_new_agent"]
 
 _log: Final = logger("kvxfer.worker")
 
@@ -53,29 +53,29 @@ def seek(site: Site, exposed: "Exposure", name: str) -> Callback:
 
 async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", before: int) -> None:
     delay, found = _SECONDS, None
-    leave = no_hold  # the agent is wanted anew
+    leave = no_op  # the agent is wanted anew
     wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
     try:
         while not over.done():
             last = site.closing.done()
             if found is None and exposed.fenced:
                 found = await site.gates.revoke(exposed.gate)
-            count, clueless = site.rebuilds.count, exposed.clueless.done()
+            count, gone = site.rebuilds.count, exposed.ended_with_agent.done()
             if why := await _evidence(site, exposed, found, rebuilt=count > before):
-                exposed.safe(why)
+                exposed.on_evidence(why)
                 return
             if last:
                 return
             news = [over, site.closing]
-            if severed(site, exposed.link.peer) or (clueless and count == before):
-                if wanted != (count, clueless):
+            if severed(site, exposed.link.peer) or (gone and count == before):
+                if wanted != (count, gone):
                     leave()
-                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), (count, clueless)
+                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=gone), (count, gone)
                 news.append(site.rebuilds.next)
-            elif (ended := site.processes.ended(exposed.link.peer)) is not None and not ended.done():
+            elif (ended := site.processes.end_of(exposed.link.peer)) is not None and not ended.done():
                 news.append(ended)
-            if not clueless:
-                news.append(exposed.clueless)
+            if not gone:
+                news.append(exposed.ended_with_agent)
             # where a process has died in it nothing more will show, and an idle worker would look in vain for ever
             may_empty = exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
             pause = delay if may_empty else None
@@ -92,12 +92,12 @@ async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, r
     """
     ends, spans = exposed.ends_with_process, exposed.link.peer.body.staging
     own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
-    if found is not None and not await site.gates.inside(exposed.gate):
+    if found is not None and not await site.gates.writers_inside(exposed.gate):
         if found is Revoked.IDLE:
             return "its gate was empty"
         if ends and own:  # what a thread of it copied by itself ends before its locks are given back
             return "it died inside of its gate"
-    gone = site.processes.gone(exposed.link.peer)
+    gone = site.processes.has_ended(exposed.link.peer)
     if gone and (ends or rebuilt):
         if exposed.fenced:  # it may have died inside of a word
             site.gates.retire(exposed.gate)
@@ -119,7 +119,7 @@ class Exposure(Struct, eq=False, dict=True):
     link: Link  # over which it is granted
     name: str  # of the transfer
     # called once if there is evidence, other than the peer's word, that nobody touches it any more
-    then: Callable[[], None] = no_hold
+    then: Callable[[], None] = no_op
     routes: Collection[Route] = ()  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
     fenced: bool = False  # whether the peer passes it, or touches nothing
@@ -128,10 +128,10 @@ class Exposure(Struct, eq=False, dict=True):
     _renewed: bool = False  # as the peer has said
     _in_doubt: bool = False  # likewise
     _granted: bool = False
-    _found: Callable[[], None] | None = None
+    _stop_seeking: Callable[[], None] | None = None
 
     @lazy
-    def clueless(self) -> "asyncio.Future[None]":
+    def ended_with_agent(self) -> "asyncio.Future[None]":
         """Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
 
         What it posted left for the agent that was here, and more it cannot tell before there is another.
@@ -163,19 +163,19 @@ class Exposure(Struct, eq=False, dict=True):
         self._granted, self._renewals, self._renewed = True, link.renewals, False
         return generation
 
-    def met(self, renewals: int) -> None:
+    def on_renewals(self, renewals: int) -> None:
         """The peer says how often it has made its agent anew."""
         self._renewed = self._renewed or renewals > self._renewals
-        self._consider()
+        self._resolve_if_both()
 
-    def told_in_doubt(self) -> None:
+    def on_in_doubt(self) -> None:
         """The peer says that it does not know what became of it."""
         self._in_doubt = True
-        self._consider()
+        self._resolve_if_both()
 
-    def _consider(self) -> None:
+    def _resolve_if_both(self) -> None:
         if self._renewed and self._in_doubt:
-            resolve(self.clueless, None)
+            resolve(self.ended_with_agent, None)
 
     def void(self) -> None:
         """The peer touches nothing under what was granted so far."""
@@ -183,10 +183,10 @@ class Exposure(Struct, eq=False, dict=True):
 
     def seek(self) -> None:
         """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended."""
-        if self._found is None and not self.ended:
-            self._found = seek(self.site, self, f"kvxfer look after {self.name}")
+        if self._stop_seeking is None and not self.ended:
+            self._stop_seeking = seek(self.site, self, f"kvxfer look after {self.name}")
 
-    def safe(self, why: str) -> None:
+    def on_evidence(self, why: str) -> None:
         """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
         if not self.ended:
             _log.info("doubt_ended", peer=self.link.peer.name, transfer=self.name, reason=why)
@@ -198,10 +198,10 @@ class Exposure(Struct, eq=False, dict=True):
         """Nobody touches it any more. Idempotent."""
         if not self.ended:
             self.ended = True
-            self.then = no_hold  # without a cycle, the transfer is freed at once
+            self.then = no_op  # without a cycle, the transfer is freed at once
             self.site.gates.give_back(self.gate)
-            if self._found is not None:
-                self._found()
+            if self._stop_seeking is not None:
+                self._stop_seeking()
 
 
 # --- a new agent
@@ -266,16 +266,16 @@ class Rebuilding:
         self._renewed: Final = renewed
         self._last = -math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._running = self._over = False
-        site.rebuilds.wanted = self._consider
+        self._running = self._closed = False
+        site.rebuilds.wanted = self._set_timer
 
     def close(self) -> None:
         """The worker is closing: begin no more."""
-        self._over = True
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
 
-    def tell(self, link: Link) -> None:
+    def send_renewed(self, link: Link) -> None:
         """Tell a peer how the agent that there is now is reached."""
         told = decode_body(self._site.body[link.trusted])
         if Capability.RENEWED in Capability(link.peer.identity.capabilities):
@@ -283,15 +283,15 @@ class Rebuilding:
         else:
             link.close("the agent of this rank was rebuilt: meet again")
 
-    def _consider(self) -> None:
+    def _set_timer(self) -> None:
         """Arm the timer for the time at which it is due."""
         if self._timer is not None:
             self._timer.cancel()
-        due = self._due()
-        if due < math.inf and not self._over and not self._running:
-            self._timer = self._site.at(due, self._begin)
+        due = self._due_at()
+        if due < math.inf and not self._closed and not self._running:
+            self._timer = self._site.call_at(due, self._on_timer)
 
-    def _due(self) -> float:
+    def _due_at(self) -> float:
         """When to begin, by what is known now; never, if nobody waits."""
         site, config = self._site, self._site.config
         shares = (site.send_desk.share, site.receive_desk.share)
@@ -303,11 +303,11 @@ class Rebuilding:
         )
         return max(due, self._last + config.peer_timeout)
 
-    def _begin(self) -> None:
-        if self._over or self._running:
+    def _on_timer(self) -> None:
+        if self._closed or self._running:
             return
-        if self._due() > self._site.now() + _EARLY:  # whoever could not wait had an answer
-            self._consider()
+        if self._due_at() > self._site.now() + _EARLY:  # whoever could not wait had an answer
+            self._set_timer()
             return
         self._running = True
         self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
@@ -318,12 +318,12 @@ class Rebuilding:
         began, done, why = site.now(), False, "it cannot be done now, and is tried again"
         site.pause()
         try:
-            if not await self._idle():
+            if not await self._wait_idle():
                 for role in self._roles:
                     role.take_back(_TAKEN_BACK)
-                await self._idle()
+                await self._wait_idle()
             since = site.now()
-            if await self._ended(lambda: site.mover.standing(since)):
+            if await self._wait_while(lambda: site.mover.has_copy_since(since)):
                 left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
                 done = await site.fabric.rebuild(left)
             else:
@@ -331,27 +331,27 @@ class Rebuilding:
             if done:
                 await self._renew_bodies()
         except FabricError as error:
-            self._over = True
+            self._closed = True
             _log.error("agent_not_rebuilt", error=str(error))
         finally:
             self._running, self._last = False, site.now()
             for link in list(self._links()) if done else ():
                 self._renewed(link)
-                self.tell(link)  # before anything is granted that is reached through the new agent
+                self.send_renewed(link)  # before anything is granted that is reached through the new agent
             site.resume(done=done)
-            self._consider()
+            self._set_timer()
         took = site.now() - began
         if done:
             site.metrics.agents_rebuilt += 1
             _log.warning("agent_rebuilt", count=site.rebuilds.count, duration=took)
-        elif not self._over:
+        elif not self._closed:
             _log.warning("agent_not_rebuilt", reason=why)
 
-    async def _idle(self) -> bool:
+    async def _wait_idle(self) -> bool:
         """Wait until no peer that answers has anything of ours in its hands; False if that takes too long."""
-        return await self._ended(lambda: any(role.exposed for role in self._roles))
+        return await self._wait_while(lambda: any(role.exposed for role in self._roles))
 
-    async def _ended(self, something: Callable[[], bool]) -> bool:
+    async def _wait_while(self, something: Callable[[], bool]) -> bool:
         """Wait until something is not so any more; False if that takes too long."""
         site, delay = self._site, _LOOK_SECONDS
         until = site.now() + site.config.revoke_timeout / _STEPS
@@ -371,7 +371,7 @@ class Rebuilding:
             site.body[trusted] = encode_body(replace(told, metadata=metadata, renewals=site.rebuilds.count + 1))
 
 
-def want_end(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
+def want_new_agent(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
     """A post of ours to or from a peer did not end, and the end of our agent would end it.
 
     Not where it may be a copy between GPUs of this host: that goes on without us.
@@ -379,14 +379,14 @@ def want_end(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
     Returns:
         To be called when it has ended by itself.
     """
-    return no_hold if runs_on(site, peer) else site.rebuilds.want(urgent=urgent)
+    return no_op if may_outlive_agent(site, peer) else site.rebuilds.want(urgent=urgent)
 
 
-def runs_on(site: Site, peer: PeerInfo) -> bool:
+def may_outlive_agent(site: Site, peer: PeerInfo) -> bool:
     """Whether a post of ours to or from a peer may be a copy between GPUs of this host, which needs no agent."""
     return site.geometry.kind == "cuda" and not elsewhere(peer.body.host)
 
 
 def severed(site: Site, peer: PeerInfo) -> bool:
     """Whether memory that a peer was granted is out of its reach once the agent is made anew."""
-    return elsewhere(peer.body.host) or site.processes.gone(peer)
+    return elsewhere(peer.body.host) or site.processes.has_ended(peer)

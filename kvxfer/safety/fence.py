@@ -368,7 +368,7 @@ class Gates:
 
         Returns:
             What was found at its lock. None if somebody has passed that and is inside, or if the gate is shared: then
-            nothing was changed. Of writers by kernels only `inside` tells.
+            nothing was changed. Of writers by kernels only `writers_inside` tells.
         """
         if number == SHARED_GATE:
             return None
@@ -392,7 +392,7 @@ class Gates:
             if self._raising.pop(number):
                 self.give_back(number)
 
-    async def inside(self, number: int) -> int:
+    async def writers_inside(self, number: int) -> int:
         """How many thread blocks write through a gate that was revoked."""
         return (await self._look(self._word(number), False)) if self.words else 0
 
@@ -412,7 +412,7 @@ class Keys:
     def __len__(self) -> int:
         return sum(key is not None for key in self._keys.values())
 
-    def met(self, peer: PeerInfo) -> None:
+    def on_session(self, peer: PeerInfo) -> None:
         """A session with a peer begins: open its gates, if it has any, unless that was tried before.
 
         It takes some 50 us. What speaks against it is logged, once.
@@ -570,7 +570,7 @@ class Mappings:
         return sum(mapping.windows is not None for mapping in self._mappings.values())
 
     @staticmethod
-    def offered(peer: PeerInfo) -> bool:
+    def is_offered(peer: PeerInfo) -> bool:
         """Whether a peer lets this rank map its memory."""
         return bool(peer.identity.capabilities & _MAPPED) and bool(peer.body.mapped)
 
@@ -582,7 +582,7 @@ class Mappings:
             known.wanted = True
             await known.tried.wait()
             try:
-                self.met(peer, theirs)
+                self.check_session(peer, theirs)
             except MismatchError as error:
                 known.why = str(error)
             return
@@ -600,7 +600,7 @@ class Mappings:
             mapping.tried.set()
         self._prune(key, mapping)
 
-    def met(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
+    def check_session(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
         """A session of a peer begins. What is mapped of it already must hold what it now says to hold. From any thread.
 
         Raises:
@@ -648,14 +648,14 @@ class Mappings:
         mapping = self._mappings.get(peer.identity.incarnation)
         if mapping is None or mapping.windows is None:
             return []
-        return ["process"] if self.own(peer) else sorted({one.kind for one in peer.body.mapped})
+        return ["process"] if self.is_local(peer) else sorted({one.kind for one in peer.body.mapped})
 
     @staticmethod
-    def own(peer: PeerInfo) -> bool:
+    def is_local(peer: PeerInfo) -> bool:
         """Whether a peer is another worker of this process."""
         return peer.identity.incarnation in _here
 
-    def why_not(self, peer: PeerInfo) -> str:
+    def reason_unmapped(self, peer: PeerInfo) -> str:
         """Why nothing is mapped of a peer; empty if that is not known, or something is."""
         mapping = self._mappings.get(peer.identity.incarnation)
         return mapping.why if mapping is not None else ""

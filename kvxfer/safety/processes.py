@@ -50,7 +50,7 @@ class Processes:
         self._gpu: Final = gpu
         self._processes: dict[bytes, _Process] = {}
 
-    def met(self, peer: PeerInfo, stream: Callable[[], int]) -> None:
+    def on_session(self, peer: PeerInfo, stream: Callable[[], int]) -> None:
         """A session with a peer begins: it is alive, and says which process it is.
 
         `stream` opens a descriptor of the process at the other end of the stream; -1 if there is none.
@@ -74,7 +74,7 @@ class Processes:
                 lineage.close()
             return
         process = self._processes[key] = _Process(descriptor, self._loop.create_future(), lineage)
-        self._loop.add_reader(descriptor, self._has_ended, peer, process)
+        self._loop.add_reader(descriptor, self._on_exit, peer, process)
 
     def hold(self, peer: PeerInfo) -> Callable[[], None]:
         """Keep an eye on a peer's process, whether or not a link leads to it, until the returned function is called."""
@@ -91,13 +91,13 @@ class Processes:
 
         return leave
 
-    def when_gone(self, peer: PeerInfo, then: Callable[[], None]) -> Callable[[], None]:
+    def when_ended(self, peer: PeerInfo, then: Callable[[], None]) -> Callable[[], None]:
         """Call `then` once the process of a peer has ended, if that can be known.
 
         Returns:
             What takes that back.
         """
-        ended = self.ended(peer)
+        ended = self.end_of(peer)
         if ended is None:
             return lambda: None
         leave = self.hold(peer)
@@ -113,12 +113,12 @@ class Processes:
         ended.add_done_callback(told)
         return withdraw
 
-    def gone(self, peer: PeerInfo) -> bool:
+    def has_ended(self, peer: PeerInfo) -> bool:
         """Whether the process of a peer is known to have ended, and with it all that it moved. Call it under `hold`."""
         process = self._processes.get(peer.identity.incarnation)
         return process is not None and process.ended.done() and not process.survived
 
-    def ended(self, peer: PeerInfo) -> "asyncio.Future[None] | None":
+    def end_of(self, peer: PeerInfo) -> "asyncio.Future[None] | None":
         """Done once the process of a peer has ended; None if that cannot be known. Call it under `hold`."""
         process = self._processes.get(peer.identity.incarnation)
         return None if process is None else process.ended
@@ -145,13 +145,13 @@ class Processes:
         told = peer.body.process
         if not told or told == own_number() or may_be_elsewhere(peer.body.host) or self._by_gpu(peer):
             return -1
-        return _confirmed(stream(), told)
+        return _if_process(stream(), told)
 
     def _by_gpu(self, peer: PeerInfo) -> bool:
         """Whether a GPU may move what goes from or to a peer."""
         return self._gpu or any(span.kind != "DRAM" for span in peer.body.staging)
 
-    def _has_ended(self, peer: PeerInfo, process: _Process) -> None:
+    def _on_exit(self, peer: PeerInfo, process: _Process) -> None:
         process.survived = process.lineage is not None and process.lineage.forked
         if process.survived:
             _log.warning("process_had_forked", peer=peer.name, reason="a child of it may keep its GPU at work")
@@ -186,10 +186,10 @@ def _by_locks(peer: PeerInfo) -> int:
         return -1
     descriptor = os.pidfd_open(number)
     told = peer.body.process
-    return _confirmed(descriptor, told) if told and number_of(descriptor) else descriptor
+    return _if_process(descriptor, told) if told and number_of(descriptor) else descriptor
 
 
-def _confirmed(descriptor: int, told: int) -> int:
+def _if_process(descriptor: int, told: int) -> int:
     """The same, if it is of the process with this number; else it is closed, and -1 is returned."""
     if descriptor >= 0 and number_of(descriptor) != told:
         os.close(descriptor)

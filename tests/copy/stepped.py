@@ -132,7 +132,7 @@ class World:
     def step(self) -> float | None:
         """One step, and whatever it says."""
         delay: float | None = self.machine.step()
-        self.mover._read()
+        self.mover._read_events()
         while self.mover._news:  # also what would come later, because it takes long
             self.mover._deliver()
         return delay

@@ -71,15 +71,15 @@ async def test_its_steps_follow_one_another(world, steps, width):
     assert (kind(flow.outcome), flow.outcome.steps, flow.written()) == ("done", steps, steps)
     assert flow.outcome.copying >= 0
     assert steps not in flow.counts, "the end is told once"
-    assert not flow.flow.pointed
+    assert not flow.flow.refs
     assert not flow.flow.steps
 
 
 async def test_its_end_is_not_told_twice_where_the_machine_had_no_room_to_say_that_more_is_done(world):
     """It counts what is done when its word is written, and by then that may be all."""
     flow = Progress(world, "f", 2, allowed=0)
-    needed = list(flow.flow.pointed)
-    world.mover._flow_news(flow.flow, records.PASSING | 2 * records.COUNTED, 0, 0, 0, 0, 0, 0)
+    needed = list(flow.flow.refs)
+    world.mover._on_flow(flow.flow, records.PASSING | 2 * records.COUNTED, 0, 0, 0, 0, 0, 0)
     assert flow.counts == []
     world.mover.allow(flow.flow, 2)
     await world.run(1)
@@ -94,7 +94,7 @@ async def test_no_step_begins_that_is_not_allowed(world):
             world.step()
         assert flow.written() == allowed == (flow.counts or [0])[-1]
         assert world.step() is None, "it waits for nobody but us"
-        assert world.mover.late() == 0.0
+        assert world.mover.owed_seconds() == 0.0
     world.mover.allow(flow.flow, 9)
     await world.run(1)
     assert kind(flow.outcome) == "done"
@@ -104,7 +104,7 @@ async def test_what_is_to_arrive_keeps_the_transport_progressing(world):
     flow = Progress(world, "f", 2, direction=Direction.SCATTER, turns=Turns(2))
     world.step()
     assert world.mover.held_awake == 1
-    world.mover.hear(flow.flow, 2)
+    world.mover.note_peer_steps(flow.flow, 2)
     await world.run(1)
     busy = [Progress(world, n, 1, turns=Turns(1), allowed=0) for n in range(records.JOBS)]
     flow = Progress(world, "g", 1, direction=Direction.SCATTER, turns=Turns(1))
@@ -210,7 +210,7 @@ async def test_it_is_closed_while_a_step_waits_for_its_event(world):
     for one in (flow, other):
         assert isinstance(one.outcome.error, ClosedError)
         assert one.written() == one.outcome.steps
-    assert world.mover._untold == 0
+    assert world.mover._unreported == 0
 
 
 async def test_it_does_not_sleep_while_it_owes_news_nor_before_it_has_looked_at_what_waited_behind(world):
@@ -228,7 +228,7 @@ async def test_it_does_not_sleep_while_it_owes_news_nor_before_it_has_looked_at_
     assert len(os.read(world.machine.news, unread)) == unread
     while world.machine.step() is not None:
         pass
-    world.mover._read()
+    world.mover._read_events()
     assert [*(flow.counts for flow in flows), world.outcomes["h"].steps] == [[1], [1], [], 1]
     for flow in flows[:2]:
         world.mover.finish(flow.flow)

@@ -51,11 +51,11 @@ class Scene(World):
     async def finish(self):
         """Let streams go on until nothing is left."""
         for _ in range(5000):
-            if not self.mover._untold:
+            if not self.mover._unreported:
                 return
             self.driver.go()
             await self.steps(1)
-        raise AssertionError(f"{self.mover._untold} are missing")
+        raise AssertionError(f"{self.mover._unreported} are missing")
 
 
 @pytest.fixture
@@ -88,19 +88,19 @@ async def test_a_copy_is_told_when_its_event_has_happened(scene):
 async def test_a_copy_stands_from_before_its_launch_to_its_end(scene, direction):
     """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
     event, seen = scene.driver.event(), []
-    scene.driver.watch = lambda name, _: seen.append(scene.mover.standing(1.5)) if name == "LAUNCH" else None
+    scene.driver.watch = lambda name, _: seen.append(scene.mover.has_copy_since(1.5)) if name == "LAUNCH" else None
     scene.submit("a", after=event, direction=direction)
     await scene.steps()
-    assert not scene.mover.standing(1.5), "it waits for its event"
+    assert not scene.mover.has_copy_since(1.5), "it waits for its event"
     scene.driver.fire(event)
     await scene.steps()
     assert seen == [True]
-    assert scene.mover.standing(1.5)
-    assert not scene.mover.standing(1.0), "it began no sooner"
+    assert scene.mover.has_copy_since(1.5)
+    assert not scene.mover.has_copy_since(1.0), "it began no sooner"
     scene.driver.go()
     await scene.steps()
     assert kind(scene.outcomes["a"]) == "done"
-    assert not scene.mover.standing(math.inf)
+    assert not scene.mover.has_copy_since(math.inf)
 
 
 async def test_what_has_not_been_launched_does_not_stand_because_of_who_was_in_its_row_before(scene):
@@ -111,7 +111,7 @@ async def test_what_has_not_been_launched_does_not_stand_because_of_who_was_in_i
     assert kind(scene.outcomes["a"]) == "done"
     second = scene.submit("b", after=scene.driver.event())
     assert second.slot == first.slot
-    assert not scene.mover.standing(math.inf)
+    assert not scene.mover.has_copy_since(math.inf)
 
 
 # --- events of the caller
@@ -320,9 +320,9 @@ async def test_close_reports_what_waits_but_not_what_runs(scene):
 
 async def test_gates_of_its_own_memory_are_raised(scene):
     gate = np.asarray([7 << 32 | 3], np.int64)
-    assert scene.mover.inside(gate.ctypes.data, raised=True) == 3
+    assert scene.mover.writers_inside(gate.ctypes.data, raised=True) == 3
     assert int(gate[0]) == 8 << 32 | 3
-    assert scene.mover.inside(gate.ctypes.data, raised=False) == 3
+    assert scene.mover.writers_inside(gate.ctypes.data, raised=False) == 3
 
 
 def test_what_the_stub_is_given_is_what_the_driver_has():

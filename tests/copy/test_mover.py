@@ -46,7 +46,7 @@ async def abandoned():
     """The same, which is not expected to end."""
     world = World()
     yield world
-    world.mover._hang_up()
+    world.mover._stop_reading()
     world.machine.stop()
 
 

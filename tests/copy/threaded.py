@@ -126,7 +126,7 @@ class Threaded:
         return self.gpu.streams[list(Direction).index(direction)]
 
     def inside(self, gate: int, *, raised: bool) -> int:
-        return self.mover.inside(gate, raised=raised)
+        return self.mover.writers_inside(gate, raised=raised)
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         self.mover.warm(plans)

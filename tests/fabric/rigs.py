@@ -119,7 +119,7 @@ class Moving:
         for _ in range(times):
             self.runtime.time += seconds
             delay = self.machine.step()
-            self.mover._read()
+            self.mover._read_events()
         return delay
 
     async def settle(self) -> None:

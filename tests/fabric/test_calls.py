@@ -495,7 +495,7 @@ async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeyp
     rig.network.hold("b")
     rig.post()
     rig.step()
-    rig.mover.halt()
+    rig.mover.stop_posting()
     rig.post("queued", at=8 * PART)
     monkeypatch.setattr(rig.transport, step, partial(fail, FabricError("there is no device any more")))
     with pytest.raises(FabricError, match="no device"):
@@ -549,7 +549,7 @@ async def test_a_peer_that_is_gone_fails_its_own_post_after_a_rebuild(make):
 
 async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeypatch):
     rig = await make("b", "c")
-    rig.mover.halt()
+    rig.mover.stop_posting()
     for peer in ("b", "c"):
         rig.post(peer, peer=peer)
     rig.step(2)

@@ -344,7 +344,7 @@ async def test_progress_that_fails_forgets_its_notifications_too(orderly):
     moving.step(3)
     release()
     assert moving.ledger.calls == ["notices", "notice_agents", "forget_notices"] * 3
-    assert "make progress: -2" in str(moving.mover.broken())
+    assert "make progress: -2" in str(moving.mover.failure())
     await moving.end()
 
 
@@ -372,7 +372,7 @@ async def test_flows_that_take_turns_notify_and_hear_by_the_librarys_functions(l
     ledger.coming = {b"bb": [note(6, True)], b"b": [b"", note(6, True)[:23], note(1, True), note(2, True)], b"": [b"?"]}
     ledgered.step(3)
     assert ledger.notified[2:] == [("b", note(steps, False)) for steps in (3, 4)]
-    assert ledgered.mover.strange == 4
+    assert ledgered.mover.unknown_notifications == 4
     ledger.coming = {b"b": [note(3, True), note(6, True), note(5, True)]}
     ledgered.step(4)
     assert ledgered.result().outcome is Outcome.DONE
@@ -387,15 +387,15 @@ async def test_what_cannot_be_notified_is_said_with_what_is_next(ledgered, direc
     ledger = ledgered.ledger
     ledger.fails = lambda name: BACKEND if name == "notify" else OK
     flow = turning(ledgered, direction)
-    ledgered.mover.hear(flow, 2)
+    ledgered.mover.note_peer_steps(flow, 2)
     ledgered.step(6)
     done = 4 if direction is Direction.GATHER else 2
     assert (ledger.calls.count("notify"), ledger.notified) == (done, []), "it is not tried again"
     ledger.fails = lambda name: OK
-    ledgered.mover.hear(flow, 3)
+    ledgered.mover.note_peer_steps(flow, 3)
     ledgered.step(4)
     assert ledger.notified == [("b", note(done + 1, direction is Direction.SCATTER))]
-    assert ledgered.mover.broken() is None
+    assert ledgered.mover.failure() is None
 
 
 async def played(seed: int) -> Ledgered:
@@ -423,9 +423,9 @@ async def played(seed: int) -> Ledgered:
         elif what < 0.6:
             holds.append(moving.mover.hold_awake())
         elif what < 0.65:
-            moving.mover.halt()
+            moving.mover.stop_posting()
             moving.step(rng.randint(0, 2))
-            await moving.run(moving.mover.catch())
+            await moving.run(moving.mover.abandon_posts())
             assert all(state == "stuck" for state in ledger.requests.values()), "an agent could not be destroyed"
             ledger.requests.clear()
             ledger.stuck = 0

@@ -150,7 +150,7 @@ async def test_the_time_in_which_parts_are_posted_is_told(rig):
     rig.post(nbytes=3 * PART, until=FOREVER)
     for _ in range(4):
         rig.machine._code.step(rig.machine.state, rig.machine.jobs, rig.machine.ports)
-    rig.mover._read()
+    rig.mover._read_events()
     result = rig.result()
     assert 0.006 <= result.posting <= result.finished - result.posted
 
@@ -584,7 +584,7 @@ async def test_a_halted_mover_posts_nothing_and_goes_on_looking(rig):
     rig.network.hold("b")
     rig.post()
     rig.step(2)
-    rig.mover.halt()
+    rig.mover.stop_posting()
     rig.step(10)
     assert rig.network.held("b") == 2
     assert rig.mover.under_way
@@ -636,7 +636,7 @@ async def test_close_under_a_post_gives_it_up_in_doubt(rig, way):
 
 
 async def test_close_fails_what_was_never_posted(rig):
-    rig.mover.halt()
+    rig.mover.stop_posting()
     rig.post()
     rig.step(2)
     assert await rig.close() is True

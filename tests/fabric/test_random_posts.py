@@ -246,7 +246,7 @@ class World:
             rig.step(10, seconds=0.3)
             rig.serve()
             await rig.settle()
-            if not rig.mover._untold:
+            if not rig.mover._unreported:
                 break
         assert all(len(one.ended) == 1 for one in self.sent), "some were never told"
         for release in self.holds:

@@ -64,7 +64,7 @@ class Side(Moving):
         )
 
     def hear(self, steps: int) -> None:
-        self.mover.hear(self.begun_flow, steps)
+        self.mover.note_peer_steps(self.begun_flow, steps)
 
     def word(self, word: int) -> int:
         return int(self.machine.jobs[self.begun_flow.slot][word])
@@ -259,7 +259,7 @@ async def test_without_a_token_nobody_is_notified_and_nobody_heeded(side, direct
     before = side.done
     release = side.mover.hold_awake()
     say(side, note(2, other(direction), token.ljust(16, b"\0")))
-    assert (side.done, side.word(records.HEARD), side.mover.strange) == (before, 0, 1)
+    assert (side.done, side.word(records.HEARD), side.mover.unknown_notifications) == (before, 0, 1)
     side.hear(2)
     side.step(4)
     assert side.done == before + 2
@@ -295,10 +295,10 @@ async def test_what_does_not_concern_a_flow_is_counted_and_changes_nothing(side,
         message = (right * 2)[:wrong]
     for count in (1, 2):
         say(side, message, by=by)
-        assert (side.done, side.word(records.HEARD), side.mover.strange) == (before, 0, count)
+        assert (side.done, side.word(records.HEARD), side.mover.unknown_notifications) == (before, 0, count)
     if name == "b":
         say(side, right)
-        assert (side.done, side.word(records.HEARD), side.mover.strange) == (before + 2, 2, 2)
+        assert (side.done, side.word(records.HEARD), side.mover.unknown_notifications) == (before + 2, 2, 2)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -348,7 +348,7 @@ async def test_who_cannot_be_notified_hears_it_of_the_loops(side):
     side.hear(STEPS)
     side.step(8)
     assert side.result().outcome is Outcome.DONE
-    assert side.mover.broken() is None
+    assert side.mover.failure() is None
 
 
 async def test_a_flow_without_an_agent_goes_by_what_the_loops_say(side):
@@ -428,10 +428,10 @@ async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_
             total=chunks,
             allowed=chunks,
             turns=Turns(places, 7, TOKEN, "fills"),
-            progress=lambda told: None if known else a.mover.hear(flow, told.steps),
+            progress=lambda told: None if known else a.mover.note_peer_steps(flow, told.steps),
         )
         async with asyncio.timeout(20):
             outcomes = await asyncio.gather(*ended)
         assert [(one.outcome, one.steps) for one in outcomes] == [(Outcome.DONE, chunks)] * 2
         np.testing.assert_array_equal(target, a.buffer)
-        assert (b.mover.strange, a.mover.broken(), b.mover.broken()) == (0, None, None)
+        assert (b.mover.unknown_notifications, a.mover.failure(), b.mover.failure()) == (0, None, None)

@@ -374,7 +374,7 @@ class Ranks:
     def forget_doubts(self) -> None:
         """Break the product in this process: memory of a silent peer is given back at once."""
         grants: Any = Grants
-        grants.settle = partialmethod(_settle_at_once, settle=grants.settle)
+        grants.end = partialmethod(_settle_at_once, settle=grants.end)
         setattr(Receiver, "in_doubt", False)  # noqa: B010 - it is a property
 
     # --- transfers beside it

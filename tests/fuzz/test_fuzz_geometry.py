@@ -83,7 +83,7 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
     for sending in (True, False):
         plans = PairPlans(GEOMETRY)
         try:
-            plans.meet(peer, plans.examine(peer, sending=sending, convert=draw.random() < 0.3))
+            plans.add_peer(peer, plans.examine(peer, sending=sending, convert=draw.random() < 0.3))
             selections = plans._common[peer.identity.incarnation, sending]
             if not selections:
                 continue

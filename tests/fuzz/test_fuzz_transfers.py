@@ -134,37 +134,37 @@ class Sender:
             chunks = self.draw.randint(1, len(self.hands))
             if self.draw.random() < self.luck:
                 self.arrived += chunks
-                self.say(self.machine.moved(self.arrived, 64 * chunks, wire.Timings(wire_us=chunks)))
+                self.say(self.machine.chunks_arrived(self.arrived, 64 * chunks, wire.Timings(wire_us=chunks)))
             else:
                 in_doubt = self.draw.random() < 0.5
                 self.dropped += chunks
                 self.doubts += in_doubt
-                self.say(self.machine.dropped(chunks, in_doubt=in_doubt))
+                self.say(self.machine.chunks_dropped(chunks, in_doubt=in_doubt))
 
     def report_wrongly(self):
         """What the shell does not have it cannot report; and that changes nothing."""
         before = self.known()
         for report, counts in (
-            (lambda chunks: self.machine.moved(chunks, 64), (self.arrived, self.hands.stop + 1)),
-            (self.machine.dropped, (0, len(self.hands) + 1)),
+            (lambda chunks: self.machine.chunks_arrived(chunks, 64), (self.arrived, self.hands.stop + 1)),
+            (self.machine.chunks_dropped, (0, len(self.hands) + 1)),
         ):
             with pytest.raises(ProtocolError):
                 report(self.draw.choice(counts))
         assert self.known() == before
 
     def news(self):
-        self.say(self.machine.news())
+        self.say(self.machine.take_news())
 
     def settle(self):
         if self.doubts and self.route is not wire.Route.PULL:
             self.doubts -= 1
-            self.machine.settled()
+            self.machine.doubt_ended()
 
     def stop(self):
         self.say(self.machine.stop(FAILURE))
 
     def overdue(self):
-        self.say(self.machine.overdue())
+        self.say(self.machine.give_up_waiting())
 
     def unread(self):
         in_doubt = self.draw.random() < 0.5
@@ -172,7 +172,7 @@ class Sender:
             self.doubts += in_doubt and self.machine.being_read
             self.parted = self.parted or self.readable > self.granted  # it read, and said that it does not
             self.readable = self.granted
-        self.say(self.machine.unread(in_doubt=in_doubt))
+        self.say(self.machine.on_unread(in_doubt=in_doubt))
 
     def known(self):
         """What the machine knows, for comparison."""
@@ -200,7 +200,7 @@ class Sender:
             return
         before, running = self.known(), machine.state in (SendState.PARKED, SendState.MOVING)
         try:
-            granted = machine.reserve(message) if isinstance(message, wire.Reserve) else machine.landed(message)
+            granted = machine.on_reserve(message) if isinstance(message, wire.Reserve) else machine.on_landed(message)
         except ProtocolError:
             assert self.known() == before
             return
@@ -257,9 +257,9 @@ class Sender:
         assert self.machine.state is SendState.ENDED
         assert self.lasts <= 1
         before = self.known()
-        assert not self.machine.reserve(wire.Reserve(1, 1, 1, 0, PLACES))
-        assert not self.machine.landed(wire.Landed(1, 1))
-        assert self.machine.news() == self.machine.announce(self.chunks) == self.machine.overdue() == []
+        assert not self.machine.on_reserve(wire.Reserve(1, 1, 1, 0, PLACES))
+        assert not self.machine.on_landed(wire.Landed(1, 1))
+        assert self.machine.take_news() == self.machine.announce(self.chunks) == self.machine.give_up_waiting() == []
         assert self.known() == before
 
 
@@ -329,18 +329,18 @@ class Receiver:
             case wire.Accept():
                 asked = machine.state is ReceiveState.ASKED
                 exposed = machine.ahead
-                assert machine.accept(message) == asked
+                assert machine.on_accept(message) == asked
                 if asked:
                     assert not message.ahead or exposed
                     self.chunks, self.route = message.chunks, message.route
                     self.ready = self.chunks if message.ahead else 0
                     self.granted = min(self.ready, self.staging or self.ready)
             case wire.Refuse():
-                machine.refused(message)
+                machine.on_refuse(message)
                 assert machine.ended
             case wire.Want():
                 running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-                news = machine.wanted(message)
+                news = machine.on_want(message)
                 if running:
                     assert not machine.ahead
                     assert news == range(self.ready, message.chunks)
@@ -350,11 +350,11 @@ class Receiver:
                     assert not news
             case wire.Arrived():
                 running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-                self.arrive(machine.came(message), message.chunks, ended=machine.ended)
+                self.arrive(machine.on_arrived(message), message.chunks, ended=machine.ended)
                 assert not running or message.chunks <= self.granted, "what was not granted is said to have arrived"
             case wire.KvAgentResult():
                 ended, failed = machine.ended or machine.heard_last, machine.failure is not None
-                chunks = machine.result(message)
+                chunks = machine.on_result(message)
                 if message.chunk != wire.WHOLE and not failed:
                     fails = message.status is not wire.Status.OK and self.arrived <= message.chunk < self.ready
                     assert (machine.failure is not None) == (fails and not ended)
@@ -381,7 +381,7 @@ class Receiver:
         if begun < self.ready:
             upto = self.draw.randint(begun + 1, self.ready)
             if self.route is wire.Route.PULL:
-                self.machine.read(upto)
+                self.machine.begin_reads(upto)
                 self.reading = upto
             else:
                 ring = PLACES[: self.draw.randrange(3)]
@@ -393,20 +393,20 @@ class Receiver:
             upto = self.draw.randint(self.granted + 1, self.reading)
             for wrong in (self.granted, self.reading + 1):
                 with pytest.raises(ProtocolError):
-                    self.machine.landed(wrong)
-            assert self.machine.landed(upto) == [wire.Landed(1, upto)]
+                    self.machine.chunks_read(wrong)
+            assert self.machine.chunks_read(upto) == [wire.Landed(1, upto)]
             self.granted = upto
 
     def place(self):
         if self.placed < self.arrived:
             self.placed = self.draw.randint(self.placed + 1, self.arrived)
-            self.machine.done(self.placed)
+            self.machine.chunks_landed(self.placed)
 
     def cancel(self):
         self.machine.cancel(FAILURE)
 
     def lose(self):
-        self.machine.lost(FAILURE)
+        self.machine.on_link_lost(FAILURE)
         if self.machine.state is ReceiveState.LOST and self.draw.random() < 0.7:
             self.machine.resume()
 

@@ -19,15 +19,15 @@ ENVIRONMENT = {
 # broad excepts that do not raise again, and how many; the reason stands beside each of them
 BROAD = {
     ("kvxfer/copy/compiler.py", "compiled.make"): 1,  # whatever is wrong with the kept code, it is compiled anew
-    ("kvxfer/copy/mover.py", "Mover._ask"): 1,  # an event of the caller's: the copy fails with it
+    ("kvxfer/copy/mover.py", "Mover._query_events"): 1,  # an event of the caller's: the copy fails with it
     ("kvxfer/copy/mover.py", "Mover._prepare_off_loop"): 1,  # the copy fails with it
-    ("kvxfer/copy/mover.py", "Mover._add_up"): 1,  # likewise
-    ("kvxfer/copy/mover.py", "Mover._tell"): 1,  # a callback that must not raise, and did
-    ("kvxfer/copy/mover.py", "Mover._flow_news"): 1,  # likewise
-    ("kvxfer/copy/mover.py", "Mover._tell_late"): 1,  # likewise
+    ("kvxfer/copy/mover.py", "Mover._sum_on_host"): 1,  # likewise
+    ("kvxfer/copy/mover.py", "Mover._report"): 1,  # a callback that must not raise, and did
+    ("kvxfer/copy/mover.py", "Mover._on_flow"): 1,  # likewise
+    ("kvxfer/copy/mover.py", "Mover._report_late"): 1,  # likewise
     ("kvxfer/copy/port.py", "has_fired"): 1,  # an event of the caller's
     ("kvxfer/decode/fetch.py", "Fetch.begin"): 1,  # a defect ends the fetch that it is in, and no other
-    ("kvxfer/decode/receiver.py", "Receiver.accepted"): 1,  # a defect ends the transfer that it is in, and no other
+    ("kvxfer/decode/receiver.py", "Receiver.on_accept"): 1,  # a defect ends the transfer that it is in, and no other
     ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # likewise
     ("kvxfer/tools/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/calls.py", "Fabric.step"): 1,  # the thread is supervised there

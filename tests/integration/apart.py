@@ -60,13 +60,13 @@ class Apart:
         self._until = self._until if until is None else until
         self._go_on()
 
-    def hear(self, steps: int) -> None:
-        """See `Mover.hear`. Nobody is told of these steps by notifications, so the loops of both sides do that."""
+    def note_peer_steps(self, steps: int) -> None:
+        """See `Mover.note_peer_steps`. No notification tells of these steps, so the loops of both sides do."""
         self._heard = max(self._heard, steps)
         self._go_on()
 
-    def watch(self) -> None:
-        """See `Mover.watch`: each step is told of."""
+    def report_soon(self) -> None:
+        """See `Mover.report_soon`: each step is told of."""
 
     @property
     def _may_begin(self) -> int:
@@ -168,7 +168,7 @@ class Apart:
 
 def knows_apart(owner: Any) -> None:
     """Let a mover, or the class of all, know flows that were taken apart."""
-    for name in ("add", "allow", "hear", "watch", "finish", "cancel", "may_copy", "forget"):
+    for name in ("add", "allow", "note_peer_steps", "report_soon", "finish", "cancel", "may_copy", "forget"):
         setattr(owner, name, _knowing(name, getattr(owner, name)))
 
 

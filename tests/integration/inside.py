@@ -119,14 +119,14 @@ def hang_up(worker: Any) -> None:
 def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
     """Workers handle one frame a turn, and read nothing meanwhile; sessions that went on to read after that."""
     resumed: list[Any] = []
-    go_on = Link._go_on
+    go_on = Link._resume
 
     def resume(link: Any) -> None:
         resumed.append(link)
         go_on(link)
 
     monkeypatch.setattr("kvxfer.peers.link.TURN_SECONDS", 0.0)
-    monkeypatch.setattr(Link, "_go_on", resume)
+    monkeypatch.setattr(Link, "_resume", resume)
     return resumed
 
 
@@ -214,13 +214,13 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
 def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
     """Call `act` with each session that it opens, once its decode role has it."""
     receiver = worker._service.decode
-    opened = receiver.opened
+    opened = receiver.on_link_opened
 
     def opened_and_more(link: Any) -> None:
         opened(link)
         act(link)
 
-    receiver.opened = opened_and_more
+    receiver.on_link_opened = opened_and_more
 
 
 def hear(worker: Any, link: Any, message: Message) -> None:
@@ -230,12 +230,12 @@ def hear(worker: Any, link: Any, message: Message) -> None:
 
 def welcome(worker: Any, link: Any) -> None:
     """One of them has come."""
-    worker._service.prefill.opened(link)
+    worker._service.prefill.on_link_opened(link)
 
 
 def lose(worker: Any, link: Any) -> None:
     """One of them is gone."""
-    worker._service.prefill.lost(link)
+    worker._service.prefill.on_link_lost(link)
 
 
 def entry(offer: Any) -> Any:
@@ -274,14 +274,14 @@ def tell(worker: Any, change: Callable[[AgentBody], AgentBody]) -> None:
 
 def ask_no_proof(worker: Any) -> None:
     """It asks nobody, who is said to be the one that it knows, to prove that."""
-    made = worker._service.session
+    made = worker._service.new_session
 
     def session(*arguments: Any, **options: Any) -> Any:
         one, trusted = made(*arguments, **options)
         one._check_same = lambda theirs, heard, now: None
         return one, trusted
 
-    worker._service.session = session
+    worker._service.new_session = session
 
 
 async def look_at(worker: Any, peer: Any) -> None:
@@ -336,13 +336,13 @@ def keep_agent(worker: Any) -> None:
 
 def consider_rebuilding(worker: Any) -> None:
     """It looks whether there is such a doubt."""
-    worker._service.rebuilding._consider()
+    worker._service.rebuilding._set_timer()
 
 
 def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
     """It does not wait for others that might want it too."""
     rebuilds = worker._service.site.rebuilds
-    monkeypatch.setattr(worker._service.rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)
+    monkeypatch.setattr(worker._service.rebuilding, "_due_at", lambda: 0.0 if rebuilds.wants else math.inf)
 
 
 def pause_grants(worker: Any) -> None:
@@ -364,7 +364,7 @@ def timers(worker: Any, monkeypatch: Any) -> list[float]:
         seconds.append(when - site.now())
         return site.loop.call_later(99, then)
 
-    monkeypatch.setattr(type(site), "at", at)
+    monkeypatch.setattr(type(site), "call_at", at)
     return seconds
 
 
@@ -417,19 +417,19 @@ def take_all(worker: Any, side: str) -> Taken:
     """All of it is somebody else's, as soon as there is nobody who has any."""
     extents: list[Any] = []
     desk = _desk(worker, side)
-    desk.ask("somebody", desk.share.capacity, 1, extents.append)
+    desk.request("somebody", desk.share.capacity, 1, extents.append)
     return Taken(desk, extents[0])
 
 
 def ask(worker: Any, side: str, peer: str, nbytes: int, seconds: float, then: Callable[[Any], None]) -> Any:
     """A peer asks for memory, and waits for it so long; None if it has got it."""
-    return _desk(worker, side).ask(peer, nbytes, seconds, then)
+    return _desk(worker, side).request(peer, nbytes, seconds, then)
 
 
 def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
     """Call `act` where somebody has to wait for memory."""
     desk = _desk(worker, side)
-    ask = desk.ask
+    ask = desk.request
 
     def asked(*given: Any, **options: Any) -> Any:
         request = ask(*given, **options)
@@ -437,7 +437,7 @@ def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: A
             act()
         return request if request in desk._waiting else None
 
-    monkeypatch.setattr(desk, "ask", asked)
+    monkeypatch.setattr(desk, "request", asked)
 
 
 def arena_shares(worker: Any) -> list[Any]:
@@ -478,7 +478,7 @@ def free_gates(worker: Any) -> list[int]:
 def meet_keys_again(worker: Any) -> None:
     """It opens the gates of its only peer anew."""
     worker._service.site.keys.forget(met(worker))
-    worker._service.site.keys.met(met(worker))
+    worker._service.site.keys.on_session(met(worker))
 
 
 def leaked() -> list[Any]:
@@ -565,8 +565,8 @@ def launched(mover: Any, direction: Any) -> list[Any]:
     lane = _lane(direction)
     copies = [(slot, one.lane, one.job) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
     for flow in [one for one in mover._copies.values() if isinstance(one, Flow)]:
-        known = [job for one in flow.pointed for job in singly([one.job])]
-        first = flow.pointed[-1].stop - len(known) if flow.pointed else 0
+        known = [job for one in flow.refs for job in singly([one.job])]
+        first = flow.refs[-1].stop - len(known) if flow.refs else 0
         for slot in mover._machine.steps_of(flow.slot):
             step = int(mover._machine.jobs[slot, records.STEP]) - first
             copies += [(slot, flow.lane, known[step])] if 0 <= step < len(known) else []
@@ -682,7 +682,7 @@ def _scatters(worker: Any, flow: Any) -> bool:
     if flow is None or flow.slot < 0:
         return False
     heard = int(mover(worker)._machine.jobs[flow.slot, records.HEARD])
-    return max(flow.heard, heard) > flow.passed
+    return max(flow.peer_steps, heard) > flow.steps_done
 
 
 def in_custody(worker: Any, blocks: Any) -> bool:
@@ -725,7 +725,7 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
     """The time that the caller of its only fetch gave it is over, said so often; a future of how that ends."""
     (fetch,) = worker._service.decode.fetches
     for _ in range(times):
-        fetch._timed_out()
+        fetch._on_timeout()
     return fetch.outcome
 
 
@@ -749,7 +749,7 @@ def renew_claims(worker: Any) -> None:
     """Claim everything anew, of the only engine's first rank."""
     claims = worker._service.decode._claims
     (engine,) = claims._engines.values()
-    claims._say(engine, engine.ranks[0], engine.kept.values())
+    claims._send_to(engine, engine.ranks[0], engine.kept.values())
 
 
 def withdraw_all(worker: Any) -> None:
@@ -762,12 +762,12 @@ def overlook(worker: Any, offer: Any) -> None:
     book = worker._service.prefill.book
     book._watched.pop(offer.key)
     book._ends.remove(next(end for end in book._ends if end[1] == offer.key))
-    book._arm()
+    book._set_timer()
 
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    entry(offer).left(None)
+    entry(offer).on_transfer_end(None)
 
 
 def counters(worker: Any) -> Any:
@@ -869,10 +869,10 @@ def watch_chunks(say: Callable[[str, int], None], monkeypatch: Any) -> None:
         say("landed", chunks)
         done(machine, chunks)
 
-    done = Receiving.done
-    monkeypatch.setattr(Receiving, "came", arrives(Receiving.came))
-    monkeypatch.setattr(Receiving, "result", arrives(Receiving.result))
-    monkeypatch.setattr(Receiving, "done", lands)
+    done = Receiving.chunks_landed
+    monkeypatch.setattr(Receiving, "on_arrived", arrives(Receiving.on_arrived))
+    monkeypatch.setattr(Receiving, "on_result", arrives(Receiving.on_result))
+    monkeypatch.setattr(Receiving, "chunks_landed", lands)
 
 
 def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
@@ -896,32 +896,32 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
 
 def plan_late(seconds: float, monkeypatch: Any) -> None:
     """Prefill ranks begin to plan so much later."""
-    offered = Sender._offered
+    offered = Sender._wait_for_offer
 
     async def late(self: Any) -> Any:
         offer = await offered(self)
         await asyncio.sleep(seconds)
         return offer
 
-    monkeypatch.setattr(Sender, "_offered", late)
+    monkeypatch.setattr(Sender, "_wait_for_offer", late)
 
 
 def keep_gathers(monkeypatch: Any) -> list[Callable[[], None]]:
     """Steps of chunks to be gathered, until the monkeypatch is undone; to call one makes them, as late as that."""
-    return _keep_steps(Sender, monkeypatch)
+    return _keep_steps(Sender._steps, monkeypatch)
 
 
 def keep_scatters(monkeypatch: Any) -> list[Callable[[], None]]:
     """Likewise of chunks to be scattered."""
-    return _keep_steps(Receiver, monkeypatch)
+    return _keep_steps(Receiver._scatter_steps, monkeypatch)
 
 
-def _keep_steps(of: Any, monkeypatch: Any) -> list[Callable[[], None]]:
+def _keep_steps(steps: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     late: list[Callable[[], None]] = []
     plan = Site.plan
 
     async def planned(site: Any, make: Any, *, rows: int) -> Any:
-        if getattr(getattr(make, "func", None), "__func__", None) is of._steps:
+        if getattr(getattr(make, "func", None), "__func__", None) is steps:
             wanted = site.loop.create_future()
             late.append(lambda: wanted.set_result(None))
             await wanted
@@ -969,7 +969,7 @@ def never_move(seconds: float, monkeypatch: Any) -> None:
         await asyncio.sleep(seconds / doubt._STEPS)
         return False
 
-    monkeypatch.setattr(doubt.Rebuilding, "_idle", nobody_moves)
+    monkeypatch.setattr(doubt.Rebuilding, "_wait_idle", nobody_moves)
 
 
 def look_in_threads(monkeypatch: Any) -> None:

@@ -210,7 +210,7 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     peer = inside.met(prefill)
     keys, opened, entered = Keys(), [], []
     for number in range(1, 4):
-        keys.met(peer)
+        keys.on_session(peer)
         opened.append(keys._keys[peer.identity.incarnation])
         passage = keys.passage(peer, inside.gates_of(decode).granted(number))
         assert passage is not None
@@ -266,9 +266,9 @@ async def test_both_generations_of_a_gate_are_raised_or_neither(locked):
         passed.leave()
     assert await gates.revoke(number) is Revoked.IDLE
     assert (gates.granted(number), words.generations[address]) == (granted + 1, 2)
-    assert await gates.inside(number) == 2
+    assert await gates.writers_inside(number) == 2
     words.writers.clear()
-    assert await gates.inside(number) == 0
+    assert await gates.writers_inside(number) == 0
     assert words.generations[address] == 2
 
 

@@ -26,13 +26,13 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, mon
     target = Cache(blocks=100)
     decode = await stage.worker("decode", target)
     opened = []
-    session = type(service(decode)).session
+    session = type(service(decode)).new_session
 
     def counted(self, role, **options):
         opened.append((self, role.value))
         return session(self, role, **options)
 
-    monkeypatch.setattr(type(service(decode)), "session", counted)
+    monkeypatch.setattr(type(service(decode)), "new_session", counted)
     offers = [rank.offer(f"r{n}", [n], tokens=4) for rank in ranks for n in range(100)]
     copied = Copied(target)
     for source in sources:

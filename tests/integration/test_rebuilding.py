@@ -88,7 +88,7 @@ def test_which_posts_go_on_without_an_agent(kind, host, expected, monkeypatch):
     monkeypatch.setattr(doubt, "elsewhere", lambda theirs: theirs == "there")
     site = SimpleNamespace(geometry=SimpleNamespace(kind=kind))
     peer = SimpleNamespace(body=SimpleNamespace(host=host))
-    assert doubt.runs_on(site, peer) is expected  # pyright: ignore[reportArgumentType]
+    assert doubt.may_outlive_agent(site, peer) is expected  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
@@ -96,9 +96,9 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     """A rebuild for another reason gives up our own post, and ends no copy between two GPUs."""
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
     poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
-    monkeypatch.setattr(doubt, "runs_on", lambda site, peer: True)
+    monkeypatch.setattr(doubt, "may_outlive_agent", lambda site, peer: True)
     for module in (receiver, sender):
-        monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
+        monkeypatch.setattr(module, "may_outlive_agent", lambda site, peer: True)
     offer, transfer = await stage.in_flight(prefill, decode, far)
     inside.rebuild(poster)
     await eventually(lambda: poster.describe()["agent"]["rebuilt"])
@@ -191,7 +191,7 @@ async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(s
     """It begins while the name of the peer's agent is waited for, and nothing is in the peer's hands by then."""
     prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", window=2)
     await stage.bring(prefill, decode, "before")
-    name_turns, paused = receiver.Receiver._named_turns, []
+    name_turns, paused = receiver.Receiver._turns_token, []
 
     async def pause(one):
         found = await name_turns(one)
@@ -200,8 +200,8 @@ async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(s
             inside.pause_grants(decode)
         return found
 
-    monkeypatch.setattr(receiver.Receiver, "_named_turns", pause)
-    monkeypatch.setattr(receiver.Receiver, "_take_ahead", lambda *_: False)
+    monkeypatch.setattr(receiver.Receiver, "_turns_token", pause)
+    monkeypatch.setattr(receiver.Receiver, "_grant_ahead", lambda *_: False)
     fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
     await eventually(lambda: paused)
     for _ in range(20):
@@ -257,7 +257,7 @@ async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
     stage, source, target, no_locks, monkeypatch, gpus
 ):
     """It may be written without an agent on its side, by ours as long as that lives, and by a copy between GPUs."""
-    monkeypatch.setattr(sender, "runs_on", lambda *_: gpus)
+    monkeypatch.setattr(sender, "may_outlive_agent", lambda *_: gpus)
     prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)
     await breaks(stage, prefill, decode)
     inside.rebuild(decode)

@@ -89,7 +89,7 @@ async def test_no_agent_is_made_where_that_would_wait_for_it(play, monkeypatch, 
     """As on a GPU, where the process would stand still with it."""
     copies, _, transfer = await standing(play, side, direction)
     worker, launched, over = getattr(play, side), play.now, []
-    monkeypatch.setattr(copies.real, "standing", lambda since: bool(copies.held) and launched <= since)
+    monkeypatch.setattr(copies.real, "has_copy_since", lambda since: bool(copies.held) and launched <= since)
     inside.rebuild(worker)
     inside.when_rebuilt(worker, lambda: over.append(play.now))
     await play.until(lambda: worker.describe()["agent"]["paused"])

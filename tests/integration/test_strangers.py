@@ -63,7 +63,7 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     future = asyncio.get_running_loop().create_future
     inside.doubt_all(monkeypatch)
     monkeypatch.setattr(
-        "kvxfer.safety.processes.Processes.ended",
+        "kvxfer.safety.processes.Processes.end_of",
         lambda _, peer: processes.setdefault(peer.identity.incarnation, future()),
     )
     ref, refused = prefill.engine.ref("r", 0), 0

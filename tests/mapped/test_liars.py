@@ -58,12 +58,12 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     await mappings.open(peer, theirs)
     assert len(mappings) == (not lies)
     keys, processes = Keys(), Processes(asyncio.get_running_loop(), gpu=False)
-    keys.met(peer)
-    processes.met(peer, lambda: -1)
+    keys.on_session(peer)
+    processes.on_session(peer, lambda: -1)
     assert keys.has(peer) is not lies
     assert (len(processes._processes) == 0) is lies
     if lies:
-        assert mappings.why_not(peer) == f"it names memory of process {named}, but its own is {os.getpid()}"
+        assert mappings.reason_unmapped(peer) == f"it names memory of process {named}, but its own is {os.getpid()}"
     mappings.close()
     keys.close()
     processes.close()

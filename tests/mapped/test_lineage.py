@@ -83,13 +83,13 @@ async def test_what_gpus_move_does_not_end_with_a_process_that_has_forked(kind, 
     processes = Processes(asyncio.get_running_loop(), gpu=gpu)
     with owner(kind) as (process, (handle, _)):
         other = peer(process, handle, staging=staging)
-        processes.met(other, lambda: -1)
+        processes.on_session(other, lambda: -1)
         leave = processes.hold(other)
-        assert not processes.gone(other)
+        assert not processes.has_ended(other)
         os.kill(process.pid, signal.SIGKILL)
-        ended = processes.ended(other)
+        ended = processes.end_of(other)
         assert ended is not None
         await asyncio.wait_for(ended, 20)  # that much is known in any case
-        assert processes.gone(other) is evidence
+        assert processes.has_ended(other) is evidence
         leave()
     processes.close()

@@ -114,35 +114,35 @@ def is_closed(descriptor):
 async def test_a_process_elsewhere_is_seen_to_end(tmp_path, watched, how):
     """Though a child that it has forked holds its stream open; and whatever its locks would name here."""
     with other(tmp_path, how) as one:
-        watched.met(peer(one.number, locks=(1).to_bytes(24, "little")), one.opened)
+        watched.on_session(peer(one.number, locks=(1).to_bytes(24, "little")), one.opened)
         leave = watched.hold(peer(one.number))
-        ended = watched.ended(peer(one.number))
+        ended = watched.end_of(peer(one.number))
         assert ended is not None
-        assert not watched.gone(peer(one.number))
+        assert not watched.has_ended(peer(one.number))
         one.kill()
         await asyncio.wait_for(ended, 20)
-        assert watched.gone(peer(one.number))
+        assert watched.has_ended(peer(one.number))
         assert is_closed(one.descriptor)
         watched.forget(peer(one.number))
-        assert watched.gone(peer(one.number))  # somebody still asks
+        assert watched.has_ended(peer(one.number))  # somebody still asks
         leave()
-        assert watched.ended(peer(one.number)) is None
+        assert watched.end_of(peer(one.number)) is None
 
 
 async def test_closing_ends_every_watch(one):
     watched = Processes(asyncio.get_running_loop(), gpu=False)
-    watched.met(peer(one.number), one.opened)
+    watched.on_session(peer(one.number), one.opened)
     leave = watched.hold(peer(one.number))
     watched.close()
     assert is_closed(one.descriptor)
-    assert watched.ended(peer(one.number)) is None
+    assert watched.end_of(peer(one.number)) is None
     leave()
 
 
 async def test_who_passes_the_stream_on_is_not_the_peer(watched, one):
     """Its end would say nothing of the process that speaks."""
-    watched.met(peer(one.number + 1), one.opened)
-    assert watched.ended(peer(one.number + 1)) is None
+    watched.on_session(peer(one.number + 1), one.opened)
+    assert watched.end_of(peer(one.number + 1)) is None
     assert is_closed(one.descriptor)
 
 
@@ -153,35 +153,35 @@ async def test_who_passes_the_stream_on_is_not_the_peer(watched, one):
 )
 async def test_nobody_is_watched_of_whom_it_would_be_no_evidence(watched, one, said):
     about = peer(**{"number": one.number, **said})
-    watched.met(about, one.opened)
-    assert watched.ended(about) is None
+    watched.on_session(about, one.opened)
+    assert watched.end_of(about) is None
     assert not hasattr(one, "descriptor")
 
 
 async def test_a_gpu_here_is_reason_enough(one):
     watched = Processes(asyncio.get_running_loop(), gpu=True)
-    watched.met(peer(one.number), one.opened)
-    assert watched.ended(peer(one.number)) is None
+    watched.on_session(peer(one.number), one.opened)
+    assert watched.end_of(peer(one.number)) is None
 
 
 async def test_this_process_is_not_watched(watched):
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        watched.met(peer(own_number()), lambda: process_of_stream(ours))
-        assert watched.ended(peer(own_number())) is None
+        watched.on_session(peer(own_number()), lambda: process_of_stream(ours))
+        assert watched.end_of(peer(own_number())) is None
 
 
 async def test_a_peer_in_this_namespace_that_was_told_no_locks_is_seen_too(watched, one):
-    watched.met(peer(one.number, host=here()), one.opened)
-    assert watched.ended(peer(one.number)) is not None
+    watched.on_session(peer(one.number, host=here()), one.opened)
+    assert watched.end_of(peer(one.number)) is not None
 
 
 async def test_without_a_descriptor_nobody_is_watched(watched):
-    watched.met(peer(4711), lambda: -1)
-    assert watched.ended(peer(4711)) is None
+    watched.on_session(peer(4711), lambda: -1)
+    assert watched.end_of(peer(4711)) is None
     watched.hold(peer(4711))()
     watched.forget(peer(4711))
-    assert not watched.gone(peer(4711))
+    assert not watched.has_ended(peer(4711))
 
 
 # --- by the locks
@@ -206,22 +206,22 @@ def locks(monkeypatch):
 async def test_a_number_that_was_used_again_is_not_the_peer(watched, one, locks, told, seen):
     number = {"its own": one.number, "none": 0, "another's": one.number + 1}[told]
     about = peer(number, host=here(), locks=locks(one.process.pid), process=one.process.pid)
-    watched.met(about, one.opened)
-    assert (watched.ended(about) is not None) is seen
+    watched.on_session(about, one.opened)
+    assert (watched.end_of(about) is not None) is seen
     assert not hasattr(one, "descriptor")  # what holds the locks is watched, whatever the stream leads to
 
 
 async def test_on_an_older_kernel_the_number_in_the_locks_is_believed(watched, one, locks, monkeypatch):
     monkeypatch.setattr(module, "number_of", lambda descriptor: 0)
     about = peer(one.number, host=here(), locks=locks(one.process.pid))
-    watched.met(about, one.opened)
-    assert watched.ended(about) is not None
+    watched.on_session(about, one.opened)
+    assert watched.end_of(about) is not None
 
 
 async def test_locks_of_another_process_than_the_stream_leads_to_are_not_believed(watched, one, locks):
     about = peer(one.number, host=here(), locks=locks(one.process.pid), process=os.getpid())
-    watched.met(about, one.opened)
-    assert watched.ended(about) is None
+    watched.on_session(about, one.opened)
+    assert watched.end_of(about) is None
 
 
 async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(one, locks, monkeypatch):
@@ -239,7 +239,7 @@ async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(
     monkeypatch.setattr(module, "Lineage", Asked)
     for number, open_ones in ((one.number + 1, 0), (one.number, 1)):
         about = peer(number, host=here(), locks=locks(one.process.pid))
-        watched.met(about, one.opened)
+        watched.on_session(about, one.opened)
         assert len(asked) == open_ones
     watched.close()
     assert not asked
@@ -247,45 +247,45 @@ async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(
 
 async def test_locks_of_this_process_are_not_watched(watched, locks):
     about = peer(own_number(), host=here(), locks=locks(os.getpid()), process=os.getpid())
-    watched.met(about, lambda: -1)
-    assert watched.ended(about) is None
+    watched.on_session(about, lambda: -1)
+    assert watched.end_of(about) is None
 
 
 async def test_a_second_session_opens_nothing(watched, one):
-    watched.met(peer(one.number), one.opened)
+    watched.on_session(peer(one.number), one.opened)
     first = one.descriptor
-    watched.met(peer(one.number), lambda: pytest.fail("it is watched already"))
+    watched.on_session(peer(one.number), lambda: pytest.fail("it is watched already"))
     watched.forget(peer(one.number))
     assert is_closed(first)
 
 
 async def test_whoever_is_held_is_watched_on_and_met_again(watched, one):
-    watched.met(peer(one.number), one.opened)
+    watched.on_session(peer(one.number), one.opened)
     leave = watched.hold(peer(one.number))
     watched.forget(peer(one.number))
-    assert watched.ended(peer(one.number)) is not None
-    watched.met(peer(one.number), lambda: -1)
+    assert watched.end_of(peer(one.number)) is not None
+    watched.on_session(peer(one.number), lambda: -1)
     leave()
     leave()  # once is enough
-    assert watched.ended(peer(one.number)) is not None  # a link leads there again
+    assert watched.end_of(peer(one.number)) is not None  # a link leads there again
     watched.forget(peer(one.number))
-    assert watched.ended(peer(one.number)) is None
+    assert watched.end_of(peer(one.number)) is None
 
 
 async def test_who_waits_for_the_end_may_take_it_back(tmp_path, watched):
     with other(tmp_path) as one:
-        watched.met(peer(one.number), one.opened)
+        watched.on_session(peer(one.number), one.opened)
         told = []
-        watched.when_gone(peer(one.number), lambda: told.append("stays"))
-        watched.when_gone(peer(one.number), lambda: told.append("withdrawn"))()
-        ended = watched.ended(peer(one.number))
+        watched.when_ended(peer(one.number), lambda: told.append("stays"))
+        watched.when_ended(peer(one.number), lambda: told.append("withdrawn"))()
+        ended = watched.end_of(peer(one.number))
         one.kill()
         await asyncio.wait_for(ended, 20)
         await asyncio.sleep(0)
         assert told == ["stays"]
         watched.forget(peer(one.number))
-        assert watched.ended(peer(one.number)) is None  # nobody holds it any more
-    assert watched.when_gone(peer(4711), told.append)() is None
+        assert watched.end_of(peer(one.number)) is None  # nobody holds it any more
+    assert watched.when_ended(peer(4711), told.append)() is None
 
 
 # --- numbers

@@ -118,63 +118,63 @@ class Played:
     def moved(self, upto, timings):
         """So many chunks have arrived."""
         if fresh := upto - self.sending.arrived:
-            self.said(self.sending.moved(upto, fresh * self.total // self.sending.chunks, timings))
+            self.said(self.sending.chunks_arrived(upto, fresh * self.total // self.sending.chunks, timings))
 
     def play(self, message):
         sending, receiving = self.sending, self.receiving
         match message:
             case wire.Accept():
                 self.said(sending.accept(message))
-                receiving.accept(message)
+                receiving.on_accept(message)
                 self.total = message.bytes
             case wire.Refuse():
                 self.said(sending.refuse(message.code, message.reason))
-                receiving.refused(message)
+                receiving.on_refuse(message)
             case wire.Want():
                 if sending.state is SendState.PARKED:
                     self.said([message])  # the shell's own: the grant is void
                 else:
                     self.said(sending.announce(message.chunks, message.lease_ms, message.spans, message.generation))
-                receiving.wanted(message)
+                receiving.on_want(message)
             case wire.Reserve():
-                sending.reserve(message)
+                sending.on_reserve(message)
                 if receiving.arrived > receiving.chunks_done:
-                    receiving.done(receiving.arrived)
+                    receiving.chunks_landed(receiving.arrived)
                 given = message.generation, message.ring, message.copied, message.token
                 granted = receiving.grant(message.chunks, message.lease_ms, *given)
                 assert granted == [message]
             case wire.Landed():
-                sending.landed(message)
-                receiving.read(message.chunks)
-                assert receiving.landed(message.chunks) == [message]
+                sending.on_landed(message)
+                receiving.begin_reads(message.chunks)
+                assert receiving.chunks_read(message.chunks) == [message]
             case wire.Arrived():
                 self.moved(message.chunks, message.timings)
-                self.said(sending.news())
-                assert receiving.came(message)
+                self.said(sending.take_news())
+                assert receiving.on_arrived(message)
             case wire.KvAgentResult(status=wire.Status.OK):
                 self.moved(sending.granted, message.timings)
                 self.said(sending.finish_offer(message.payload))
-                assert receiving.result(message) is not None
+                assert receiving.on_result(message) is not None
             case wire.KvAgentResult():
                 failure = Failure(wire.Status.CANCELLED, message.code, message.reason)
                 if message.status is wire.Status.IN_DOUBT:
-                    self.said(sending.unread(in_doubt=True))
+                    self.said(sending.on_unread(in_doubt=True))
                 elif sending.state is SendState.ENDED:
                     self.said([message])  # the shell's own: it answers Cancel for what has ended
                 else:
                     self.said(sending.stop(failure))
                     if message.chunk != wire.WHOLE:
-                        self.said(sending.overdue())
+                        self.said(sending.give_up_waiting())
                     elif sending.moving:
-                        self.said(sending.dropped(sending.moving))
-                assert receiving.result(message) is not None
+                        self.said(sending.chunks_dropped(sending.moving))
+                assert receiving.on_result(message) is not None
             case wire.Abandon() | wire.Cancel():
                 failure = Failure(wire.Status.CANCELLED, message.code, "")
                 reads = isinstance(message, wire.Abandon)
-                said = receiving.unread() or receiving.cancel(failure, reading=reads)
+                said = receiving.reads_ended() or receiving.cancel(failure, reading=reads)
                 assert said == [message]
                 if not reads:
-                    self.said(sending.unread())
+                    self.said(sending.on_unread())
             case _:
                 pass
 
@@ -198,7 +198,7 @@ def test_the_machines_of_a_transfer_say_the_same(conversation):
     assert played.sent == told
     done = conversation["outcome"] == "done"
     if done and played.receiving.arrived > played.receiving.chunks_done:
-        played.receiving.done(played.receiving.arrived)
+        played.receiving.chunks_landed(played.receiving.arrived)
     assert played.receiving.ended
     assert (played.receiving.failure is None) == done
 

@@ -21,14 +21,14 @@ def ok(chunk=wire.WHOLE, *, last=True, payload=b""):
 def make(chunks=3, *, wanted=0, granted=0, landed=0, done=0):
     """So many are done, so many more have arrived, and so on."""
     receiving = Receiving(5)
-    receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, chunks, b""))
-    receiving.wanted(wire.Want(5, done + landed + granted + wanted))
+    receiving.on_accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, chunks, b""))
+    receiving.on_want(wire.Want(5, done + landed + granted + wanted))
     if done + landed + granted:
         receiving.grant(done + landed + granted, 1000, ring=[wire.Grant(0, 64)] * chunks)
     if done + landed:
-        assert receiving.came(wire.Arrived(5, done + landed)) == range(done + landed)
+        assert receiving.on_arrived(wire.Arrived(5, done + landed)) == range(done + landed)
     if done:
-        receiving.done(done)
+        receiving.chunks_landed(done)
     return receiving
 
 
@@ -47,20 +47,20 @@ def stopping():
 
 def done():
     receiving = make(1, landed=1)
-    receiving.result(ok())
-    receiving.done(1)
+    receiving.on_result(ok())
+    receiving.chunks_landed(1)
     return receiving
 
 
 def stopped():
     receiving = make()
-    receiving.result(TERMINAL)
+    receiving.on_result(TERMINAL)
     return receiving
 
 
 def lost():
     receiving = make(granted=1)
-    receiving.lost(GONE)
+    receiving.on_link_lost(GONE)
     return receiving
 
 
@@ -77,18 +77,18 @@ FINAL = (ReceiveState.DONE, ReceiveState.STOPPED)
 
 def complete(receiving):
     if receiving.state is ReceiveState.MOVING:
-        receiving.result(ok())
-        receiving.done(1)
+        receiving.on_result(ok())
+        receiving.chunks_landed(1)
     else:
         receiving._event("complete")
 
 
 EVENTS = {
-    "accept": lambda receiving: receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 1, b"")),
+    "accept": lambda receiving: receiving.on_accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 1, b"")),
     "complete": complete,
-    "terminal": lambda receiving: receiving.result(TERMINAL),
+    "terminal": lambda receiving: receiving.on_result(TERMINAL),
     "cancel": lambda receiving: receiving.cancel(WHY),
-    "lost": lambda receiving: receiving.lost(GONE),
+    "lost": lambda receiving: receiving.on_link_lost(GONE),
     "resume": lambda receiving: receiving.resume(),
 }
 IGNORED = {  # no entry in the table, and no error: it merely crossed something, or says nothing new
@@ -128,9 +128,9 @@ def test_the_table_has_no_other_events():
 def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     receiving = Receiving(5, ahead=True)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to be ready, of 0"):
-        receiving.wanted(wire.Want(5, 1))
+        receiving.on_want(wire.Want(5, 1))
     assert receiving.exposed
-    receiving.lost(GONE)
+    receiving.on_link_lost(GONE)
     assert receiving.exposed
 
 
@@ -148,15 +148,15 @@ def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
     receiving = Receiving(5, **granted)
     before = known(receiving)
     with pytest.raises(ProtocolError, match="under a grant that there is not"):
-        receiving.accept(wire.Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
+        receiving.on_accept(wire.Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
     assert known(receiving) == before
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3, 9])
 def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_done(chunks):
     reading = make(4, wanted=2)
-    reading.read(1)
-    moves: list = [(reading, reading.read), ((done := make(3, granted=1, landed=1, done=1)), done.done)]
+    reading.begin_reads(1)
+    moves: list = [(reading, reading.begin_reads), ((done := make(3, granted=1, landed=1, done=1)), done.chunks_landed)]
     if chunks != 1:  # as many as before are granted again
         moves.append(((granted := make(4, wanted=1, granted=1)), lambda count: granted.grant(count, 1000)))
     for receiving, move in moves:
@@ -168,10 +168,10 @@ def test_only_what_is_wanted_is_granted_or_read_and_only_what_has_arrived_is_don
 
 def test_what_agents_notified_each_other_of_has_arrived():
     receiving = make(4, granted=3)
-    assert receiving.notified(2) == range(2)
-    assert receiving.came(wire.Arrived(5, 1)) == range(2, 2)  # as the peer's loop says later
-    assert receiving.came(wire.Arrived(5, 3)) == range(2, 3)
-    assert not receiving.notified(2)
+    assert receiving.on_notified(2) == range(2)
+    assert receiving.on_arrived(wire.Arrived(5, 1)) == range(2, 2)  # as the peer's loop says later
+    assert receiving.on_arrived(wire.Arrived(5, 3)) == range(2, 3)
+    assert not receiving.on_notified(2)
     assert receiving.arrived == 3
 
 
@@ -182,25 +182,25 @@ def test_nothing_is_granted_unless_it_moves(state):
     with pytest.raises(ProtocolError, match=f"grant is illegal for a transfer that is {state.value}"):
         receiving.grant(2, 1000)
     with pytest.raises(ProtocolError, match=f"read is illegal for a transfer that is {state.value}"):
-        receiving.read(2)
+        receiving.begin_reads(2)
     assert known(receiving) == before
 
 
 def test_a_read_is_confirmed_only_after_it_was_reported():
     receiving = make(2, wanted=2)
-    receiving.read(1)
+    receiving.begin_reads(1)
     assert (receiving.reading, receiving.granted) == (1, 0)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to have arrived, and 0 were granted"):
-        receiving.came(wire.Arrived(5, 1))  # our read is still under way: success now would be a lie
+        receiving.on_arrived(wire.Arrived(5, 1))  # our read is still under way: success now would be a lie
     with pytest.raises(ProtocolError, match="complete before"):
-        receiving.result(ok())
+        receiving.on_result(ok())
     for chunks in (0, 2):
         with pytest.raises(ProtocolError):
-            receiving.landed(chunks)
-    assert receiving.landed(1) == [wire.Landed(5, 1)]
+            receiving.chunks_read(chunks)
+    assert receiving.chunks_read(1) == [wire.Landed(5, 1)]
     with pytest.raises(ProtocolError):
-        receiving.landed(1)
-    assert receiving.came(wire.Arrived(5, 1)) == range(1)
+        receiving.chunks_read(1)
+    assert receiving.on_arrived(wire.Arrived(5, 1)) == range(1)
 
 
 # --- the end
@@ -213,9 +213,9 @@ def test_complete_too_early_is_a_protocol_error(also):
     receiving = make(2, **also)
     before = known(receiving)
     with pytest.raises(ProtocolError, match="complete before every chunk was granted"):
-        receiving.result(ok(payload=b"token"))
+        receiving.on_result(ok(payload=b"token"))
     assert known(receiving) == before
-    assert not receiving.result(build_result(5, wire.Status.FAILED, last=True, failure=THERE))
+    assert not receiving.on_result(build_result(5, wire.Status.FAILED, last=True, failure=THERE))
     assert receiving.state is ReceiveState.STOPPED
 
 
@@ -227,4 +227,4 @@ def test_cancel_is_said_once():
     assert receiving.cancel(WHY) == [wire.Cancel(5, Code.CANCELLED)]
     assert receiving.cancel(GONE) == []
     assert receiving.failure == WHY
-    assert not receiving.accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 9, b""))
+    assert not receiving.on_accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, 9, b""))

@@ -18,9 +18,9 @@ def make(chunks=3, route=wire.Route.STAGED, *, wanted=0, moving=0, payload=None)
     sending.accept(accept(chunks, route))
     sending.announce(moving + wanted)
     if route is wire.Route.PULL and moving:
-        sending.landed(wire.Landed(9, moving))
+        sending.on_landed(wire.Landed(9, moving))
     elif moving:
-        sending.reserve(reserve(moving, places=chunks if route is wire.Route.STAGED else 0))
+        sending.on_reserve(reserve(moving, places=chunks if route is wire.Route.STAGED else 0))
     if payload is not None:
         sending.finish_offer(payload)
     return sending
@@ -94,14 +94,14 @@ def test_stopping_lasts_while_something_moves():
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "stop"]
     assert sending.stop(SECOND) == []
     assert sending.state is SEND_TRANSITIONS[SendState.STOPPING, "stop"]
-    (result,) = sending.dropped(1)
+    (result,) = sending.chunks_dropped(1)
     assert (result.status, result.code, result.reason) == (STOP.status, STOP.code, STOP.reason)  # the first reason
     assert sending.state is SEND_TRANSITIONS[SendState.STOPPING, "finish"]
 
 
 def test_success_is_finish():
     sending = make(1, moving=1, payload=b"token")
-    sending.moved(1, 64)
+    sending.chunks_arrived(1, 64)
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "finish"]
 
 
@@ -142,44 +142,44 @@ def test_chunks_may_be_granted_for_which_there_is_no_place_yet_but_not_without_a
     sending = make(4, wanted=4)
     before = known(sending)
     with pytest.raises(ProtocolError, match="no place to go to"):
-        sending.reserve(reserve(1))
+        sending.on_reserve(reserve(1))
     assert known(sending) == before
-    assert sending.reserve(reserve(4, places=2)) == range(4)
+    assert sending.on_reserve(reserve(4, places=2)) == range(4)
     assert sending.places(range(4)) == [*ring(2), *ring(2)]
 
 
 def test_a_grant_says_how_many_chunks_have_left_their_places():
     sending = make(4, wanted=4)
-    sending.reserve(reserve(2, places=2))
+    sending.on_reserve(reserve(2, places=2))
     with pytest.raises(ProtocolError, match="3 chunks of transfer 9 cannot have left"):
-        sending.reserve(wire.Reserve(9, 3, 1000, 0, [], 3))
+        sending.on_reserve(wire.Reserve(9, 3, 1000, 0, [], 3))
     assert (sending.granted, sending.copied) == (2, 0)
-    assert sending.reserve(wire.Reserve(9, 2, 1000, 0, [], 1)) == range(
+    assert sending.on_reserve(wire.Reserve(9, 2, 1000, 0, [], 1)) == range(
         0
     )  # our loop need not have heard that it arrived
-    assert sending.reserve(wire.Reserve(9, 3, 1000)) == range(2, 3)  # which says nothing of it
+    assert sending.on_reserve(wire.Reserve(9, 3, 1000)) == range(2, 3)  # which says nothing of it
     assert (sending.granted, sending.copied) == (3, 1)
     with pytest.raises(ProtocolError, match="another ring"):
-        sending.reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 2))
-    assert sending.reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 3)) == range(3, 4)
+        sending.on_reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 2))
+    assert sending.on_reserve(wire.Reserve(9, 4, 1000, 0, ring(1), 3)) == range(3, 4)
 
 
 def test_in_place_no_chunk_leaves_a_place():
     sending = make(3, wire.Route.DIRECT, wanted=3)
-    sending.reserve(reserve(2))
+    sending.on_reserve(reserve(2))
     with pytest.raises(ProtocolError, match="is written in place"):
-        sending.reserve(wire.Reserve(9, 3, 1000, 0, [], 1))
+        sending.on_reserve(wire.Reserve(9, 3, 1000, 0, [], 1))
 
 
 def test_a_token_comes_with_a_ring():
     sending, token = make(4, wanted=4), bytes(range(1, 17))
     for places, wrong in ((2, token[:-1]), (2, bytes(16)), (0, token)):
         with pytest.raises(ProtocolError, match="token that names no turns"):
-            sending.reserve(wire.Reserve(9, 1, 1000, 0, ring(places), 0, wrong))
-    sending.reserve(wire.Reserve(9, 1, 1000, 0, ring(1), 0, token))
-    sending.reserve(wire.Reserve(9, 2, 1000))
+            sending.on_reserve(wire.Reserve(9, 1, 1000, 0, ring(places), 0, wrong))
+    sending.on_reserve(wire.Reserve(9, 1, 1000, 0, ring(1), 0, token))
+    sending.on_reserve(wire.Reserve(9, 2, 1000))
     assert sending.token == token
-    sending.reserve(wire.Reserve(9, 3, 1000, 0, ring(1), 2))
+    sending.on_reserve(wire.Reserve(9, 3, 1000, 0, ring(1), 2))
     assert sending.token == b""
 
 

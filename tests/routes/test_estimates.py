@@ -23,14 +23,14 @@ def test_they_come_to_what_transfers_take_and_stay_there():
     estimates, rng = Estimates(CPU), Random(1)
     for _ in range(60):
         plain = CPU.seconds(Route.DIRECT, **WORK)
-        estimates.took(A, Route.DIRECT, plain=plain, seconds=0.040 * rng.uniform(0.9, 1.1))
+        estimates.learn(A, Route.DIRECT, plain=plain, seconds=0.040 * rng.uniform(0.9, 1.1))
     assert estimates.seconds(A, Route.DIRECT, **WORK) == pytest.approx(0.040, rel=0.1)
 
 
 def test_one_slow_transfer_is_no_verdict():
     estimates = Estimates(CPU)
     before = estimates.seconds(A, Route.DIRECT, **WORK)
-    estimates.took(A, Route.DIRECT, plain=before, seconds=before * 1000)
+    estimates.learn(A, Route.DIRECT, plain=before, seconds=before * 1000)
     assert estimates.seconds(A, Route.DIRECT, **WORK) <= before * 2.01
 
 
@@ -38,7 +38,7 @@ def test_what_was_never_tried_is_as_slow_as_what_was():
     estimates = Estimates(CPU)
     for _ in range(50):
         plain = CPU.seconds(Route.DIRECT, **WORK)
-        estimates.took(A, Route.DIRECT, plain=plain, seconds=3 * plain)
+        estimates.learn(A, Route.DIRECT, plain=plain, seconds=3 * plain)
     assert estimates.factor(A, Route.STAGED) == pytest.approx(3, rel=0.01)
     assert estimates.factor(B, Route.STAGED) == 1
     estimates.forget(A)
@@ -48,15 +48,15 @@ def test_what_was_never_tried_is_as_slow_as_what_was():
 @pytest.mark.parametrize("times", [0.0, -1.0])
 def test_what_cannot_be_is_not_learned(times):
     estimates = Estimates(CPU)
-    estimates.took(A, Route.DIRECT, plain=1.0, seconds=times)
-    estimates.took(A, Route.DIRECT, plain=times, seconds=1.0)
+    estimates.learn(A, Route.DIRECT, plain=1.0, seconds=times)
+    estimates.learn(A, Route.DIRECT, plain=times, seconds=1.0)
     assert estimates.factor(A, Route.DIRECT) == 1
 
 
 def test_transfers_that_were_under_way_together_teach_what_each_of_them_took():
     estimates = Estimates(CPU)
     for _ in range(64):  # all of them were predicted before the first one had ended
-        estimates.took(A, Route.DIRECT, plain=1.0, seconds=2.0)
+        estimates.learn(A, Route.DIRECT, plain=1.0, seconds=2.0)
     assert estimates.factor(A, Route.DIRECT) == pytest.approx(2.0, rel=0.01)
 
 
@@ -78,9 +78,9 @@ def test_the_route_that_is_predicted_to_be_faster_is_taken_and_a_wrong_predictio
     assert choice(estimates, 256).route is Route.DIRECT
     assert choice(estimates, 1 << 20).route is Route.STAGED
     for _ in range(20):  # a wire on which posts are slow; the other route is tried and is as it was
-        estimates.chose(A, Route.DIRECT)
-        estimates.took(A, Route.STAGED, plain=0.01, seconds=0.01)
-        estimates.took(A, Route.DIRECT, plain=0.01, seconds=0.04)
+        estimates.note_choice(A, Route.DIRECT)
+        estimates.learn(A, Route.STAGED, plain=0.01, seconds=0.01)
+        estimates.learn(A, Route.DIRECT, plain=0.01, seconds=0.04)
     found = choice(estimates, 256)
     assert found.route is Route.STAGED
     assert found.why.startswith("256 pieces of 262144 bytes on average: ")
@@ -105,8 +105,8 @@ class Machine:
         for _ in range(count):
             route = choice(self.estimates, self.pieces).route
             seconds = self.seconds(route) * self.rng.uniform(0.95, 1.05)
-            self.estimates.chose(A, route)
-            self.estimates.took(A, route, plain=self.plain(route), seconds=seconds)
+            self.estimates.note_choice(A, route)
+            self.estimates.learn(A, route, plain=self.plain(route), seconds=seconds)
             taken[route] += 1
             spent += seconds
         return taken, spent
@@ -148,7 +148,7 @@ def test_many_that_are_planned_together_do_not_all_try_the_slower_route():
         found = []
         for _ in range(8):
             found.append(choice(machine.estimates, machine.pieces).route)
-            machine.estimates.chose(A, found[-1])
+            machine.estimates.note_choice(A, found[-1])
     assert found.count(Route.STAGED) == 1
 
 

@@ -261,10 +261,10 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
                 flows[flow].add([], steps)
             super().allow(flow, steps, until)
 
-        def hear(self, flow: Flow, steps: int) -> None:
+        def note_peer_steps(self, flow: Flow, steps: int) -> None:
             if flows[flow] in waiting:
                 flows[flow].add([], steps)
-            super().hear(flow, steps)
+            super().note_peer_steps(flow, steps)
 
     return RecordingMover
 

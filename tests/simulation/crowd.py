@@ -62,7 +62,7 @@ class Kept(Pair):
         books.custody.hold(name, {"g": [int(name)]})
         self.custody = "held"
         if ahead and route is Route.DIRECT:
-            self.grants.write_in_place(chunks * UNIT)
+            self.grants.count_in_place(chunks * UNIT)
         else:
             if ahead := ahead and route is Route.STAGED and chunks == 1:
                 self.grants.ahead = self.grants.desk.take(self.grants.peer.account, UNIT, 1, ExtentState.WRITING)
@@ -135,7 +135,7 @@ class Kept(Pair):
         self.to_receiver.clear()
         self.heard.clear()
         self.given_up = True
-        self.receiver.lost(GONE)
+        self.receiver.on_link_lost(GONE)
 
     def resume(self):
         if self.dead:
@@ -172,13 +172,13 @@ class Kept(Pair):
         """As the worker does: also with others who wait for memory, so that it goes on only with a new ring."""
         receiver, grants, ring = self.receiver, self.grants, []
         if not self.staged:
-            grants.write_in_place((receiver.ready - receiver.granted) * UNIT)
+            grants.count_in_place((receiver.ready - receiver.granted) * UNIT)
             self.to_peer(receiver.grant(receiver.ready, grants.next_lease_ms()))
             return
         if grants.ring and number % 4 == 3:
             if self.unoccupied < receiver.granted:
                 return
-            grants.let_go()
+            grants.release_all()
         if not grants.ring:
             extents = grants.desk.take("a", UNIT)
             if not extents:
@@ -242,9 +242,9 @@ class Kept(Pair):
         if self.copies:  # which read it, whatever has ended
             return
         if machine.ended or lost:
-            grants.settle(range(machine.arrived, machine.granted), lost=lost)
+            grants.end(range(machine.arrived, machine.granted), lost=lost)
         elif self.running and grants.ring and self.unoccupied == machine.granted == machine.ready:
-            grants.let_go()  # nothing is ready that could go there
+            grants.release_all()  # nothing is ready that could go there
 
     def _settle_custody(self):
         machine, custody = self.receiver, self.books.custody

@@ -85,7 +85,7 @@ def no_lease(patch):
 
 def no_cancel(patch):
     """What is said to be stopped is posted all the same."""
-    stop, ran, progressed = Sender.stop, Sender._ran, Sender._progressed
+    stop, ran, progressed = Sender.stop, Sender._on_flow_end, Sender._on_progress
     forgotten = []
 
     def end(one, failure):
@@ -94,11 +94,11 @@ def no_cancel(patch):
         if run is not None and run.flow is not None and run not in forgotten:
             forgotten.append(run)
             if one.machine.moving:
-                one._say(one.machine.dropped(one.machine.moving))
+                one._send(one.machine.chunks_dropped(one.machine.moving))
 
     def told(one, run, outcome):
         if run in forgotten:
-            one._release(run)
+            one._release_staging(run)
             one._end_run(run)
         else:
             ran(one, run, outcome)
@@ -108,8 +108,8 @@ def no_cancel(patch):
             progressed(one, run, outcome)
 
     patch.setattr(Sender, "stop", end)
-    patch.setattr(Sender, "_ran", told)
-    patch.setattr(Sender, "_progressed", more)
+    patch.setattr(Sender, "_on_flow_end", told)
+    patch.setattr(Sender, "_on_progress", more)
     patch.setattr(Mover, "cancel", lambda mover, copy: None)
 
 
@@ -122,8 +122,8 @@ def no_quarantine(patch):
     settle_extent = Desk.settle
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
     patch.setattr(Desk, "settle", lambda desk, extent: extent.state is not FREE and settle_extent(desk, extent))
-    settle = Grants.settle
-    patch.setattr(Grants, "settle", lambda one, hands, *, lost: settle(one, hands, lost=False))
+    settle = Grants.end
+    patch.setattr(Grants, "end", lambda one, hands, *, lost: settle(one, hands, lost=False))
 
 
 def _with_empty_hands(patch, state):
@@ -153,27 +153,27 @@ def early_last(patch):
 
 
 def forgotten_transfers(patch):
-    lost = Prefill.lost
+    lost = Prefill.on_link_lost
 
     def forget(prefill, link):
         lost(prefill, link)
         prefill._transfers.clear()
 
-    patch.setattr(Prefill, "lost", forget)
+    patch.setattr(Prefill, "on_link_lost", forget)
 
 
 def forgotten_doubts(patch):
-    ended = Prefill._ended
+    ended = Prefill._on_end
 
     def forget(prefill, one):
         ended(prefill, one)
         prefill._doubtful._doubts.clear()
 
-    patch.setattr(Prefill, "_ended", forget)
+    patch.setattr(Prefill, "_on_end", forget)
 
 
 def any_incarnation(patch):
-    opened = Decode.opened
+    opened = Decode.on_link_opened
 
     def resume(role, link):
         opened(role, link)
@@ -181,7 +181,7 @@ def any_incarnation(patch):
             if one.is_lost:
                 one.resume(link)
 
-    patch.setattr(Decode, "opened", resume)
+    patch.setattr(Decode, "on_link_opened", resume)
 
 
 def any_process(patch):
@@ -216,28 +216,26 @@ def ends_with_its_process(patch):
 
 
 def no_doubt_of_offers(patch):
-    left = Entry.left
-    patch.setattr(
-        Entry, "left", lambda offer, transfer, *, in_doubt="", moved=False: left(offer, transfer, moved=moved)
-    )
+    left = Entry.on_transfer_end
+    patch.setattr(Entry, "on_transfer_end", lambda *given, in_doubt="", moved=False: left(*given, moved=moved))
 
 
 def cancel_at_once(patch):
-    part = Receiving._part
-    patch.setattr(Receiving, "_part", lambda machine, code, *, reading: part(machine, code, reading=False))
+    part = Receiving._release_peer
+    patch.setattr(Receiving, "_release_peer", lambda machine, code, *, reading: part(machine, code, reading=False))
 
 
 def no_confirmation(patch):
     """What was read counts as confirmed."""
-    read = Receiver._read
+    read = Receiver._submit_reads
 
     async def confirm(one, bound):
         await read(one, bound)
         if one.machine.granted == one.machine.chunks:
             nbytes = bound.carried(0, one.machine.chunks)
-            one.result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
+            one.on_result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
 
-    patch.setattr(Receiver, "_read", confirm)
+    patch.setattr(Receiver, "_submit_reads", confirm)
 
 
 def no_custody(patch):
@@ -259,13 +257,13 @@ def unwatched_copies(patch):
 def unchecked_ends(patch):
     """A fetch is told as over when the peer has not said so."""
     quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
-    patch.setattr(Receiver, "quiet", property(lambda one: one.machine.state in quiet))
+    patch.setattr(Receiver, "blocks_safe", property(lambda one: one.machine.state in quiet))
     patch.setattr(Receiver, "in_doubt", property(lambda one: False))
 
 
 def stale_arrivals(patch):
     """Whatever is said to have arrived counts, also what is no news, or comes too late."""
-    came = Receiving.came
+    came = Receiving.on_arrived
 
     def take(receiving, message):
         fresh = came(receiving, message)
@@ -273,7 +271,7 @@ def stale_arrivals(patch):
             receiving.arrived = message.chunks
         return fresh
 
-    patch.setattr(Receiving, "came", take)
+    patch.setattr(Receiving, "on_arrived", take)
 
 
 def early_success(patch):
@@ -289,7 +287,7 @@ def early_success(patch):
 
 def _taken_all_the_same(patch, why):
     """A prefill rank takes a grant that it refuses for this reason."""
-    reserve = Sending.reserve
+    reserve = Sending.on_reserve
 
     def take(sending, message):
         try:
@@ -303,7 +301,7 @@ def _taken_all_the_same(patch, why):
         sending.granted, sending.copied = message.chunks, message.copied
         return fresh
 
-    patch.setattr(Sending, "reserve", take)
+    patch.setattr(Sending, "on_reserve", take)
 
 
 def early_ring(patch):
@@ -313,7 +311,7 @@ def early_ring(patch):
 def unannounced_chunks(patch):
     """Nor is it seen then that they are not ready."""
     _taken_all_the_same(patch, "chunks that were announced")
-    patch.setattr(Sender, "_events", lambda *_: READY)
+    patch.setattr(Sender, "_event_of", lambda *_: READY)
 
 
 def early_turn(patch):
@@ -328,47 +326,47 @@ def early_turn(patch):
 
 def empty_hands(patch):
     """Of a ring nothing is taken to be in the hands of a peer that is lost."""
-    settle = Grants._settle
-    patch.setattr(Grants, "_settle", lambda one, hands: settle(one, range(0)))
+    settle = Grants._quarantine
+    patch.setattr(Grants, "_quarantine", lambda one, hands: settle(one, range(0)))
 
 
 def full_hands(patch):
     """All places of a ring are taken to be in the hands of a peer that is lost."""
-    settle = Grants.settle
+    settle = Grants.end
 
     def all_of_it(one, hands, *, lost):
         settle(one, range(hands.start, hands.start + len(one.ring)) if hands else hands, lost=lost)
 
-    patch.setattr(Grants, "settle", all_of_it)
+    patch.setattr(Grants, "end", all_of_it)
 
 
 def mixed_up_hands(patch):
     """Once a part of a ring was given back, nobody knows any more in which place a chunk is."""
-    settle = Grants._settle
+    settle = Grants._quarantine
 
     def forget(one, hands):
         first = one._first
         settle(one, hands)
         one._first = first
 
-    patch.setattr(Grants, "_settle", forget)
+    patch.setattr(Grants, "_quarantine", forget)
 
 
 def back_without_evidence(patch):
     """A ring is given back when the transfer is given up."""
-    settle = Receiver._settle
+    settle = Receiver._reclaim
 
     def at_once(one):
         if one.machine.state is ReceiveState.STOPPING:
-            one.grants.settle(range(0), lost=False)
+            one.grants.end(range(0), lost=False)
         settle(one)
 
-    patch.setattr(Receiver, "_settle", at_once)
+    patch.setattr(Receiver, "_reclaim", at_once)
 
 
 def unread_places(patch):
     """A place is given back though a copy of ours reads it."""
-    _blind(patch, "_settle")
+    _blind(patch, "_reclaim")
 
 
 def _blind(patch, name):
@@ -438,36 +436,36 @@ def early_scatter(patch):
 
 def idle_places(patch):
     """What a flow in doubt takes turns in is given back, as if no post of it read there."""
-    doubt = Sender._doubt
+    doubt = Sender._keep_in_doubt
 
     def at_once(one, run, outcome):
-        one._release(run)
+        one._release_staging(run)
         doubt(one, run, outcome)
 
-    patch.setattr(Sender, "_doubt", at_once)
+    patch.setattr(Sender, "_keep_in_doubt", at_once)
 
 
 def first_end(patch):
     """What is in doubt of a flow is over when one step of it is."""
-    news = Mover._step_news
+    news = Mover._on_step
 
     def told(mover, slot, flow_at, flags, outcome, code):
         if outcome == records.OVER:
             mover._copies[slot].lefts.update(dict.fromkeys(mover._copies[slot].lefts, False))
         news(mover, slot, flow_at, flags, outcome, code)
 
-    patch.setattr(Mover, "_step_news", told)
+    patch.setattr(Mover, "_on_step", told)
 
 
 def nothing_lands(patch):
     """What has left this side is taken to be over."""
-    settle = Mover._settle
+    settle = Mover._settle_steps
 
     def told(mover, flow):
         flow.doubtful, flow.severed = flow.doubtful or flow.severed, False
         settle(mover, flow)
 
-    patch.setattr(Mover, "_settle", told)
+    patch.setattr(Mover, "_settle_steps", told)
 
 
 def kept_flow(patch):
@@ -477,10 +475,8 @@ def kept_flow(patch):
 
 def kept_run(patch):
     """Chunks that were granted in another ring go on as those before them."""
-    take = Sender._take
-    patch.setattr(
-        Sender, "_take", lambda one, stop, until, generation, *, fresh: take(one, stop, until, generation, fresh=False)
-    )
+    take = Sender._on_granted
+    patch.setattr(Sender, "_on_granted", lambda *given, fresh: take(*given, fresh=False))
 
 
 def kept_agent(patch):

@@ -25,7 +25,7 @@ from opened import singly
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
 from kvxfer.copy.port import CopyJob, Operation
-from kvxfer.decode.receiver import Receiver, named
+from kvxfer.decode.receiver import Receiver, to_grants
 from kvxfer.fabric.loopback import LoopbackNetwork, PostedPart
 from kvxfer.memory.books import Extent, ExtentState, Share
 from kvxfer.protocol.messages import WHOLE, Grant, Status
@@ -227,8 +227,8 @@ class Hands:
 
     def watch(self, monkeypatch):
         """Listen to what is said."""
-        ask, grant, accept, wanted = Receiver.ask, Receiving.grant, Receiving.accept, Receiving.wanted
-        came, result, refused, safe = Receiving.notified, Receiving.result, Receiving.refused, Receiving.safe
+        ask, grant, accept, wanted = Receiver.send_fetch, Receiving.grant, Receiving.on_accept, Receiving.on_want
+        came, result, refused = Receiving.on_notified, Receiving.on_result, Receiving.on_refuse
 
         def watched_ask(receiver):
             self.asked(receiver.machine, receiver.peer.identity.incarnation)
@@ -236,7 +236,7 @@ class Hands:
             machine, turns = receiver.machine, receiver._turns
             if machine.ahead and machine.staging:
                 token = b"" if turns is None else turns.token
-                self.ahead(machine, named(receiver.grants.ahead), machine.staging, token)
+                self.ahead(machine, to_grants(receiver.grants.ahead), machine.staging, token)
 
         def watched_grant(machine, chunks, lease_ms, generation=0, ring=(), copied=0, token=b""):
             before = machine.granted
@@ -274,14 +274,14 @@ class Hands:
 
             return ended
 
-        monkeypatch.setattr(Receiver, "ask", watched_ask)
+        monkeypatch.setattr(Receiver, "send_fetch", watched_ask)
         monkeypatch.setattr(Receiving, "grant", watched_grant)
-        monkeypatch.setattr(Receiving, "accept", first_answer(accept))
-        monkeypatch.setattr(Receiving, "wanted", first_answer(wanted))
-        monkeypatch.setattr(Receiving, "notified", watched_came)
-        monkeypatch.setattr(Receiving, "result", watched_result)
-        monkeypatch.setattr(Receiving, "refused", watched_end(refused))
-        monkeypatch.setattr(Receiving, "safe", watched_end(safe))
+        monkeypatch.setattr(Receiving, "on_accept", first_answer(accept))
+        monkeypatch.setattr(Receiving, "on_want", first_answer(wanted))
+        monkeypatch.setattr(Receiving, "on_notified", watched_came)
+        monkeypatch.setattr(Receiving, "on_result", watched_result)
+        monkeypatch.setattr(Receiving, "on_refuse", watched_end(refused))
+        monkeypatch.setattr(Receiving, "on_evidence", watched_end(Receiving.on_evidence))
 
 
 class _Staging:
@@ -473,7 +473,7 @@ class _Steps:
 
     def _most(self, flow: Flow):
         """How many may begin."""
-        turns, heard = flow.turns, max(flow.heard, self._heard)
+        turns, heard = flow.turns, max(flow.peer_steps, self._heard)
         if turns is None:
             return flow.allowed
         return min(flow.allowed, heard + (turns.places if flow.lane == 0 else 0))
@@ -505,7 +505,7 @@ class _Steps:
 def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
     submit, move, reserve = Mover.submit, Share._move, Share._reserve
-    begin, add, allow, hear = Mover.flow, Mover.add, Mover.allow, Mover.hear
+    begin, add, allow, hear = Mover.flow, Mover.add, Mover.allow, Mover.note_peer_steps
     step = _Machine.step
     steps_of: dict[Flow, _Steps] = {}
     running: list[Flow] = []
@@ -591,7 +591,7 @@ def watch(monkeypatch, ledger: Ledger):
     monkeypatch.setattr(Mover, "flow", watched_flow)
     monkeypatch.setattr(Mover, "add", watched_add)
     monkeypatch.setattr(Mover, "allow", watched_allow)
-    monkeypatch.setattr(Mover, "hear", watched_hear)
+    monkeypatch.setattr(Mover, "note_peer_steps", watched_hear)
     monkeypatch.setattr(WatchedNetwork, "passed", staticmethod(passed))
     monkeypatch.setattr(Share, "_move", watched_move)
     monkeypatch.setattr(Share, "_reserve", watched_reserve)

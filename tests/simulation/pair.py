@@ -160,10 +160,10 @@ class Pair:
         fresh = sorted(self.hands)[: 1 + number % len(self.hands)]
         self.hands -= set(fresh)
         self.moved_chunks |= set(fresh)
-        self.say(self.sender.moved(fresh[-1] + 1, 64 * len(fresh), wire.Timings(wire_us=len(fresh))))
+        self.say(self.sender.chunks_arrived(fresh[-1] + 1, 64 * len(fresh), wire.Timings(wire_us=len(fresh))))
 
     def news(self):
-        self.say(self.sender.news())
+        self.say(self.sender.take_news())
 
     def dropped(self, which, in_doubt, reason):
         """Of what is in its hands, some chunk and those after it will not arrive."""
@@ -175,14 +175,14 @@ class Pair:
         in_doubt = in_doubt and self.route is not wire.Route.PULL  # there, what it holds are confirmations
         if in_doubt:
             self.zombies |= lost
-        self.say(self.sender.dropped(len(lost), in_doubt=in_doubt))
+        self.say(self.sender.chunks_dropped(len(lost), in_doubt=in_doubt))
 
     def stop(self):
         self.troubles -= 1
         self.say(self.sender.stop(OWNER))
 
     def reader_is_silent(self):
-        self.say(self.sender.unread(in_doubt=True))
+        self.say(self.sender.on_unread(in_doubt=True))
 
     def deliver_to_sender(self):
         message = self.to_sender.popleft()
@@ -194,9 +194,9 @@ class Pair:
             case wire.Abandon() if self.live():
                 self.say(self.sender.stop(THEIRS))
             case wire.Reserve() if self.live():
-                self.take(self.sender.reserve(message))
+                self.take(self.sender.on_reserve(message))
             case wire.Landed() if self.live():
-                self.take(self.sender.landed(message))
+                self.take(self.sender.on_landed(message))
 
     def take(self, chunks):
         """Chunks come into the prefill shell's hands, to be written where the decode shell expects them."""
@@ -208,7 +208,7 @@ class Pair:
 
     def cancelled(self):
         if self.live():
-            self.say(self.sender.unread())
+            self.say(self.sender.on_unread())
             self.say(self.sender.stop(THEIRS))
             return
         doubt = self.sender is not None and self.sender.doubts > 0 and self.route is not wire.Route.PULL
@@ -224,17 +224,17 @@ class Pair:
         receiver = self.receiver
         match message:
             case wire.Accept():
-                receiver.accept(message)
+                receiver.on_accept(message)
             case wire.Refuse():
-                receiver.refused(message)
+                receiver.on_refuse(message)
             case wire.Want():
-                receiver.wanted(message)
+                receiver.on_want(message)
             case wire.Arrived():
                 self.heard.append(message)
-                self.arrive(receiver.came(message) or ())
+                self.arrive(receiver.on_arrived(message) or ())
             case wire.KvAgentResult():
                 self.heard.append(message)
-                self.arrive(receiver.result(message) or ())
+                self.arrive(receiver.on_result(message) or ())
                 if receiver.failure is not None and receiver.state is ReceiveState.MOVING:
                     self.give_up(receiver.failure)
 
@@ -255,7 +255,7 @@ class Pair:
     def read(self, number):
         first = self.receiver.reading
         upto = first + 1 + number % self.readable
-        self.receiver.read(upto)
+        self.receiver.begin_reads(upto)
         self.reads |= set(range(first, upto))
         if self.sticky:
             self.reads.remove(upto - 1)
@@ -266,7 +266,7 @@ class Pair:
         self.reads.remove(chosen(number, self.reads))
         read = min(self.reads | self.stuck, default=self.receiver.reading)
         if self.receiver.state is ReceiveState.MOVING and read > self.receiver.granted:
-            self.to_peer(self.receiver.landed(read))
+            self.to_peer(self.receiver.chunks_read(read))
         self.say_unread()
 
     def place(self, number):
@@ -276,7 +276,7 @@ class Pair:
         self.placed.append(chunk)
         done = next(count for count in range(self.chunks + 1) if count not in self.placed)
         if done > self.receiver.chunks_done:
-            self.receiver.done(done)
+            self.receiver.chunks_landed(done)
 
     def cancel(self):
         self.troubles -= 1
@@ -298,10 +298,10 @@ class Pair:
     def say_unread(self):
         """A Cancel says that nothing is read any more."""
         if not self.reading:
-            self.to_peer(self.receiver.unread())
+            self.to_peer(self.receiver.reads_ended())
 
     def peer_is_silent(self):
-        self.receiver.lost(SILENT)
+        self.receiver.on_link_lost(SILENT)
 
     def lose_the_session(self):
         self.troubles -= 1
@@ -310,7 +310,7 @@ class Pair:
         self.to_receiver.clear()
         self.heard.clear()
         self.given_up = True
-        self.receiver.lost(GONE)
+        self.receiver.on_link_lost(GONE)
         if self.live():
             self.say(self.sender.stop(GONE))
 
@@ -322,7 +322,7 @@ class Pair:
     def a_message_comes_twice(self, which):
         before = self.snapshot()
         message = self.heard[which % len(self.heard)]
-        assert not (self.receiver.came if isinstance(message, wire.Arrived) else self.receiver.result)(message)
+        assert not (self.receiver.on_arrived if isinstance(message, wire.Arrived) else self.receiver.on_result)(message)
         assert self.snapshot() == before
 
     def snapshot(self):

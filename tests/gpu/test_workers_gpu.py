@@ -93,7 +93,8 @@ async def test_every_element_of_another_dtype(far, near, there, here, dtypes):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_nothing_is_read_or_written_before_its_event(far, near, there, here, route):
-    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    more = {"route": route, "grant_lease": 60}  # where many share a GPU, work on blocks has taken longer than 30 s
+    issuer, move = await scene.begin(far, near, ONE_TO_ONE, there=there, here=here, **more)
     await bring(far, issuer, move, "warm", taken(route, there, here))  # connections and kernels are made by now
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)

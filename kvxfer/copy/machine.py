@@ -264,11 +264,12 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
 def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
 
-    To take news of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it.
-    What takes turns of which movers tell each other stands between any two, and goes on without the loop.
+    News of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it. A flow of
+    whose turns movers tell each other stands between any two, and needs no loop once all may begin.
     """
-    half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD]
-    stands = flow[r.ACTIVE] == 0 and flow[r.QUIET] <= r.SOON_NS
+    awaited = flow[r.QUIET] <= r.SOON_NS
+    half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD] and (awaited or ready < flow[r.TOTAL])
+    stands = flow[r.ACTIVE] == 0 and awaited
     return half or stands or now - flow[r.TOLD_AT] >= flow[r.QUIET]
 
 
@@ -302,7 +303,7 @@ def _spoilt(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None
 
 
 @inlined
-def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
+def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
     """Give rows to the steps of a flow that may begin; whether any got one."""
     flow, fed = jobs[slot], False
     while flow[r.NEXT] < _may_begin_of(flow):
@@ -361,7 +362,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             _stop_steps(state, jobs, ports, slot, now)
         row = state[r.ROWS_AT] + 8 * (slot * r.JOB_WORDS + r.STATE)
         if flow[r.CANCELLED] == 0 and flow[r.NEXT] < _may_begin_of(flow) and exchange(row, r.FLOWS, r.FEEDING):
-            if _feed(state, jobs, ports, slot, now):
+            if _feed(state, jobs, ports, slot):
                 moved = True
             exchange(row, r.FEEDING, r.FLOWS)
         ready = min(flow[r.KNOWN], flow[r.ALLOWED]) if flow[r.TOKEN] != 0 else _may_begin_of(flow)
@@ -887,7 +888,6 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
     if state[r.WANTED] == 0:  # else it cannot see what has ended
         state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
     state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP] = now, 0, 0
-    state[r.TURNS] += 1
     moved = _take(state, jobs, ports, now)
     if state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
         state[r.ASLEEP] = 1

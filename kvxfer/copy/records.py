@@ -114,7 +114,7 @@ NOTE_BYTES: Final = 24
 
 HERE: Final = 0  # the address of the state itself
 COMMANDS, NEWS = 1, 2  # descriptors
-STOPPING, LIVE, CURRENT, TURN, TURNS = 3, 4, 5, 6, 7  # CURRENT: slot that is copied on a CPU; TURN: as of a TAG
+STOPPING, LIVE, CURRENT, TURN = 3, 4, 5, 6  # CURRENT: slot that is copied on a CPU; TURN: as of a TAG
 OWNERS, DUE_FIRST, DUE_COUNT = 48, 49, 50  # who has any copy, as the loop says; of DUE
 FIXED, NOW = 8, 9  # whether the time is what NOW says (simulations), in ns
 SINCE, SPIN = 10, 11  # when anything last moved on; for how long nothing is slept for after that

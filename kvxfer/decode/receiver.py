@@ -123,8 +123,6 @@ _TURNS: Final = 2
 `REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
-_MOST_FED: Final = 256
-"""Chunks that the mover is given at once at most: it looks no further ahead."""
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
 _RUNNING: Final = (ReceiveState.ASKED, ReceiveState.MOVING)
@@ -735,8 +733,8 @@ class Receiver(Struct, eq=False):
     async def _submit_scatters(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
         run, begun = self._run, self._submitted
-        # a turn of the ring, two, six: the mover and the peer begin with these while others are made
-        more = max(1, len(self.grants.ring), min(_MOST_FED, 2 * (begun - run.first)) if run is not None else 0)
+        made = 0 if run is None else begun - run.first
+        more = max(len(self.grants.ring), max(bound.quick, 2 * made) if made else 1)  # the mover begins with the first
         chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._scatter_steps, bound, chunks, places), len(chunks) * bound.part_rows

@@ -593,6 +593,7 @@ class Bound:
         self.cut: Final[Cut | None] = None if plan.pair.template is None else _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
+        self.quick: Final = max(1, self.at_once // 16)  # chunks whose tables take no time
         # as many rows as take the planner the time of a chunk's tables
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made

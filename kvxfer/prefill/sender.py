@@ -593,8 +593,9 @@ class Sender(Struct, eq=False):
                 if run.allowed < terms.stop:
                     self._allow(run, terms)
                 return
-            # one, two, six: the mover begins while others are made
-            await self._submit_steps(run, bound, min(terms.stop, run.stop + max(1, 2 * (run.stop - run.first))))
+            made = run.stop - run.first
+            more = max(bound.quick, 2 * made) if made else 1  # the mover begins with the first
+            await self._submit_steps(run, bound, min(terms.stop, run.stop + more))
             if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
 

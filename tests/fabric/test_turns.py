@@ -113,6 +113,17 @@ def told(side: Side, *, whom: str = "b") -> list[tuple[str, bytes]]:
     return side.peers[whom].heard()
 
 
+@pytest.mark.parametrize(("allowed", "heard"), [(STEPS, [1, STEPS - 1]), (STEPS - 1, [1, 4, 6, STEPS - 1])])
+async def test_a_loop_hears_of_half_while_it_may_let_more_begin_and_else_once_in_a_while(side, allowed, heard):
+    side.flow(SCATTER, allowed=allowed)
+    for steps in range(1, STEPS):
+        say(side, note(steps, GATHER))
+    side.runtime.time += 0.025
+    side.step(4)
+    assert (side.done, side.counts) == (STEPS - 1, heard)
+    side.mover.cancel(side.begun_flow)
+
+
 # ---- from memory to memory -------------------------------------------------------------------------------------------
 
 

@@ -203,19 +203,15 @@ class Schedule:
         if lingers:
             self._later([1e-3, 0.02, 0.1, 0.3], self.world.network.release, agent)
 
-    def wedge(self):
+    def wedge(self, how="wedge"):
         self.hurt = True
         agent = self._agent()
-        self.world.note(f"wedge {agent}")
-        self.world.network.wedge(agent)
+        self.world.note(f"{how} {agent}")
+        getattr(self.world.network, how)(agent)
         self._later([1e-3, 0.02], self.world.network.mend, agent)
 
     def disconnect(self):
-        self.hurt = True
-        agent = self._agent()
-        self.world.note(f"disconnect {agent}")
-        self.world.network.disconnect(agent)
-        self._later([1e-3, 0.02], self.world.network.mend, agent)
+        self.wedge("disconnect")
 
     def forge(self):
         """What one agent has told another is said by somebody else, and so is what nobody has said."""

@@ -412,7 +412,7 @@ Callback: TypeAlias = Callable[[], None]
 
 
 def no_op() -> None:
-    """What stands where a hold on the fabric may come: nothing is held awake."""
+    """Does nothing: stands in until there is something to release."""
 
 
 def resolve(future: "asyncio.Future[_T]", value: _T) -> None:

@@ -44,7 +44,7 @@ from kvxfer.memory.books import Arena, Custody
 from kvxfer.memory.device import Backing, Kind, allocate, pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.peers.connections import Listener, Peers, Streams
-from kvxfer.peers.link import Link, admitted, succeeded
+from kvxfer.peers.link import Link, admitted, superseded
 from kvxfer.plans.pairs import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of
 from kvxfer.prefill.offers import Offer
@@ -773,7 +773,7 @@ class Service:
     def on_opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
         site, sending = self.site, link.role is Role.SERVER
-        older = succeeded(link, (*self.links, *self.greeting))
+        older = superseded(link, (*self.links, *self.greeting))
         site.admit(peer, found, trusted=link.trusted, sending=sending, pidfd=link.process)
         self.decode.engines.clear()
         self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer

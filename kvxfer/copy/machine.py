@@ -762,7 +762,7 @@ def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 
 @inlined
 def _stop_cancelled(state: Any, jobs: Any, ports: Any, now: Any) -> None:
-    """Post nothing more that nobody wants any more; what has nothing under way is over, also without an agent."""
+    """Post no more of what was cancelled; end what has nothing under way, also without an agent."""
     for at in range(state[r.LIVE]):
         slot = state[r.LISTED + at]
         job = jobs[slot]

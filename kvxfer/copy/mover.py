@@ -142,7 +142,7 @@ class Copy(Struct, eq=False):
     records: I64 | None = None  # its record, or those of its steps, once they are made
     laid: int = 0  # how many of these are where the machine finds them
     stop: int = 0  # how many steps of the flow they and those before them are
-    # whether it goes on as peers do, who wait for what goes on by itself: that must not wait for it
+    # whether it depends on the progress of peers: what does not must not queue behind it
     awaits: bool = False
 
 

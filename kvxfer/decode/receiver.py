@@ -120,7 +120,7 @@ _address_of: Final = attrgetter("address")
 _nbytes_of: Final = attrgetter("nbytes")
 _TURNS: Final = 2
 """How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
-`REPEAT_S`. So long the loops have to grant more, and others who wait for memory wait."""
+`REPEAT_S`. In that time the loops must grant more; others wait for memory."""
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
 _RENEWALS: Final = 3
@@ -311,7 +311,7 @@ class Receiver(Struct, eq=False):
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
     _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
     _last_reserve: _LastReserve = field(default_factory=_LastReserve)
-    _writes: bool = False  # whether the caller's blocks may be written
+    _writable: bool = False  # whether the caller's blocks may be written
     _bound: Bound | None = None
     _grid: ChunkGrid | None = None
     _stale: bool = False  # the peer's blocks have grown since the plan was made
@@ -326,8 +326,8 @@ class Receiver(Struct, eq=False):
     _request: Request | None = None
     _extent: Extent | None = None  # what was waited for
     _nbytes: int | None = None  # that the peer has moved, as it says
-    _plans: bool = True  # whether this side makes a plan of it
-    _unplanned: wire.Accept | None = None  # with which `run` has not begun yet
+    _needs_plan: bool = True  # whether this side makes a plan of it
+    _pending_accept: wire.Accept | None = None  # with which `run` has not begun yet
     _news: asyncio.Future[None] | None = None
     _has_news: bool = False  # whether there is news that `run` has not looked at
     _copies: int = 0  # of our own, in the caller's blocks
@@ -420,7 +420,7 @@ class Receiver(Struct, eq=False):
         routes, writes = part.asks.routes if link.is_open else [], after is READY
         first = routes[0] if routes else Route.UNKNOWN
         staged = first is Route.STAGED
-        self._routes, self._staged, self._writes, exposure.then = routes, staged, writes, self._on_evidence
+        self._routes, self._staged, self._writable, exposure.then = routes, staged, writes, self._on_evidence
         if site.sums_every:
             self.checking = Checking(self.transfer, site.sums_every)
         ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
@@ -484,7 +484,7 @@ class Receiver(Struct, eq=False):
         """Receive what was asked for. What fails stops all of it."""
         machine, rows = self.machine, self._table_rows()
         try:
-            if self._plans and self._bound is None:
+            if self._needs_plan and self._bound is None:
                 warming = self.site.warming.get((self.peer.identity.incarnation, False))
                 if warming is not None and not warming.done():
                     await self._wait_shared(asyncio.ensure_future(asyncio.wait({warming})))
@@ -511,8 +511,8 @@ class Receiver(Struct, eq=False):
     def _begin(self, message: wire.Accept) -> None:
         """Let the mover know of all chunks where the answer tells all and the plan takes no time; else `run` does."""
         site, ring = self.site, self.grants.ring
-        self._unplanned = message
-        if not self._plans:  # there is nothing to do before chunks arrive
+        self._pending_accept = message
+        if not self._needs_plan:  # there is nothing to do before chunks arrive
             self._keep_polling()
             return
         warming = site.warming.get((self.peer.identity.incarnation, False))
@@ -650,8 +650,8 @@ class Receiver(Struct, eq=False):
         turns, run = self._turns, self._run
         if turns is None or not turns.token or run is None or run.flow.slot < 0:
             return False
-        self._writes = self._writes or has_fired(self.fetch.after)
-        return self._writes
+        self._writable = self._writable or has_fired(self.fetch.after)
+        return self._writable
 
     async def _turns_token(self) -> tuple[bytes, str]:
         """A token by which the peer's agent and ours notify each other, and the name of the peer's; or nothing.
@@ -902,7 +902,7 @@ class Receiver(Struct, eq=False):
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
         machine = self.machine
         there = self._copied if self._staged else self._flushed if self._flushes else machine.arrived
-        planned = not self._plans or (self._bound is not None and not self._stale)
+        planned = not self._needs_plan or (self._bound is not None and not self._stale)
         lands = planned and machine.state is ReceiveState.MOVING and not self._given_up and self.checking is None
         if lands and machine.chunks_done < there:
             try:
@@ -996,7 +996,7 @@ class Receiver(Struct, eq=False):
                     self._last_reserve.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._schedule_reserve()
                 # else the peer has compared what both mean by it
-                self._plans = self._staged or self.checking is not None
+                self._needs_plan = self._staged or self.checking is not None
                 tally.pieces = message.pieces
             else:
                 exposure.void()
@@ -1046,7 +1046,7 @@ class Receiver(Struct, eq=False):
                 self.exposure.on_in_doubt()
             elif message.status is Status.OK and machine.state is ReceiveState.MOVING and not machine.heard_last:
                 self._nbytes = nbytes = message.bytes
-                if not self._plans:
+                if not self._needs_plan:
                     self.tally.bytes = nbytes
                 elif machine.chunks_done == machine.chunks and nbytes != self.tally.bytes:
                     self._fail(self._bytes_differ())
@@ -1112,8 +1112,8 @@ class Receiver(Struct, eq=False):
 
     def _wake(self) -> None:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
-        if self._unplanned is not None and self.moving:
-            plan, self._unplanned = self._unplanned, None
+        if self._pending_accept is not None and self.moving:
+            plan, self._pending_accept = self._pending_accept, None
             self.site.tasks.spawn(self.run(plan), f"kvxfer receive {self.transfer}", self.fetch.on_error, spare=True)
             return
         self._has_news = True
@@ -1123,7 +1123,7 @@ class Receiver(Struct, eq=False):
     async def _wait_until_writable(self) -> None:
         """The caller's blocks may be written."""
         self._check_moving()
-        while not self._writes:
+        while not self._writable:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
             job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
@@ -1133,7 +1133,7 @@ class Receiver(Struct, eq=False):
                 self.site.mover.cancel(waits)  # of no effect if the event has fired
             if outcome.error is not None:
                 raise outcome.error
-            self._writes = not outcome.stopped
+            self._writable = not outcome.stopped
 
     # --- ending
 
@@ -1225,7 +1225,7 @@ class Receiver(Struct, eq=False):
                 self._last_reserve.again.cancel()
         if ended:
             self.exposure.end()
-            if self._unplanned is None:  # else `run` has not begun, and will not
+            if self._pending_accept is None:  # else `run` has not begun, and will not
                 self._wake()
         self.fetch.on_receiver()
         if lost and (not self.finished or self.owes_an_answer):

@@ -468,7 +468,7 @@ class _Lane:
     renewals: int  # how often the peer had made its agent anew when it said `metadata`
     metadata: bytes  # how its agent is reached
     name: "asyncio.Future[str] | None" = None  # that agent's name in the fabric
-    # names of those before it, each with the users that there were then: until none of these is left
+    # names of earlier agents, each kept until the users that it had are gone
     old: "list[tuple[asyncio.Future[str], set[object]]]" = field(default_factory=list)
     users: set[object] = field(default_factory=set[object])  # whoever posts to it, or is about to
     wanted: bool = True  # whether a link still leads to the peer

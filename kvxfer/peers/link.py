@@ -27,7 +27,7 @@ from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, SessionEven
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "admitted", "succeeded"]
+__all__ = ["Link", "LinkHandler", "admitted", "superseded"]
 
 # --- the link
 
@@ -176,7 +176,7 @@ class Link(asyncio.Protocol):
         return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
     def send(self, *messages: wire.Message, soon: bool = False) -> bool:
-        """Send messages; what answers a frame that came in, when all that came with it has been handled.
+        """Send messages; replies go out once all that came with the frame that they answer has been handled.
 
         Args:
             *messages: Which.
@@ -441,8 +441,8 @@ def admitted(links: Iterable[Link]) -> int:
     return sum(link.role is Role.SERVER and link.admitted for link in links)
 
 
-def succeeded(link: Link, links: Iterable[Link]) -> list[Link]:
-    """Those that a new one of the same process, in the same direction, takes the place of.
+def superseded(link: Link, links: Iterable[Link]) -> list[Link]:
+    """Those that this one replaces: of the same process, in the same direction.
 
     Handshakes that are not complete are among them: what the process has proved there may have been kept back by
     somebody, who would go on with it once this one is gone.

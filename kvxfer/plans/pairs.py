@@ -472,7 +472,7 @@ class PairPlans:
         return found
 
     def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
-        """As many rows of a table as take the time of `shares`: none if they are known."""
+        """What `shares` costs, in rows of a table: 0 if they are known."""
         if tuple([None if peer is None else peer.identity.incarnation for peer in peers]) in self._shares:
             return 0
         held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
@@ -594,7 +594,7 @@ class Bound:
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
         self.quick: Final = max(1, self.at_once // 16)  # chunks whose tables take no time
-        # as many rows as take the planner the time of a chunk's tables
+        # what a chunk's tables cost the planner, in rows
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
         if grid.chunks == 1:

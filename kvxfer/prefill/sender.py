@@ -69,7 +69,7 @@ from kvxfer.prefill.offers import Entry
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, names_turns
+from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, is_token
 from kvxfer.safety.doubt import Exposure, may_outlive_agent, want_new_agent
 from kvxfer.site import Callback, Site, Tally, no_op, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
@@ -92,7 +92,7 @@ class OfferSnapshot(Struct, frozen=True):
     step: int  # tokens that came last: more will come in steps like it
     finished: bool  # whether nothing will be added
     by_layer: bool  # whether layers become ready one after the other
-    prompt: bool  # whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is
+    all_ready: bool  # whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is
 
 
 class Answer(Struct, frozen=True):
@@ -149,7 +149,7 @@ def answer(
         chunks = usual_chunks(site.config, route, nbytes)
         return site.estimates.seconds(incarnation, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
-    overdue = partial(site.estimates.overdue, incarnation) if offer.prompt else never
+    overdue = partial(site.estimates.overdue, incarnation) if offer.all_ready else never
     choice, bound = choose_and_cut(
         fetch.routes,
         means,
@@ -200,7 +200,7 @@ def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound,
     for place in fetch.ring:
         if place.length < bound.most_bytes:
             return False
-    named = not fetch.token or names_turns(fetch.token)
+    named = not fetch.token or is_token(fetch.token)
     return route is Route.STAGED and named and min(bound.grid.chunks, fetch.ring_chunks) > 0
 
 
@@ -223,7 +223,7 @@ def _cut(site: Site, fetch: wire.Fetch, offer: OfferSnapshot, plan: TransferPlan
         tokens_per_chunk=step,
         listed=route in LISTED,
     )
-    if offer.prompt or bound.grid.layer_runs == 1:
+    if offer.all_ready or bound.grid.layer_runs == 1:
         return bound
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
     together = -(-(plan.tokens.stop if step is None else step) // bound.grid.tokens_per_chunk)
@@ -324,7 +324,7 @@ class Sender(Struct, eq=False):
     _ahead: bool = False  # what `Fetch` grants is neither used nor void
     _bound: Bound | None = None
     _answer: Answer | None = None
-    _prompt: bool = False  # nothing of it is waited for, as of `OfferSnapshot`
+    _all_ready: bool = False  # nothing of it is waited for, as of `OfferSnapshot`
     _named: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
     _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
     _submitted: int = 0  # the first so many are, or were, the mover's
@@ -435,7 +435,7 @@ class Sender(Struct, eq=False):
         self._refuse_or_stop(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
 
     def _void_ahead(self) -> None:
-        """Say that what `Fetch` grants is not used, if it must wait: the decode rank shall not have to fear for it."""
+        """If this has to wait, tell the decode rank that what `Fetch` granted is void."""
         if self._ahead:
             self._ahead = False
             self.link.send(wire.Want(self.machine.transfer, 0))
@@ -447,9 +447,9 @@ class Sender(Struct, eq=False):
         if offer is None:
             return
         by_layer = not offer.finished and offer.readiness.by_layer
-        self._prompt = offer.finished and offer.readiness.fired
+        self._all_ready = offer.finished and offer.readiness.fired
         # as it is now: the plan may be made in a thread, while the offer grows
-        draft = OfferSnapshot(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, self._prompt)
+        draft = OfferSnapshot(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, self._all_ready)
         wanted = offered = 0
         for asked in fetch.spans:
             wanted += len(asked.ids) // 4  # packed ids of 4 bytes
@@ -468,7 +468,7 @@ class Sender(Struct, eq=False):
         self._named = draft.spans
         tally = self.tally
         tally.chunks, tally.pieces, tally.predicted = message.chunks, made.bound.pieces, message.predicted_us / 1e6
-        if self._prompt:
+        if self._all_ready:
             site.estimates.note_choice(self.peer.identity.incarnation, choice.route)
         if choice.fallback:
             site.metrics.fell_back(choice.fallback)
@@ -524,7 +524,7 @@ class Sender(Struct, eq=False):
         if site.rebuilds.paused:
             site.rebuilds.when_open(self.wake)
             return
-        while fired < ready and (self._prompt or has_fired(self._event_of(fired))):
+        while fired < ready and (self._all_ready or has_fired(self._event_of(fired))):
             fired += 1
         if fired > machine.ready:
             self._send_want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
@@ -696,8 +696,8 @@ class Sender(Struct, eq=False):
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
         listed = self.machine.route is Route.DIRECT
         steps: list[CopyJob] = []
-        for part in [chunks] if self._prompt and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
-            event = READY if self._prompt else self._event_of(part.start)
+        for part in [chunks] if self._all_ready and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
+            event = READY if self._all_ready else self._event_of(part.start)
             if listed:
                 steps.append(self._listed_step(bound, part.start, post, event))
             elif post is None or not extents:  # in place, or windows in which no group has a row
@@ -1128,7 +1128,7 @@ class Sender(Struct, eq=False):
             started=self.began,
             finished=site.now(),
         )
-        if failure is None and self._prompt and made is not None:
+        if failure is None and self._all_ready and made is not None:
             incarnation = self.peer.identity.incarnation
             site.estimates.learn(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
         ours = route is Route.DIRECT and self._reads  # a post of ours may read the blocks

@@ -181,7 +181,7 @@ class Liveness:
         self.heartbeat = min(self.heartbeat, max(heartbeat, _SHORTEST_SECONDS))
 
     def look(self, now: float) -> None:
-        """Of the time for which this side stood still, a part counts as silence of the peer: it may have as well."""
+        """If this side stood still, only a part of that counts as silence of the peer, which may have too."""
         counted = max(self.heartbeat, self.peer_timeout / 4)  # so that it is noticed however often that happens
         self.heard += max(0.0, now - self.looked - counted)
         self.looked = now

@@ -29,7 +29,7 @@ __all__ = [
     "Sending",
     "added",
     "build_result",
-    "names_turns",
+    "is_token",
 ]
 
 # --- the prefill side
@@ -86,7 +86,7 @@ def build_result(
     return wire.KvAgentResult(transfer, chunk, status, 0, last, code, reason)
 
 
-def names_turns(token: bytes) -> bool:
+def is_token(token: bytes) -> bool:
     """Whether agents can notify each other by a token."""
     return len(token) == wire.TOKEN_BYTES and any(token[:8])
 
@@ -203,7 +203,7 @@ class Sending(Struct, eq=False):
         # as its agents hear of each other, it may know sooner than we do what has arrived
         if message.ring and max(self.arrived, message.copied) < self.granted:
             raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
-        if message.token and not (message.ring and names_turns(message.token)):
+        if message.token and not (message.ring and is_token(message.token)):
             raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
         if self.route is wire.Route.STAGED and not (message.ring or self.ring):
             raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
@@ -496,7 +496,7 @@ class Receiving(Struct, eq=False):
             copied: The first so many have left their places.
             token: By which the two agents notify each other, if they do.
         """
-        self._record_grant("grant")
+        self._check_moving("grant")
         if chunks != self.granted:
             self._advance(self.granted, chunks, self.ready)
         self.granted = chunks
@@ -504,7 +504,7 @@ class Receiving(Struct, eq=False):
 
     def begin_reads(self, chunks: int) -> None:
         """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
-        self._record_grant("read")
+        self._check_moving("read")
         self._advance(self.reading, chunks, self.ready)
         self.reading = chunks
 
@@ -620,7 +620,7 @@ class Receiving(Struct, eq=False):
         if over is not None and self.chunks_done == self.chunks and self.failure is None:
             self.state, self.ended = over, True
 
-    def _record_grant(self, what: str) -> None:
+    def _check_moving(self, what: str) -> None:
         if self.state is not ReceiveState.MOVING:
             raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
 

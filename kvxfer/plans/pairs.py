@@ -593,7 +593,7 @@ class Bound:
         self.cut: Final[Cut | None] = None if plan.pair.template is None else _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
-        self.quick: Final = max(1, self.at_once // 16)  # chunks whose tables take no time
+        self.quick: Final = 1 if self.cut is None else max(1, self.at_once // 16)  # chunks whose tables take no time
         # what a chunk's tables cost the planner, in rows
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made

@@ -593,8 +593,8 @@ class Sender(Struct, eq=False):
                 if run.allowed < terms.stop:
                     self._allow(run, terms)
                 return
-            made = run.stop - run.first
-            more = max(bound.quick, 2 * made) if made else 1  # the mover begins with the first
+            made, alike = run.stop - run.first, self._all_ready and machine.route is not Route.DIRECT
+            more = max(bound.quick if alike else 1, 2 * made) if made else 1  # the mover begins with the first
             await self._submit_steps(run, bound, min(terms.stop, run.stop + more))
             if run.extents and run.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard

@@ -70,8 +70,8 @@ class Configuration:
             yield made
 
 
-CI = {"prefixes cached, both ways": Configuration(turns=True)}
-FULL = {
+CI = {
+    "prefixes cached, both ways": Configuration(turns=True),
     "blocks of 32 and 128 tokens, chunked, sliding windows": Configuration(
         model="sliding",
         prefill=("--block-size", "32", "--max-num-batched-tokens", "64"),
@@ -79,6 +79,8 @@ FULL = {
         cached=False,
         processes=True,
     ),
+}
+FULL = {
     "prefixes cached": Configuration(),
     "prefixes not cached, both ways": Configuration(cached=False, turns=True),
     "blocks of 128 and 32 tokens": Configuration(prefill=("--block-size", "128"), decode=("--block-size", "32")),

@@ -269,8 +269,7 @@ def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """
     awaited = flow[r.QUIET] <= r.SOON_NS
     half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD] and (awaited or ready < flow[r.TOTAL])
-    stands = flow[r.ACTIVE] == 0 and awaited
-    return half or stands or now - flow[r.TOLD_AT] >= flow[r.QUIET]
+    return half or (awaited and flow[r.ACTIVE] == 0) or now - flow[r.TOLD_AT] >= flow[r.QUIET]
 
 
 @inlined

@@ -275,7 +275,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if not engine.parts:
             self.on_error(TransferFailedError("no rank that was reached has anything of it"))
         if not sent:
-            self.on_receiver()
+            self.end_if_over()
 
     def watch(self) -> None:
         """See `Progress`."""
@@ -364,7 +364,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     # --- what its receivers say
 
-    def on_receiver(self) -> None:
+    def end_if_over(self) -> None:
         """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""
         if self.done:
             self.role.on_end(self)
@@ -405,7 +405,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if not self.done:
             if self._error is None:
                 self._note_failure(ClosedError(f"the fetch of {self.request!r} was abandoned"))
-            self._on_revoke_timeout()
+            self._stop_waiting()
 
     def on_error(self, error: BaseException) -> None:
         """A task of it was cancelled, or met a defect."""
@@ -431,7 +431,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             return
         self._note_failure(error)
         if self._asked:
-            self.on_receiver()
+            self.end_if_over()
         else:  # nobody was asked for anything yet
             self._end_failed(error)
             if self._task is not None:  # else it is in its first step, and comes to its end by itself
@@ -452,7 +452,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
         if self._revoke is not None:
             return
-        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._on_revoke_timeout)
+        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_waiting)
         # of damage only the rank that sent it is told, and by now has been
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
         failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
@@ -460,7 +460,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if not receiver.blocks_safe:
                 receiver.stop(failure)
 
-    def _on_revoke_timeout(self) -> None:
+    def _stop_waiting(self) -> None:
         """Nobody is waited for any longer."""
         silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self.site.config.revoke_timeout:g} s")
         for receiver in self.receivers:

@@ -732,8 +732,7 @@ class Receiver(Struct, eq=False):
 
     async def _submit_scatters(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        run, begun = self._run, self._submitted
-        made = 0 if run is None else begun - run.first
+        begun, made = self._submitted, 0 if self._run is None else self._submitted - self._run.first
         more = max(len(self.grants.ring), max(bound.quick, 2 * made) if made else 1)  # the mover begins with the first
         chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
@@ -1227,7 +1226,7 @@ class Receiver(Struct, eq=False):
             self.exposure.end()
             if self._pending_accept is None:  # else `run` has not begun, and will not
                 self._wake()
-        self.fetch.on_receiver()
+        self.fetch.end_if_over()
         if lost and (not self.finished or self.owes_an_answer):
             self.fetch.role.recoveries.begin(self)
 

@@ -73,6 +73,7 @@ __all__ = [
     "wanted_blocks",
 ]
 
+_MOST_BATCH: Final = 256  # chunks: the mover looks no further ahead
 SMALL_PLAN: Final = 32_768
 """Table rows up to which a plan is made on the loop, where so many take 0.5 ms; larger ones go to a worker thread."""
 
@@ -592,8 +593,9 @@ class Bound:
         # the chunks as compiled code makes them; None where the planner does
         self.cut: Final[Cut | None] = None if plan.pair.template is None else _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
-        self.at_once: Final = max(1, SMALL_PLAN // max(1, self.chunk_rows))  # chunks whose tables keep nobody waiting
-        self.quick: Final = 1 if self.cut is None else max(1, self.at_once // 16)  # chunks whose tables take no time
+        most = max(1, SMALL_PLAN // max(1, self.chunk_rows))
+        self.at_once: Final = min(_MOST_BATCH, most)  # chunks whose tables keep nobody waiting
+        self.quick: Final = 1 if self.cut is None else max(1, min(self.at_once, most // 16))  # those that take no time
         # what a chunk's tables cost the planner, in rows
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made

@@ -26,7 +26,7 @@ _PEOPLE = {"decode": "decode rank", "prefill": "prefill rank"}
 _DRAWN = {  # conversation -> what it shows
     "staged_two_chunks": "staged",
     "granted_ahead": "in place, granted ahead",
-    "pull_with_landed": "pull",
+    "pull": "pull",
     "fetch_before_offer": "a fetch that comes before its offer",
     "cancel_between_chunks": "a time-out after the first chunk",
 }

@@ -24,12 +24,12 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import IdentityKey, PeerInfo
 from kvxfer.runtime import Runtime
-from kvxfer.safety.fence import Gates, Keys, Mappings
+from kvxfer.safety.fence import Gates, Mappings, PeerGates
 from kvxfer.safety.processes import Processes
 from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "Want", "no_op", "resolve"]
+__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "no_op", "resolve"]
 
 # --- what one side counts while it runs
 
@@ -161,7 +161,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Want:
+class RebuildRequest:
     """A doubt that nothing else is likely to end."""
 
     since: float  # when it was noticed
@@ -180,32 +180,32 @@ class Rebuilds:
     def __init__(self, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
         self.count = 0  # how often the agent was made anew
         self.paused = False  # it is about to be: nothing is granted to peers, and nothing announced to be read
-        self.wanted: Callable[[], None] = lambda: None  # called when somebody new waits for it
+        self.on_request: Callable[[], None] = lambda: None  # called when somebody new waits for it
         self._now: Final = now
         self._loop: Final = loop
-        self._wants: dict[Want, None] = {}
-        self._taken: list[Want] = []
+        self._requests: dict[RebuildRequest, None] = {}
+        self._taken: list[RebuildRequest] = []
         self._held: list[Callable[[], None]] = []
         self._next: asyncio.Future[None] = loop.create_future()
 
     @property
-    def wants(self) -> list[Want]:
+    def requests(self) -> list[RebuildRequest]:
         """Who waits."""
-        return list(self._wants)
+        return list(self._requests)
 
-    def want(self, *, urgent: bool, answered: bool = False) -> Callable[[], None]:
+    def request(self, *, urgent: bool, answered: bool = False) -> Callable[[], None]:
         """Wait for it until it has been begun and done, or until the returned function is called."""
-        want = Want(self._now(), urgent, answered)
-        self._wants[want] = None
-        self.wanted()
-        return lambda: self._drop(want)
+        request = RebuildRequest(self._now(), urgent, answered)
+        self._requests[request] = None
+        self.on_request()
+        return lambda: self._drop(request)
 
     @property
     def next(self) -> "asyncio.Future[None]":
         """Done when it has been done once more."""
         return self._next
 
-    def when_open(self, then: Callable[[], None]) -> None:
+    def when_done(self, then: Callable[[], None]) -> None:
         """Call `then` once peers may be granted or told something: at once, unless it is about to be done."""
         if self.paused:
             self._held.append(then)
@@ -215,7 +215,7 @@ class Rebuilds:
     def begin(self) -> None:
         """It is about to be done. What is wanted by now will be over then, and nothing that comes later."""
         self.paused = True
-        self._taken = list(self._wants)
+        self._taken = list(self._requests)
 
     def end(self, *, done: bool) -> None:
         """It has been, or could not be."""
@@ -226,13 +226,13 @@ class Rebuilds:
             self.count += 1
             self._next.set_result(None)
             self._next = self._loop.create_future()
-            for want in taken:
-                self._drop(want)
+            for request in taken:
+                self._drop(request)
         for then in held:
             then()
 
-    def _drop(self, want: Want) -> None:
-        self._wants.pop(want, None)
+    def _drop(self, request: RebuildRequest) -> None:
+        self._requests.pop(request, None)
 
 
 # --- waiting for memory
@@ -307,9 +307,9 @@ class Desk:
         """Up to so many extents of at least `nbytes` bytes that are there right now, if nobody waits."""
         return [] if self._waiting or self._paused else self.share.take(peer, nbytes, most, state)
 
-    def write(self, extent: Extent, more: int) -> list[Extent]:
+    def begin_writing(self, extent: Extent, more: int) -> list[Extent]:
         """Let a peer write an extent, and up to so many like it that are there right now, if nobody waits: these."""
-        return self.share.write(extent, 0 if self._waiting or self._paused else more)
+        return self.share.begin_writing(extent, 0 if self._waiting or self._paused else more)
 
     @property
     def contended(self) -> bool:
@@ -515,18 +515,18 @@ class Site:
     mappings: Mappings  # memory of peers that this rank's copies can address
     gates: Gates  # what keeps peers out of this rank's memory
     processes: Processes  # whether peers on this host are still there
-    keys: Keys = field(default_factory=Keys)  # what leads through the gates of peers
+    peer_gates: PeerGates = field(default_factory=PeerGates)  # what leads through the gates of peers
     fenced: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers that pass the gates that grants name
     issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
     tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
     # tasks that look for evidence: closing does not wait for them, but has them look once more
     lookouts: Tasks = field(default_factory=Tasks)
     # by incarnation of the peer, bytes of blocks that it may be writing in place
-    written: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    written_in_place: dict[bytes, int] = field(default_factory=dict[bytes, int])
     # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     # by incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped
-    found: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
+    means_of: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
     draining: bool = False  # true once new work is refused
     incarnation: bytes = field(init=False)  # of this rank, drawn at start
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a thread looks at what a new peer holds
@@ -602,10 +602,10 @@ class Site:
                 allow; or if the peer holds something else than what is mapped of it.
         """
         theirs = Capability(peer.identity.capabilities)
-        self.found.clear()
+        self.means_of.clear()
         self.plans.add_peer(peer, agreed)
         self.mappings.check_session(peer, agreed.geometry)
-        self.keys.on_session(peer)
+        self.peer_gates.on_session(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.note_fenced(peer, fenced=True)
         self.processes.on_session(peer, pidfd)
@@ -726,10 +726,10 @@ class Site:
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
-        self.found.clear()
+        self.means_of.clear()
         self.lanes.forget(peer)
         self.mappings.forget(peer)
-        self.keys.forget(peer)
+        self.peer_gates.forget(peer)
         self.processes.forget(peer)
         self.fenced.discard(key)
         self.plans.forget(peer)
@@ -738,7 +738,7 @@ class Site:
             self.warming.pop((key, sending), None)
 
     @property
-    def arena(self) -> wire.MemorySpan:
+    def send_span(self) -> wire.MemorySpan:
         """The arena as descriptors name it.
 
         Raises:
@@ -757,10 +757,10 @@ class Site:
             sending: Whether this rank is the prefill rank.
         """
         key = peer.identity.incarnation, trusted, sending
-        before, means = self.found.get(key, (None, None))
+        before, means = self.means_of.get(key, (None, None))
         if means is None or before is not peer:
             means = self._means(peer, trusted=trusted, sending=sending)
-            self.found[key] = peer, means
+            self.means_of[key] = peer, means
         if sending and means.mapped and self.mappings.reason_unmapped(peer):
             means = replace(means, mapped=False)
         return means

@@ -275,7 +275,7 @@ class Assembly:
             await threads.in_thread(site.mappings.close)
         if quiet and stopped:
             site.mover.give_back()
-        site.keys.close()
+        site.peer_gates.close()
         site.processes.close()
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
         safe = quiet and stopped
@@ -839,7 +839,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
         parts: What it was made of.
     """
     site, sender, receiver, peers = service.site, service.prefill, service.decode, service.peers
-    links, greeting = service.links, service.greeting
+    links, greeting, rebuilds = service.links, service.greeting, site.rebuilds
     staging, now = parts.staging, site.now()
     fabric_late, fabric_broken = site.fabric.health()
     receiver.finish_successes()  # what has ended in this turn, too
@@ -860,8 +860,8 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
             "receive": site.receive_desk.share.snapshot(),
         },
         "in_place": site.in_place,
-        "written": {key.hex(): nbytes for key, nbytes in site.written.items()},
-        "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
+        "written": {key.hex(): nbytes for key, nbytes in site.written_in_place.items()},
+        "agent": {"rebuilt": rebuilds.count, "wanted": len(rebuilds.requests), "paused": rebuilds.paused},
         "fabric": {
             "transport": "NIXL" if parts.transport is None else type(parts.transport).__name__,
             "late": fabric_late,
@@ -934,18 +934,18 @@ def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
 
 
 def _sending(sender: Sender, now: float) -> dict[str, Any]:
-    machine = sender.machine
+    protocol = sender.protocol
     return {
         "side": "send",
         "id": sender.name,
-        "request": machine.fetch.ticket.request,
+        "request": protocol.fetch.ticket.request,
         "peers": [sender.peer.name],
-        "route": ROUTE_NAMES[machine.route],
+        "route": ROUTE_NAMES[protocol.route],
         "step": sender.step.value,
         "in_doubt": sender.in_doubt,
         "bytes": sender.tally.bytes,
-        "chunks_done": machine.arrived,
-        "chunks": machine.chunks,
+        "chunks_done": protocol.arrived,
+        "chunks": protocol.chunks,
         "seconds": now - sender.began,
     }
 

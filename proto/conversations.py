@@ -27,12 +27,13 @@ from kvxfer.protocol.messages import (
     Claim,
     Fetch,
     Goodbye,
-    Grant,
     Hello,
     KvAgentResult,
-    Landed,
     MemorySpan,
     Message,
+    Place,
+    Read,
+    Ready,
     Refuse,
     Release,
     Renewed,
@@ -45,7 +46,6 @@ from kvxfer.protocol.messages import (
     TensorFrame,
     TicketRef,
     Timings,
-    Want,
     Welcome,
     pack_u32,
 )
@@ -170,24 +170,24 @@ def _stopped(code: Code, status: Status = Status.CANCELLED, chunk: int = WHOLE) 
     return KvAgentResult(TRANSFER, chunk, status, 0, chunk == WHOLE, code, reason)
 
 
-def _place(number: int) -> Grant:
-    return Grant(0x1000_0000 + number * CHUNK_BYTES, CHUNK_BYTES)
+def _place(number: int) -> Place:
+    return Place(0x1000_0000 + number * CHUNK_BYTES, CHUNK_BYTES)
 
 
-def _want(chunks: int, lease_ms: int = 0) -> Want:
-    return Want(TRANSFER, chunks, lease_ms)
+def _ready(chunks: int, lease_ms: int = 0) -> Ready:
+    return Ready(TRANSFER, chunks, lease_ms)
 
 
-def _reserve(chunks: int, *ring: Grant, copied: int = 0, token: bytes = b"") -> Reserve:
+def _reserve(chunks: int, *ring: Place, copied: int = 0, token: bytes = b"") -> Reserve:
     return Reserve(TRANSFER, chunks, 30_000, 0, list(ring), copied, token)
 
 
 _STAGED: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(1)),
+    ("prefill", _ready(1)),
     ("decode", _reserve(1, _place(0), _place(1))),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(2)),  # the second place
     ("prefill", _arrived(1)),
     ("prefill", _done()),
@@ -196,7 +196,7 @@ _STAGED: list[Line] = [
 _TURNS: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(1, _place(0))),
     ("prefill", _arrived(1)),
     ("decode", _reserve(2, copied=1)),  # the first chunk is scattered: the same place again
@@ -221,7 +221,7 @@ _OTHER_RING: list[Line] = [
 _DIRECT: list[Line] = [
     ("decode", _fetch([Route.DIRECT])),
     ("prefill", _accept(Route.DIRECT)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(2)),
     # one after the other or both at once, in either order: the last result tells of both
     ("prefill", _done(2)),
@@ -241,7 +241,7 @@ _AHEAD_STAGED: list[Line] = [
             _fetch([Route.STAGED]),
             lease_ms=30_000,
             agreement=_AGREEMENT,
-            ring=[Grant(_place(0).address, 2 * CHUNK_BYTES)],
+            ring=[Place(_place(0).address, 2 * CHUNK_BYTES)],
             ring_chunks=1,
         ),
     ),
@@ -254,9 +254,9 @@ _AHEAD_STAGED: list[Line] = [
 ]
 _VOID: list[Line] = [
     _AHEAD[0],
-    ("prefill", Want(TRANSFER, 0)),  # the offer is not there yet: what was granted ahead is void
+    ("prefill", Ready(TRANSFER, 0)),  # the offer is not there yet: what was granted ahead is void
     ("prefill", _accept(Route.MAPPED)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(2)),
     ("prefill", _arrived(1)),
     ("prefill", _done()),
@@ -265,10 +265,10 @@ _VOID: list[Line] = [
 _PULL: list[Line] = [
     ("decode", _fetch([Route.PULL])),
     ("prefill", _accept(Route.PULL)),
-    ("prefill", _want(2, lease_ms=30_000)),
-    ("decode", Landed(TRANSFER, 1)),
+    ("prefill", _ready(2, lease_ms=30_000)),
+    ("decode", Read(TRANSFER, 1)),
     ("prefill", _arrived(1)),
-    ("decode", Landed(TRANSFER, 2)),
+    ("decode", Read(TRANSFER, 2)),
     ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
@@ -281,7 +281,7 @@ _CANCELLED: list[Line] = [
     *_STAGED[:3],
     ("decode", _reserve(1, _place(0))),
     ("prefill", _arrived(1)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", Cancel(TRANSFER, Code.TIMEOUT)),  # instead of a grant for the second chunk
     ("prefill", _stopped(Code.TIMEOUT)),
     ("decode", Release(TICKET, Code.CANCELLED)),
@@ -298,7 +298,7 @@ _PARKED: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     # the offer is made here; nothing was said meanwhile but Ping
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(2, _place(0), _place(1))),
     ("prefill", _done(2)),
     ("decode", Release(TICKET)),
@@ -311,7 +311,7 @@ _PARKED_CANCELLED: list[Line] = [
 _PAYLOAD_LATER: list[Line] = [
     *_PULL[:4],
     ("prefill", _arrived(1)),
-    ("decode", Landed(TRANSFER, 2)),
+    ("decode", Read(TRANSFER, 2)),
     ("prefill", _arrived(2)),
     # every chunk has arrived before the offer is finished: the last result tells of none
     ("prefill", _done(0)),
@@ -332,11 +332,11 @@ _GROWING: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     # 16 of 32 tokens are computed: the offer has one block
     ("prefill", msgspec.structs.replace(_accept(Route.STAGED), spans=[Span("attention", 0, pack_u32([40]))])),
-    ("prefill", _want(1)),
+    ("prefill", _ready(1)),
     ("decode", _reserve(1, _place(0))),
     ("prefill", _arrived(1)),
     # the others are, in a block that was not named yet
-    ("prefill", msgspec.structs.replace(_want(2), spans=[Span("attention", 0, pack_u32([41]))])),
+    ("prefill", msgspec.structs.replace(_ready(2), spans=[Span("attention", 0, pack_u32([41]))])),
     ("decode", _reserve(2)),
     ("prefill", _done()),
     ("decode", Release(TICKET)),
@@ -348,7 +348,7 @@ _SUMMED: list[Line] = [
     ("decode", Check(1)),
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(2, _place(0), _place(1))),
     ("prefill", Sums(TRANSFER, 0, _SUMS)),
     ("prefill", _arrived(1)),
@@ -369,7 +369,7 @@ _RENEWED: list[Line] = [
     *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.RENEWED)),
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(2)),
+    ("prefill", _ready(2)),
     ("decode", _reserve(1, _place(0))),
     ("prefill", _arrived(1)),
     ("decode", Renewed(1, b"the agent that there is now")),
@@ -408,7 +408,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("granted_ahead", "the grant rides with the fetch, and is used", "done", [*HANDSHAKE, *_AHEAD]),
     ("staging_granted_ahead", "an extent rides with the fetch", "done", [*HANDSHAKE, *_AHEAD_STAGED]),
     ("granted_ahead_in_vain", "the fetch waits for its offer, and its grant is void", "done", [*HANDSHAKE, *_VOID]),
-    ("pull_with_landed", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
+    ("pull", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
     ("forged_ticket", "the MAC is wrong: a refusal, and the session goes on", "refused", [*HANDSHAKE, *_REFUSED]),
     ("cancel_between_chunks", "a time-out after the first chunk", "stopped", [*HANDSHAKE, *_CANCELLED]),
     ("write_that_does_not_end", "the failure is told before its promise can be made", "stopped",

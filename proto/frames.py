@@ -14,7 +14,7 @@ from kvxfer.errors import Code
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode, encode_body
 from kvxfer.protocol.messages import (
     MAX_CHUNKS,
-    MAX_GRANTS,
+    MAX_PLACES,
     WHOLE,
     Abandon,
     Accept,
@@ -27,14 +27,15 @@ from kvxfer.protocol.messages import (
     Claim,
     Fetch,
     Goodbye,
-    Grant,
     Hello,
     KvAgentResult,
-    Landed,
     MappedMemory,
     MemorySpan,
     Message,
     Ping,
+    Place,
+    Read,
+    Ready,
     Refuse,
     Release,
     Renewed,
@@ -47,7 +48,6 @@ from kvxfer.protocol.messages import (
     TensorFrame,
     TicketRef,
     Timings,
-    Want,
     Welcome,
     pack_f32,
     pack_u32,
@@ -63,7 +63,7 @@ EPOCH = bytes.fromhex("00112233445566778899aabbccddeeff")
 INCARNATION, SAME = bytes(range(32, 64)), bytes(range(64, 96))
 DIGEST = bytes(range(32))
 GROUPS = [Span("attention", 0, pack_u32([7, 3, 4]))]
-PLACE = Grant(0x7F10_0000_0000, 1_048_576)
+PLACE = Place(0x7F10_0000_0000, 1_048_576)
 MAX_U64 = 2**63 - 1
 BODY = AgentBody(
     fabric="nixl/UCX",
@@ -115,7 +115,7 @@ def _through_gates() -> Iterator[tuple[str, Message]]:
     fetch = Fetch(1, TICKET, [], GROUPS, 0, 48, [Route.PULL], 33_554_432, 10_000)
     yield "fetch_that_may_read_through_gates", msgspec.structs.replace(fetch, fenced=True)
     yield "accept_that_passes_gates", Accept(1, Route.STAGED, 8192, GROUPS, 2, 32, 1, DIGEST, "", False, 64, 9, True)
-    yield "want_through_a_gate", Want(1, 6, 30_000, [], gate)
+    yield "ready_through_a_gate", Ready(1, 6, 30_000, [], gate)
     yield "reserve_through_a_gate", Reserve(1, 1, 30_000, gate, [PLACE])
 
 
@@ -183,20 +183,20 @@ def _messages() -> Iterator[tuple[str, Message]]:
 
 def _counts() -> Iterator[tuple[str, Message]]:
     """Messages that count chunks."""
-    yield "want", Want(1, 2)
-    yield "want_of_nothing_yet", Want(1, 0)
-    yield "want_with_a_lease", Want(1, 6, 30_000)
-    yield "want_with_blocks", Want(1, 3, 0, [Span("attention", 0, pack_u32([41, 7]))])
-    yield "want_at_its_bounds", Want(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, [], MAX_U64)
+    yield "ready", Ready(1, 2)
+    yield "ready_of_nothing_yet", Ready(1, 0)
+    yield "ready_with_a_lease", Ready(1, 6, 30_000)
+    yield "ready_with_blocks", Ready(1, 3, 0, [Span("attention", 0, pack_u32([41, 7]))])
+    yield "ready_at_its_bounds", Ready(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, [], MAX_U64)
     yield "reserve_a_place", Reserve(1, 1, 30_000, 0, [PLACE])
-    yield "reserve_a_ring", Reserve(1, 2, 30_000, 0, [PLACE, Grant(PLACE.address + PLACE.length, 524_288)])
+    yield "reserve_a_ring", Reserve(1, 2, 30_000, 0, [PLACE, Place(PLACE.address + PLACE.length, 524_288)])
     yield "reserve_in_the_ring_that_there_is", Reserve(1, 3, 30_000)
     yield "reserve_in_place", Reserve(1, 2, 30_000, 42)
     yield "reserve_a_ring_to_take_turns_in", Reserve(1, 2, 30_000, 0, [PLACE], 0, bytes(range(1, 17)))
     yield "reserve_nothing_more", Reserve(1, 3, 30_000, 0, [], 2)
-    ring = [Grant(MAX_U64, MAX_U64)]
+    ring = [Place(MAX_U64, MAX_U64)]
     yield "reserve_at_its_bounds", Reserve(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, MAX_U64, ring, MAX_CHUNKS, b"\xff" * 16)
-    yield "landed", Landed(1, 2)
+    yield "read", Read(1, 2)
     yield "arrived", Arrived(1, 2, Timings(10, 20, 30, 40))
     yield "arrived_at_its_bounds", Arrived(MAX_U64, MAX_CHUNKS, Timings(MAX_U64, MAX_U64, MAX_U64, MAX_U64))
 
@@ -210,7 +210,7 @@ def _sums() -> Iterator[tuple[str, Message]]:
 
 # Frames that a receiver must read although no peer of this version sends them in this form: (name, note, payload).
 _READABLE: list[tuple[str, str, bytes]] = [
-    ("want_without_its_tail", "three fields are missing: their defaults hold", bytes.fromhex("93090101")),
+    ("ready_without_its_tail", "three fields are missing: their defaults hold", bytes.fromhex("93090101")),
     ("reserve_without_its_tail", "four fields are missing: their defaults hold", bytes.fromhex("940a010119")),
     ("arrived_without_its_tail", "timings are missing: all are 0", bytes.fromhex("93100101")),
     ("arrived_with_some_timings", "two of four are missing: they are 0", bytes.fromhex("9410010192050a")),
@@ -299,7 +299,7 @@ _INVALID: list[tuple[str, str, bytes]] = [
     ("bin_of_four_gigabytes", "a size that no frame can hold", bytes.fromhex("920e93a17200c6ffffffff")),
     ("trailing_bytes", "bytes after the array", bytes.fromhex("9104") + b"\x00"),
     ("byte_c1", "a byte that begins no MessagePack value", bytes.fromhex("9204c1")),
-    ("required_field_is_missing", "Want needs chunks", bytes.fromhex("920901")),
+    ("required_field_is_missing", "Ready needs chunks", bytes.fromhex("920901")),
     ("nil_for_bin", "no field may be nil", bytes.fromhex("920e93a17200c0")),
     ("nil_for_int", "no field may be nil", bytes.fromhex("930901c0")),
     ("ids_for_a_count", "chunks are counted, not named", bytes.fromhex("930901c40400000000")),
@@ -334,14 +334,14 @@ _INVALID: list[tuple[str, str, bytes]] = [
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("90 9193a000c4020000 0001 90 0000")),
     ("chunks_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed",
      bytes.fromhex("9907010100 90 0101ce00100001 c400")),
-    ("want_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("930901ce00100001")),
+    ("ready_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("930901ce00100001")),
     ("reserve_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("940a01ce0010000100")),
     ("landed_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("930b01ce00100001")),
     ("arrived_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("931001ce00100001")),
     ("negative_count", "no number may be negative", bytes.fromhex("931001ff")),
     ("place_without_a_length", "a place is an address and a length", bytes.fromhex("960a01010000 919100")),
     ("too_many_places", "1025 places, 1024 are allowed",
-     bytes.fromhex("960a01010000 dc") + (MAX_GRANTS + 1).to_bytes(2, "big") + b"\x92\x00\x00" * (MAX_GRANTS + 1)),
+     bytes.fromhex("960a01010000 dc") + (MAX_PLACES + 1).to_bytes(2, "big") + b"\x92\x00\x00" * (MAX_PLACES + 1)),
     ("too_many_routes", "17 routes, 16 are allowed",
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("9090 0001 dc0011") + b"\x01" * 17 + bytes.fromhex("0000")),
     ("too_many_tickets", "4097 tickets are announced, 4096 are allowed",
@@ -368,7 +368,7 @@ def invalid() -> list[dict[str, Any]]:
                 "hex": struct.pack("<I", limit + 1).hex(),
             }
         )
-    ping = encode(Want(1, 1))
+    ping = encode(Ready(1, 1))
     cases.extend(
         {
             "name": f"cut_after_{cut}_bytes",

@@ -160,12 +160,12 @@ def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(mo
         site, doubt = Looked(), Doubt(fenced=False)
         over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
         await asyncio.sleep(1)
-        assert [want.answered for want in site.rebuilds.wants] == [False]
+        assert [want.answered for want in site.rebuilds.requests] == [False]
         doubt.ended_with_agent.set_result(None)
         await asyncio.sleep(1)
-        assert [want.answered for want in site.rebuilds.wants] == [True]
+        assert [want.answered for want in site.rebuilds.requests] == [True]
         over()
         await asyncio.sleep(1)
-        assert not list(site.rebuilds.wants)
+        assert not list(site.rebuilds.requests)
 
     simulate(scenario)

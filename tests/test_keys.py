@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from passing import enter
 
-from kvxfer.safety.fence import FIRST_GENERATION, Keys, LockFile
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGates
 
 GATES = 4
 
@@ -18,7 +18,7 @@ def granted(gate):
 def test_nobody_enters_a_gate_that_is_not_there_or_to_which_there_is_no_key(monkeypatch, known, gate, enters):
     """Its owner takes an empty gate for evidence."""
     monkeypatch.setattr("kvxfer.safety.fence.unlike", lambda host: "" if known else "it is on another host")
-    locks, keys = LockFile(GATES), Keys()
+    locks, keys = LockFile(GATES), PeerGates()
     body = SimpleNamespace(locks=locks.handle, host="")
     peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"i"), body=body, process=0)
     keys.on_session(peer)  # pyright: ignore[reportArgumentType]

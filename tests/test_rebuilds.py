@@ -16,25 +16,25 @@ async def rebuilds():
 
 async def test_what_is_wanted_while_it_is_made_is_not_over_with_it(rebuilds):
     """Its post may have been made by the new one."""
-    rebuilds.want(urgent=True)
+    rebuilds.request(urgent=True)
     rebuilds.begin()
-    rebuilds.want(urgent=False)
+    rebuilds.request(urgent=False)
     rebuilds.end(done=True)
-    assert (rebuilds.count, [want.urgent for want in rebuilds.wants]) == (1, [False])
+    assert (rebuilds.count, [one.urgent for one in rebuilds.requests]) == (1, [False])
     rebuilds.begin()
     rebuilds.end(done=False)
-    assert (rebuilds.count, len(rebuilds.wants)) == (1, 1)
+    assert (rebuilds.count, len(rebuilds.requests)) == (1, 1)
     rebuilds.begin()
     rebuilds.end(done=True)
-    assert (rebuilds.count, rebuilds.wants) == (2, [])
+    assert (rebuilds.count, rebuilds.requests) == (2, [])
 
 
 @pytest.mark.parametrize("done", [True, False])
 async def test_what_waits_while_it_is_made_goes_on_once(rebuilds, done):
     said, coming = [], rebuilds.next
-    rebuilds.when_open(partial(said.append, "at once"))
+    rebuilds.when_done(partial(said.append, "at once"))
     rebuilds.begin()
-    rebuilds.when_open(partial(said.append, "later"))
+    rebuilds.when_done(partial(said.append, "later"))
     assert said == ["at once"]
     rebuilds.end(done=done)
     rebuilds.begin()

@@ -21,7 +21,7 @@ PAGE = 4096
 @pytest.fixture
 async def site():
     desk = Desk(Share("receive", base=PAGE, capacity=12 * PAGE), lambda: 0.0, asyncio.get_running_loop(), Metrics())
-    site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda held: 1000)
+    site = SimpleNamespace(receive_desk=desk, written_in_place=Counter(), lease_ms=lambda held: 1000)
     site.plans = SimpleNamespace(knows=lambda peer: True)
     site.estimates, site.mover = Estimates(profile_of("cpu")), SimpleNamespace(crowded=False)
     yield site
@@ -34,14 +34,14 @@ def grants(site):
     return Grants(site, peer, site.receive_desk)
 
 
-def hold(grants, places, chunk=0):
+def begin_ring(grants, places, chunk=0):
     (extent,) = grants.desk.take("peer", PAGE)
-    grants.hold(extent, places, chunk)
+    grants.begin_ring(extent, places, chunk)
 
 
 async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants):
     """Others who wait for memory wait for all that is granted."""
-    hold(grants, 4, 10)
+    begin_ring(grants, 4, 10)
     grants.begin_turns(10, 5.0)
     for copied, later, turns in [
         (13, 0.01, 2),  # not a whole turn yet, and nothing known of the peer
@@ -57,12 +57,12 @@ async def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick(grants
 
 
 async def test_how_far_ahead_is_kept_for_the_next_ring_of_a_peer_that_is_here(grants, site):
-    hold(grants, 4)
+    begin_ring(grants, 4)
     grants.begin_turns(0, 5.0)
     grants.measure_turns(4, 5.0 + 1 / 64, PAGE // 2)  # chunks are smaller than their places
     assert grants.turns() == 2
-    grants.release_all()
-    hold(grants, 1)  # a quarter as long
+    grants.release()
+    begin_ring(grants, 1)  # a quarter as long
     assert grants.turns() == 7
     site.mover.crowded = True
     assert grants.turns() == 2

@@ -46,19 +46,19 @@ from kvxfer.copy.compiler import (
 )
 from kvxfer.copy.posts import (
     begin_part,
-    caught,
+    cut_off,
     drop_parts,
-    ended_late,
     enter_agent,
     give_back,
-    inform,
     leave_agent,
-    look,
+    look_at_parts,
+    look_late,
     make_progress,
-    measured,
-    prepared,
-    settled,
-    turn,
+    measure_part,
+    next_post,
+    notify_peer,
+    prepare_part,
+    settle,
 )
 from kvxfer.copy.walk import copy_part
 
@@ -256,7 +256,7 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
     while flow[r.PASSED] < flow[r.NEXT] and load(_step_at(flow, flow[r.PASSED])) == _PASSED:
         flow[r.PASSED] += 1
     if _owes(flow) and enter_agent(state):  # else, as somebody else calls it, later, or by the loops if it is the last
-        inform(state, ports, flow)
+        notify_peer(state, ports, flow)
         leave_agent(state)
 
 
@@ -791,7 +791,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
     if not enter_agent(state):
         return False
     moved = False
-    slot = -1 if state[r.HALTED] else turn(state, jobs)
+    slot = -1 if state[r.HALTED] else next_post(state, jobs)
     if slot >= 0:
         _post(state, ports, jobs[slot])
         moved = True
@@ -801,9 +801,9 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
             slot = state[r.LISTED + at]
             job = jobs[slot]
             if job[r.STATE] == r.SENDING and job[r.CUT] == 0:
-                if look(state, ports, job):
+                if look_at_parts(state, ports, job):
                     moved = True
-                if settled(state, ports, job):
+                if settle(state, ports, job):
                     _end(state, jobs, ports, slot, job[r.VERDICT], now)
     if state[r.WATCHED] != 0 and now - state[r.LOOKED] >= _LOOK_BACK_NS:
         state[r.LOOKED] = now
@@ -811,7 +811,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
             slot = state[r.LISTED + at]
             job = jobs[slot]
             if job[r.STATE] == r.LEFT and job[r.FLYING] != 0:
-                ended = ended_late(state, ports, job)
+                ended = look_late(state, ports, job)
                 if ended or job[r.CANCELLED] == r.FORGOTTEN:
                     drop_parts(state, ports, job)
                     _leave(state, ports, job)
@@ -820,13 +820,13 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
         for at in range(state[r.LIVE]):
             flow = jobs[state[r.LISTED + at]]
             if flow[r.KIND] == r.FLOW and flow[r.STATE] == r.FLOWS and _owes(flow):
-                inform(state, ports, flow)
+                notify_peer(state, ports, flow)
     if state[r.HELD] + state[r.LISTENING] != 0 and make_progress(state, jobs, ports):
         moved = True
     if state[r.CATCHING] == 1:
         for at in range(state[r.LIVE]):
             job = jobs[state[r.LISTED + at]]
-            if job[r.STATE] == r.SENDING and caught(state, ports, job):
+            if job[r.STATE] == r.SENDING and cut_off(state, ports, job):
                 job[r.CUT] = 1
             elif job[r.STATE] == r.LEFT or job[r.STATE] == r.ENDED:
                 drop_parts(state, ports, job)
@@ -839,7 +839,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
 def _post(state: Any, ports: Any, job: Any) -> None:
     """Post the next part of a post, unless it may not go on."""
     began, flush = _now(state, ports), job[r.FLUSHING] == r.FLUSH_DUE
-    request = prepared(state, ports, job, measured(state, job))
+    request = prepare_part(state, ports, job, measure_part(state, job))
     if request == 0:
         return
     # a flush touches nothing that is not touched already

@@ -29,21 +29,21 @@ __all__ = [
     "begin_part",
     "call_off",
     "call_off_flow",
-    "caught",
     "claim",
+    "cut_off",
     "drop_parts",
-    "ended_late",
     "enter_agent",
     "give_back",
-    "inform",
     "leave_agent",
-    "look",
+    "look_at_parts",
+    "look_late",
     "make_progress",
-    "measured",
-    "prepared",
+    "measure_part",
+    "next_post",
+    "notify_peer",
+    "prepare_part",
     "release_claim",
-    "settled",
-    "turn",
+    "settle",
 ]
 
 IN_PROGRESS: Final = 1
@@ -139,7 +139,7 @@ def _list(state: Any, ports: Any, kind: Any, device: Any, pieces: Any, first: An
 
 
 @inlined
-def _measured(state: Any, job: Any, piece: Any, within: Any, pieces: Any, nbytes: Any) -> Any:
+def _measure(state: Any, job: Any, piece: Any, within: Any, pieces: Any, nbytes: Any) -> Any:
     """How many bytes a part has that begins there; `state` has where it ends. Pieces stay whole that may."""
     total = 0
     while piece < job[r.PIECES] and pieces > 0 and total < nbytes:
@@ -162,7 +162,7 @@ def _measured(state: Any, job: Any, piece: Any, within: Any, pieces: Any, nbytes
 
 
 @inlined
-def _made(state: Any, ports: Any, job: Any, piece: Any, within: Any, nbytes: Any) -> Any:
+def _make_request(state: Any, ports: Any, job: Any, piece: Any, within: Any, nbytes: Any) -> Any:
     """Make the request of a part; what failed if there is none, which is less than 0."""
     near = _list(state, ports, job[r.NEAR_KIND], job[r.NEAR_DEVICE], job[r.NEAR_PIECES], piece, within, nbytes)
     if near < 0:
@@ -202,7 +202,7 @@ def _worsen(job: Any, outcome: Any, code: Any, gone: Any) -> None:
 
 
 @inlined
-def _failed(state: Any, job: Any, outcome: Any, code: Any, gone: Any) -> None:
+def _note_failure(state: Any, job: Any, outcome: Any, code: Any, gone: Any) -> None:
     """A call failed. Where the peer is gone the library has ended its own work; any other error says nothing."""
     if outcome == r.IN_DOUBT and not gone:
         job[r.LINGERS] = 1
@@ -215,7 +215,7 @@ def _failed(state: Any, job: Any, outcome: Any, code: Any, gone: Any) -> None:
 
 
 @inlined
-def turn(state: Any, jobs: Any) -> Any:
+def next_post(state: Any, jobs: Any) -> Any:
     """The slot of the post of which a part is next; -1 if there is none. Peers take turns, and so do posts of each."""
     best = -1
     for at in range(state[r.LIVE]):
@@ -239,26 +239,26 @@ def turn(state: Any, jobs: Any) -> Any:
 
 
 @inlined
-def measured(state: Any, job: Any) -> Any:
+def measure_part(state: Any, job: Any) -> Any:
     """How many bytes the next part has."""
     if job[r.FLUSHING] == r.FLUSH_DUE:
-        return _measured(state, job, 0, 0, 1, _FLUSH_BYTES)
-    return _measured(state, job, job[r.PIECE], job[r.WITHIN], job[r.MOST_PIECES], job[r.MOST_BYTES])
+        return _measure(state, job, 0, 0, 1, _FLUSH_BYTES)
+    return _measure(state, job, job[r.PIECE], job[r.WITHIN], job[r.MOST_PIECES], job[r.MOST_BYTES])
 
 
 @inlined
-def prepared(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
+def prepare_part(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
     """Make the request of the next part; 0 if that failed, which has ended the post then."""
     flush = job[r.FLUSHING] == r.FLUSH_DUE
     state[r.SERVES] += 1
     state[r.TAGS + job[r.PEER_NUMBER]] = job[r.SERVED] = state[r.SERVES]
     if flush:
         job[r.FLUSHING] = r.FLUSHED_ONCE
-        made = _made(state, ports, job, 0, 0, nbytes)
+        made = _make_request(state, ports, job, 0, 0, nbytes)
     else:
-        made = _made(state, ports, job, job[r.PIECE], job[r.WITHIN], nbytes)
+        made = _make_request(state, ports, job, job[r.PIECE], job[r.WITHIN], nbytes)
     if made < 0:
-        _failed(state, job, r.IN_DOUBT if flush else r.FAILED, made, False)
+        _note_failure(state, job, r.IN_DOUBT if flush else r.FAILED, made, False)
         return 0
     return made
 
@@ -271,7 +271,7 @@ def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> No
     if status < 0:
         gone = _is_gone(state, ports, request)
         give_back(state, ports, request)
-        _failed(state, job, r.FAILED if status <= REFUSED else r.IN_DOUBT, status, gone)
+        _note_failure(state, job, r.FAILED if status <= REFUSED else r.IN_DOUBT, status, gone)
         return
     if flush:
         job[r.FLUSHING] = r.FLUSH_FLIES
@@ -285,7 +285,7 @@ def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> No
 
 
 @inlined
-def look(state: Any, ports: Any, job: Any) -> Any:
+def look_at_parts(state: Any, ports: Any, job: Any) -> Any:
     """Look at every part of a post; whether any has ended."""
     ended = False
     at = 0
@@ -299,7 +299,7 @@ def look(state: Any, ports: Any, job: Any) -> Any:
             gone = _is_gone(state, ports, request)
             if job[r.FLUSHING] == r.FLUSH_FLIES:
                 job[r.FLUSHING] = r.FLUSHED_ONCE
-            _failed(state, job, r.IN_DOUBT, status, gone)
+            _note_failure(state, job, r.IN_DOUBT, status, gone)
         else:
             job[r.LIVELY] = state[r.LIVED]
             if job[r.FLUSHING] == r.FLUSH_FLIES:  # everything before it has ended too
@@ -314,7 +314,7 @@ def look(state: Any, ports: Any, job: Any) -> Any:
 
 
 @inlined
-def settled(state: Any, ports: Any, job: Any) -> Any:
+def settle(state: Any, ports: Any, job: Any) -> Any:
     """Whether nothing of a post is under way and nothing more is posted: what is silent is given up."""
     if job[r.FLYING] > 0 and state[r.LIVED] - job[r.LIVELY] >= state[r.PATIENCE]:
         watched = (
@@ -341,7 +341,7 @@ def drop_parts(state: Any, ports: Any, job: Any) -> None:
 
 
 @inlined
-def ended_late(state: Any, ports: Any, job: Any) -> Any:
+def look_late(state: Any, ports: Any, job: Any) -> Any:
     """Look at what was under way when it was given up; whether all of it has ended as it should."""
     at = 0
     while at < job[r.FLYING]:
@@ -361,7 +361,7 @@ def ended_late(state: Any, ports: Any, job: Any) -> Any:
 
 
 @inlined
-def caught(state: Any, ports: Any, job: Any) -> Any:
+def cut_off(state: Any, ports: Any, job: Any) -> Any:
     """The agent is about to end: give up a post that has something under way; whether it has."""
     if job[r.FLYING] == 0 and job[r.FLUSHING] != r.FLUSH_DUE:
         return False
@@ -381,7 +381,7 @@ def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
     status = call(ports[r.NOTICES], state[r.AGENT_AT], state[r.NOTICES_AT], 0)
     if status < 0 and state[r.BROKEN] == 0:
         state[r.BROKEN] = status
-    heard = _listen(state, jobs, ports)
+    heard = _read_notifications(state, jobs, ports)
     call(ports[r.FORGET_NOTICES], state[r.NOTICES_AT])
     return heard
 
@@ -390,7 +390,7 @@ def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
 
 
 @inlined
-def inform(state: Any, ports: Any, flow: Any) -> None:
+def notify_peer(state: Any, ports: Any, flow: Any) -> None:
     """Tell the peer how many steps of a flow are done. Where that cannot be said the loops say it in a while."""
     state[r.NOTE], state[r.NOTE + 1] = flow[r.TOKEN], flow[r.TOKEN + 1]
     state[r.NOTE + 2] = 2 * (flow[r.BASE] + flow[r.PASSED]) + flow[r.LANE]
@@ -399,7 +399,7 @@ def inform(state: Any, ports: Any, flow: Any) -> None:
 
 
 @inlined
-def _listen(state: Any, jobs: Any, ports: Any) -> Any:
+def _read_notifications(state: Any, jobs: Any, ports: Any) -> Any:
     """Look at all notifications that have come."""
     notices, at, heard = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, False
     state[r.NOTE] = 0
@@ -413,13 +413,13 @@ def _listen(state: Any, jobs: Any, ports: Any) -> Any:
             said, nbytes = state[r.NOTE + 3], state[r.NOTE + 4]
             if nbytes != r.NOTE_BYTES:
                 state[r.STRANGE] += 1
-            elif _heard(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
+            elif _on_notification(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
                 heard = True
     return heard
 
 
 @inlined
-def _heard(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
+def _on_notification(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
     """An agent says how many steps of a flow are done; whether ours that takes turns with it learns more by that."""
     for at in range(state[r.LIVE]):
         flow = jobs[state[r.LISTED + at]]

@@ -34,7 +34,7 @@ COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET, FLOW, ON = range(1, 11)
 KIND, SLOT = 0, 1
 # gather or scatter; whose it is (~: of whom nothing is known); how many; when its lease ends, in ns
 LANE, OWNER, BYTES, UNTIL = 2, 3, 4, 5
-LOCK, LOCK_BYTE, GENERATION, LOCK_WORDS, LOCK_USERS = 6, 7, 8, 9, 10  # descriptor (-1: none), and as `Key` has them
+LOCK, LOCK_BYTE, GENERATION, LOCK_WORDS, LOCK_USERS = 6, 7, 8, 9, 10  # descriptor (-1: none), and what a `PeerGate` has
 EVENTS, EVENT_COUNT = 11, 12  # CUDA events that must have fired
 BLANKS, BLANK_COUNT = 13, 14  # to zero before: address, width, lines, pitch of each
 PARTS, PART_COUNT = 15, 16  # on a CPU what `copy_part` takes; on a GPU launches, LAUNCH_WORDS of each

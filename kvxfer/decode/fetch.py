@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from msgspec import Struct, field
 
 from kvxfer.copy.port import Event
-from kvxfer.decode.receiver import Engine, Grants, Receiver
+from kvxfer.decode.receiver import Grants, PrefillEngine, Receiver
 from kvxfer.errors import (
     ClosedError,
     Code,
@@ -75,13 +75,13 @@ def standing(parts: Sequence[Receiver], failed: Receiver | None = None) -> Stand
     if not parts:
         return Standing(Step.CONNECTING)
     order = list(Step)
-    behind = [failed] if failed is not None else [part for part in parts if not part.machine.ended] or parts
+    behind = [failed] if failed is not None else [part for part in parts if not part.protocol.ended] or parts
     return Standing(
         min((part.step for part in behind), key=order.index),
         ",".join(part.peer.name for part in behind),
         sum(part.tally.bytes for part in parts),
-        sum(part.machine.chunks_done for part in parts),
-        sum(part.machine.chunks for part in parts),
+        sum(part.protocol.chunks_done for part in parts),
+        sum(part.protocol.chunks for part in parts),
     )
 
 
@@ -217,7 +217,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         except KvxferError as error:
             self._stop(error)
 
-    async def _reach(self) -> Engine:
+    async def _reach(self) -> PrefillEngine:
         """What is needed of each prefill rank that could be reached."""
         site, links = self.site, self.role.known_links(self.ticket)
         lost: KvxferError | None = None
@@ -257,7 +257,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 raise outcome
         return links, lost
 
-    def _ask(self, engine: Engine) -> None:
+    def _ask(self, engine: PrefillEngine) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
         site, role, sent = self.site, self.role, True
         self.state, self.links = TransferState.WAITING, engine.links
@@ -295,7 +295,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if self._timer is not None:
             self._timer.cancel()
         self.site.custody.release(self.id)
-        payloads = [receiver.machine.payload for receiver in self.receivers]
+        payloads = [receiver.protocol.payload for receiver in self.receivers]
         self.ending = self._merge_counts()
         self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
         self.role.on_success(self)
@@ -373,7 +373,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             return
         if self._error is None:
             for receiver in self.receivers:
-                if receiver.machine.state is not ReceiveState.DONE or receiver.in_doubt:
+                if receiver.protocol.state is not ReceiveState.DONE or receiver.in_doubt:
                     break
             else:
                 if self.receivers:
@@ -444,7 +444,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     def _collect_failures(self) -> None:
         """The first failure of any rank becomes the fetch's error."""
         for receiver in self.receivers:
-            failure = receiver.machine.failure
+            failure = receiver.protocol.failure
             if failure is not None and self._error is None:
                 self._note_failure(fetch_error(self, receiver, failure), receiver)
 

@@ -5,7 +5,7 @@ On `pull` one flow reads chunks that the peer lets us read, each under the lease
 
 `Receiver.run` is that from the answer on, unless nothing is left to do here before the end: what was granted with the
 question needs no plan in place, and on `staged` the mover may know of all of it with the answer. Messages come in
-beside it: they are fed to the state machine (`protocol.transfer`) where the frame is handled, so that what breaks the
+beside it: they are fed to the state protocol (`protocol.transfer`) where the frame is handled, so that what breaks the
 protocol is raised there, and wake whoever waits for them. What counts memory is done where the news comes in, and not
 by whoever goes on with it a turn later.
 
@@ -33,19 +33,19 @@ from kvxfer.geometry import BlockLists, ChunkGrid, ChunkPlan, Damage, PairPlan, 
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.pairs import SMALL_PLAN, Bound, bind, block_pieces, decode_spans, encode_spans
+from kvxfer.plans.pairs import SMALL_PLAN, BoundPlan, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
-from kvxfer.safety.doubt import Exposure, may_outlive_agent, want_new_agent
+from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
 from kvxfer.site import Desk, Site, Tally, no_op, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
     from kvxfer.decode.fetch import Fetch
 
-__all__ = ["Checking", "Engine", "Finding", "Part", "Receiver"]
+__all__ = ["Checking", "Finding", "Part", "PrefillEngine", "Receiver"]
 
 # --- sums, compared
 #
@@ -155,24 +155,27 @@ class Grants(Struct, eq=False):
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
         if nbytes:
             self._in_place += nbytes
-            written, key = self.site.written, self.peer.identity.incarnation
+            written, key = self.site.written_in_place, self.peer.identity.incarnation
             written[key] = written.get(key, 0) + nbytes
 
-    def void_ahead(self) -> None:
-        """The peer writes nothing under the grant of `Fetch`."""
-        ahead, self.ahead = self.ahead, ()
-        if ahead:
-            self._give_back(ahead)
+    def release(self, *, ring: bool = True) -> None:
+        """The peer writes nothing under the grant of `Fetch`; nor in the ring, if so told, and nothing is read."""
+        extents = self.ahead
+        if ring:
+            extents, self.ring = (*extents, *self.ring), ()
+        self.ahead = ()
+        if extents:
+            self._give_back(extents)
         nbytes, self._in_place = self._in_place, 0
         if nbytes:
-            written, key = self.site.written, self.peer.identity.incarnation
+            written, key = self.site.written_in_place, self.peer.identity.incarnation
             if left := written.pop(key) - nbytes:
                 written[key] = left
 
-    def hold(self, extent: Extent, most: int, chunk: int) -> list[wire.Grant]:
+    def begin_ring(self, extent: Extent, most: int, chunk: int) -> list[wire.Place]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
-        self.ring, self._first = self.desk.write(extent, most - 1), chunk
-        return to_grants(self.ring)
+        self.ring, self._first = self.desk.begin_writing(extent, most - 1), chunk
+        return to_places(self.ring)
 
     def turns(self) -> int:
         """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
@@ -195,48 +198,29 @@ class Grants(Struct, eq=False):
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
-        written = self.site.written.get(self.peer.identity.incarnation, 0)
+        written = self.site.written_in_place.get(self.peer.identity.incarnation, 0)
         return self.site.lease_ms(written + self.desk.share.held.get(self.peer.account, 0))
 
     def places(self, chunks: range) -> list[Extent]:
         """Where chunks go, or are."""
         return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
-    def release_all(self) -> None:
-        """Nothing is in the peer's hands, and nothing is read: give all back."""
-        self.end(range(0), lost=False)
+    def quarantine(self, hands: range) -> None:
+        """The peer is lost, and may still write the places of these chunks; nothing of them is read any more.
 
-    def end(self, hands: range, *, lost: bool) -> None:
-        """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
-
-        Nothing of it is read any more.
-
-        Args:
-            hands: Chunks in the peer's hands.
-            lost: Whether it is lost.
+        What it does not have in its hands is given back.
         """
-        if not lost:
-            self.ahead, self.ring = (*self.ahead, *self.ring), ()
-            self.void_ahead()
-            return
-        for extent in self.ahead:
-            if extent.state is not ExtentState.QUARANTINED:
-                self.desk.quarantine(extent, f"{self.peer.name} is silent")
-        if self.ring:
-            self._quarantine(hands)
-
-    def _quarantine(self, hands: range) -> None:
-        """Give back what the peer has not in its hands; quarantine the rest."""
         ring = self.ring
         kept: Sequence[Extent] = ring if hands else ()
         if 0 < len(hands) < len(ring):
             kept = self.places(hands)
         if len(kept) < len(ring):
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
-        for extent in kept:
+        for extent in (*self.ahead, *kept):
             if extent.state is not ExtentState.QUARANTINED:
                 self.desk.quarantine(extent, f"{self.peer.name} is silent")
-        self._give_back([extent for extent in ring if extent not in kept] if kept else ring)
+        if ring:
+            self._give_back([extent for extent in ring if extent not in kept] if kept else ring)
 
     def _give_back(self, extents: Sequence[Extent]) -> None:
         written = extents
@@ -248,9 +232,9 @@ class Grants(Struct, eq=False):
             self.desk.release(*written)
 
 
-def to_grants(ring: Sequence[Extent]) -> list[wire.Grant]:
+def to_places(ring: Sequence[Extent]) -> list[wire.Place]:
     """Places as the peer is told of them."""
-    return list(map(wire.Grant, map(_address_of, ring), map(_nbytes_of, ring)))
+    return list(map(wire.Place, map(_address_of, ring), map(_nbytes_of, ring)))
 
 
 class _LastReserve(Struct, eq=False):
@@ -270,7 +254,7 @@ class Part(Struct, frozen=True, eq=False):
     asks: wire.Fetch  # what every question says of it, the routes that this rank accepts among that, best first
 
 
-class Engine(Struct, frozen=True, eq=False):
+class PrefillEngine(Struct, frozen=True, eq=False):
     """A prefill engine as far as it can be reached."""
 
     links: Sequence[Link]  # to all of its ranks
@@ -278,14 +262,14 @@ class Engine(Struct, frozen=True, eq=False):
     idle: Sequence[Link]  # to the others
 
 
-class _Run(Struct, eq=False):
+class _ActiveFlow(Struct, eq=False):
     """Chunks that the mover moves one after another."""
 
     flow: Flow  # where it does
     first: int  # the first of them
-    way: tuple[str, int]  # of what is read: the peer's agent, and what its memory is granted by
+    source: tuple[str, int]  # of what is read: the peer's agent, and what its memory is granted by
     copying: float = 0.0  # seconds that copying them took
-    unwant: Callable[[], None] = no_op  # wants no other agent any more, which would end what is in doubt
+    withdraw_rebuild: Callable[[], None] = no_op  # wants no other agent any more, which would end what is in doubt
 
 
 class Receiver(Struct, eq=False):
@@ -299,7 +283,7 @@ class Receiver(Struct, eq=False):
     peer: PeerInfo
     grants: Grants  # memory in its hands
     exposure: Exposure  # what it may touch, and the gate before it
-    machine: Receiving
+    protocol: Receiving
     tally: Tally = field(default_factory=Tally)
     checking: Checking | None = None  # what it says its chunks add up to, if that is compared
     route: Route = Route.UNKNOWN  # as the prefill rank chose it
@@ -312,12 +296,12 @@ class Receiver(Struct, eq=False):
     _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
     _last_reserve: _LastReserve = field(default_factory=_LastReserve)
     _writable: bool = False  # whether the caller's blocks may be written
-    _bound: Bound | None = None
+    _bound: BoundPlan | None = None
     _grid: ChunkGrid | None = None
     _stale: bool = False  # the peer's blocks have grown since the plan was made
     _flushes: bool = False  # what comes into the caller's blocks has to be made visible to the device
     _flushed: int = 0  # the first so many are
-    _run: _Run | None = None  # what the mover copies of what has arrived (`pull`: reads), or may have in doubt
+    _active: _ActiveFlow | None = None  # copies what has arrived (`pull`: reads), or may be in doubt
     _turns: Turns | None = None  # which it takes with the peer's
     _submitted: int = 0  # of the first so many chunks there are steps
     _copied: int = 0  # the first so many have been copied (`pull`: read)
@@ -340,30 +324,30 @@ class Receiver(Struct, eq=False):
     @property
     def step(self) -> Step:
         """What it waits for, or waited for when it ended."""
-        step = self.machine.step
+        step = self.protocol.step
         return Step.PLANNING if self._grid is None and step is not Step.ASKING else step
 
     @property
     def is_lost(self) -> bool:
         """Whether the session is gone, and the peer may still write."""
-        return self.machine.state is ReceiveState.LOST
+        return self.protocol.state is ReceiveState.LOST
 
     @property
     def copying(self) -> bool:
         """Whether a copy of our own writes the caller's blocks, which needs no peer and no agent."""
-        return self._copies > 0 or (self._run is not None and not self.reading)
+        return self._copies > 0 or (self._active is not None and not self.reading)
 
     @property
     def reading(self) -> bool:
         """Whether a read of our own may write the caller's blocks."""
-        return self._run is not None and self.route is Route.PULL
+        return self._active is not None and self.route is Route.PULL
 
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        if self._run is not None or self._copies:
+        if self._active is not None or self._copies:
             return True
-        if self.machine.ended or not self.machine.exposed:
+        if self.protocol.ended or not self.protocol.exposed:
             return False
         return not self._staged if self.route is Route.UNKNOWN else self.route in IN_PLACE
 
@@ -373,7 +357,7 @@ class Receiver(Struct, eq=False):
 
         A peer that is back is asked what became of it; the blocks do not wait for that where it cannot write them.
         """
-        return (self.machine.ended or self.machine.was_lost) and not self.in_doubt
+        return (self.protocol.ended or self.protocol.was_lost) and not self.in_doubt
 
     @property
     def finished(self) -> bool:
@@ -392,7 +376,7 @@ class Receiver(Struct, eq=False):
     @property
     def moving(self) -> bool:
         """Whether anything new may be begun."""
-        return self.machine.state is ReceiveState.MOVING and not self._given_up
+        return self.protocol.state is ReceiveState.MOVING and not self._given_up
 
     def _check_moving(self) -> None:
         """End `run` where nothing new may be begun any more."""
@@ -401,8 +385,8 @@ class Receiver(Struct, eq=False):
 
     def watch(self) -> None:
         """Hear of chunks soon: somebody waits for them one by one."""
-        if self._run is not None:
-            self.site.mover.report_soon(self._run.flow)
+        if self._active is not None:
+            self.site.mover.report_soon(self._active.flow)
 
     # --- from the question to the last chunk
 
@@ -415,7 +399,7 @@ class Receiver(Struct, eq=False):
         """
         site, fetch, part, link, grants = self.site, self.fetch, self.part, self.link, self.grants
         spans, tokens, after, pair = fetch.spans, fetch.tokens, fetch.after, part.pair
-        machine, exposure = self.machine, self.exposure
+        protocol, exposure = self.protocol, self.exposure
         # of a peer that was lost since it was looked up nothing is known any more
         routes, writes = part.asks.routes if link.is_open else [], after is READY
         first = routes[0] if routes else Route.UNKNOWN
@@ -434,7 +418,7 @@ class Receiver(Struct, eq=False):
         elif ahead:
             grants.count_in_place(pair.most_bytes(spans, tokens))
         if ahead:
-            machine.ahead, grants.lease_ms = True, grants.next_lease_ms()
+            protocol.ahead, grants.lease_ms = True, grants.next_lease_ms()
             exposure.routes = (first,) if staged else routes
             generation = exposure.grant(mapped=Route.MAPPED in routes)
         left, turns = fetch.deadline - self._asked, self._turns
@@ -449,15 +433,15 @@ class Receiver(Struct, eq=False):
             lease_ms=grants.lease_ms,
             generation=generation,
             agreement=self._agreement if ahead else b"",
-            ring=to_grants(grants.ahead) if grants.ahead else [],
-            ring_chunks=machine.staging,
+            ring=to_places(grants.ahead) if grants.ahead else [],
+            ring_chunks=protocol.staged_ahead,
             token=b"" if turns is None else turns.token,
-            fenced=site.keys.has(self.peer),
+            fenced=site.peer_gates.has(self.peer),
             trace=fetch.trace,
         )
         if link.send(message):
-            return machine.state is not ReceiveState.LOST  # what the peer has not read was too much
-        machine.ahead = False
+            return protocol.state is not ReceiveState.LOST  # what the peer has not read was too much
+        protocol.ahead = False
         self._void_ahead()
         self.on_link_lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
         return False
@@ -468,21 +452,21 @@ class Receiver(Struct, eq=False):
         nbytes = self.part.pair.most_staged_bytes(tokens)
         if nbytes > site.place_bytes:
             places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
-            most = min(site.config.window, grants.desk.share.most(nbytes), places)
+            most = min(site.config.window, grants.desk.share.most_extents(nbytes), places)
             token, agent = _new_token(None if self.checking is not None else self._peer_agent())
             if not token:
                 return False
         grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
-        places = self.machine.staging = len(grants.ahead)
+        places = self.protocol.staged_ahead = len(grants.ahead)
         if token and places:
             self._turns = Turns(places, 0, token, agent)
             if places == most and has_fired(self.fetch.after):
-                self.machine.staging = grants.turns() * places
+                self.protocol.staged_ahead = grants.turns() * places
         return places > 0
 
     async def run(self, message: wire.Accept) -> None:
         """Receive what was asked for. What fails stops all of it."""
-        machine, rows = self.machine, self._table_rows()
+        protocol, rows = self.protocol, self._table_rows()
         try:
             if self._needs_plan and self._bound is None:
                 warming = self.site.warming.get((self.peer.identity.incarnation, False))
@@ -493,7 +477,7 @@ class Receiver(Struct, eq=False):
                 self.tally.pieces, self._grid = made.pieces, made.grid
             bound = self._bound
             while self.moving:
-                if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
+                if protocol.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
                     self._release_ring()
                     await self._wait_for_news()
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
@@ -531,7 +515,7 @@ class Receiver(Struct, eq=False):
         theirs, ours = map(_ids_of, self._source.values()), map(_ids_of, self.fetch.spans.values())
         return max(sum(map(len, theirs)), sum(map(len, ours)))
 
-    def _plan(self, message: wire.Accept, source: BlockLists) -> Bound:
+    def _plan(self, message: wire.Accept, source: BlockLists) -> BoundPlan:
         """The plan that the peer has made. From any thread.
 
         Raises:
@@ -547,7 +531,7 @@ class Receiver(Struct, eq=False):
                 raise _plan_differs(message)
         except KvxferError as error:
             raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
-        return Bound(plan, grid)
+        return BoundPlan(plan, grid)
 
     def _chunk_grid(self, message: wire.Accept) -> ChunkGrid:
         """How the peer cuts it, which has to make as many chunks as it says."""
@@ -559,81 +543,81 @@ class Receiver(Struct, eq=False):
 
     # --- chunks, in their order
 
-    async def _advance(self, bound: Bound | None) -> None:
+    async def _advance(self, bound: BoundPlan | None) -> None:
         """Do all that can be done now, and wait for news."""
-        machine = self.machine
+        protocol = self.protocol
         if bound is None or not self._staged:
             if bound is not None and self.route is Route.PULL:
                 await self._submit_reads(bound)
-            if self._flushed < (arrived := machine.arrived):  # into the caller's blocks, once for all of it
+            if self._flushed < (arrived := protocol.arrived):  # into the caller's blocks, once for all of it
                 if self._flushes:
                     await self._flush_or_sum(_FLUSH, 0)
                 self._flushed = arrived
             there = self._flushed
         else:
-            if self._submitted < machine.granted and not self._stale:
+            if self._submitted < protocol.granted and not self._stale:
                 await self._submit_scatters(bound)
             there = self._copied
-        if machine.chunks_done < there:
+        if protocol.chunks_done < there:
             await self._land_checked(bound, there)
-        if machine.chunks_done < machine.chunks:
+        if protocol.chunks_done < protocol.chunks:
             if bound is not None and self.route in IN_PLACE:
                 await self._grant_in_place(bound)
-            elif bound is not None and self._staged and machine.granted < machine.chunks:
+            elif bound is not None and self._staged and protocol.granted < protocol.chunks:
                 await self._grant_ring(bound)
-            if self._submitted == machine.granted or not self._staged:
+            if self._submitted == protocol.granted or not self._staged:
                 await self._wait_for_news()
             else:
                 await asyncio.sleep(0)
 
-    async def _grant_in_place(self, bound: Bound) -> None:
+    async def _grant_in_place(self, bound: BoundPlan) -> None:
         """Let the peer write chunks that are ready, once the caller's blocks may be written."""
-        machine, rebuilds = self.machine, self.site.rebuilds
-        if machine.granted == machine.ready:
+        protocol, rebuilds = self.protocol, self.site.rebuilds
+        if protocol.granted == protocol.ready:
             return
         await self._wait_until_writable()
         if rebuilds.paused and self.route is Route.DIRECT:
-            rebuilds.when_open(self._wake)
+            rebuilds.when_done(self._wake)
         elif self.moving:
-            self.grants.count_in_place((machine.ready - machine.granted) * bound.most_bytes)
-            self._reserve(machine.ready)
+            self.grants.count_in_place((protocol.ready - protocol.granted) * bound.most_bytes)
+            self._reserve(protocol.ready)
 
-    async def _grant_ring(self, bound: Bound) -> None:
+    async def _grant_ring(self, bound: BoundPlan) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
 
         Where others wait for memory no place is used again: when the last one is free, all are given back, and this
         transfer takes its turn as well. So they are where there are fewer than are wanted by now: a stream begins with
         the few chunks that are ready first.
         """
-        machine, grants = self.machine, self.grants
+        protocol, grants = self.protocol, self.grants
         self._check_moving()
-        more, free = machine.granted < machine.ready, self._copied
-        most = min(self.site.config.window, grants.desk.share.most(bound.most_bytes), machine.ready - machine.granted)
-        contended = grants.desk.contended
-        if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
+        more, free = protocol.granted < protocol.ready, self._copied
+        room, contended = grants.desk.share.most_extents(bound.most_bytes), grants.desk.contended
+        most = min(self.site.config.window, room, protocol.ready - protocol.granted)
+        if grants.ring and free == protocol.granted and (not more or contended or len(grants.ring) < most):
             self._release_ring()
         if grants.ring and more and not contended:
             ahead = self._most_ahead(most)
             if ahead == len(grants.ring):  # a place is used again once this has heard that it is free
                 self.watch()
-            if ahead == len(grants.ring) or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
-                self._reserve(min(machine.ready, free + ahead))
+            if ahead == len(grants.ring) or protocol.granted - free <= ahead // 2:  # far ahead there is no hurry
+                self._reserve(min(protocol.ready, free + ahead))
         elif more and not grants.ring and self._request is None and self._extent is None:
             self._request_staging(bound)
         if self._extent is not None:
             rebuilds = self.site.rebuilds
             named = None if rebuilds.paused else await self._turns_token()
             if named is None or rebuilds.paused:  # what is granted now would be for an agent that is about to go
-                rebuilds.when_open(self._wake)
+                rebuilds.when_done(self._wake)
                 return
             (token, agent), extent, self._extent, contended = named, self._extent, None, grants.desk.contended
-            ring = grants.hold(extent, most, machine.granted)
+            ring = grants.begin_ring(extent, most, protocol.granted)
             # now: what is heard of chunks before there is a flow for them would be lost
-            self._turns = Turns(len(ring), machine.granted, token, agent)
+            self._turns = Turns(len(ring), protocol.granted, token, agent)
             self._submit([], 0, self._turns)
             self.tally.add_stages(("queued", self._asked, self.site.now()))
             ahead = len(grants.ring) if contended else self._most_ahead(most)
-            self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
+            self._reserve(min(protocol.ready, protocol.granted + ahead), ring, token)
 
     def _most_ahead(self, most: int) -> int:
         """How many chunks of a ring may be granted before the first of them has left it."""
@@ -647,8 +631,8 @@ class Receiver(Struct, eq=False):
         Not while that may take long, since the caller's blocks may not be written yet, or our mover has no room: the
         peer would keep for it what others could use.
         """
-        turns, run = self._turns, self._run
-        if turns is None or not turns.token or run is None or run.flow.slot < 0:
+        turns, active = self._turns, self._active
+        if turns is None or not turns.token or active is None or active.flow.slot < 0:
             return False
         self._writable = self._writable or has_fired(self.fetch.after)
         return self._writable
@@ -658,7 +642,7 @@ class Receiver(Struct, eq=False):
 
         Sums of a chunk have to be here before it is copied, so the loops say when that is.
         """
-        if self.checking is not None or self.machine.chunks - self.machine.granted == 1:
+        if self.checking is not None or self.protocol.chunks - self.protocol.granted == 1:
             return b"", ""
         agent = self._peer_agent()
         if agent is not None and not agent.done():  # no longer than the loops would be late
@@ -674,7 +658,7 @@ class Receiver(Struct, eq=False):
         except FabricError:
             return None
 
-    def _request_staging(self, bound: Bound) -> None:
+    def _request_staging(self, bound: BoundPlan) -> None:
         """Ask for memory that holds any chunk, and wait for it no longer than a grant holds."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
@@ -695,21 +679,21 @@ class Receiver(Struct, eq=False):
             self._extent = found
             self._wake()
 
-    def _reserve(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
+    def _reserve(self, chunks: int, ring: Sequence[wire.Place] = (), token: bytes = b"") -> None:
         """Say that the peer may write the first so many chunks, and which places are free again."""
-        machine = self.machine
-        if chunks > machine.granted:
+        protocol = self.protocol
+        if chunks > protocol.granted:
             self._granted.append((chunks, self.site.now()))
-            if self._copied == machine.granted:
-                self.grants.begin_turns(machine.granted, self.site.now())
+            if self._copied == protocol.granted:
+                self.grants.begin_turns(protocol.granted, self.site.now())
             self._send_reserve(chunks, ring, token)
 
-    def _send_reserve(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
+    def _send_reserve(self, chunks: int, ring: Sequence[wire.Place] = (), token: bytes = b"") -> None:
         said, lease_ms = self._last_reserve, self.grants.next_lease_ms()
         said.copied = self._copied if self._staged else 0
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
         gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
-        self.link.send(*self.machine.grant(chunks, lease_ms, gate, ring, said.copied, token))
+        self.link.send(*self.protocol.grant(chunks, lease_ms, gate, ring, said.copied, token))
         if self._turns is not None:  # in place nothing waits for a place, nor is told by agents
             self._schedule_reserve()
 
@@ -720,21 +704,21 @@ class Receiver(Struct, eq=False):
         if said.again is not None and news and not said.news:  # it need not wait as long as the lease
             said.again.cancel()
             said.again = None
-        waits = self.machine.granted - self._copied > len(self.grants.ring)  # some have no place yet
-        if said.again is None and (waits or (self._movers_take_turns and self._copied < self.machine.granted)):
+        waits = self.protocol.granted - self._copied > len(self.grants.ring)  # some have no place yet
+        if said.again is None and (waits or (self._movers_take_turns and self._copied < self.protocol.granted)):
             said.news = news
             said.again = self.site.call_at(self.site.now() + REPEAT_S if news else said.renewal, self._repeat_reserve)
 
     def _repeat_reserve(self) -> None:
         self._last_reserve.again = None
-        if self.moving and self._copied < self.machine.granted:
-            self._send_reserve(self.machine.granted)
+        if self.moving and self._copied < self.protocol.granted:
+            self._send_reserve(self.protocol.granted)
 
-    async def _submit_scatters(self, bound: Bound) -> None:
+    async def _submit_scatters(self, bound: BoundPlan) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        begun, made = self._submitted, 0 if self._run is None else self._submitted - self._run.first
+        begun, made = self._submitted, 0 if self._active is None else self._submitted - self._active.first
         more = max(len(self.grants.ring), max(bound.quick, 2 * made) if made else 1)  # the mover begins with the first
-        chunks = range(begun, min(self.machine.granted, begun + min(more, bound.at_once)))
+        chunks = range(begun, min(self.protocol.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._scatter_steps, bound, chunks, places), len(chunks) * bound.part_rows
         if 2 * len(chunks) > bound.at_once:
@@ -743,15 +727,15 @@ class Receiver(Struct, eq=False):
         self._check_moving()
         self._submit(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
-    async def _submit_reads(self, bound: Bound) -> None:
+    async def _submit_reads(self, bound: BoundPlan) -> None:
         """Let the mover read chunks that the peer lets us read. It then confirms that the offer was held meanwhile."""
         most = 2 * self.site.config.window  # so that the mover always has the next one
-        while self._submitted < min(self.machine.ready, self._copied + most) and not self._stale:
+        while self._submitted < min(self.protocol.ready, self._copied + most) and not self._stale:
             await self._submit_read(self._submitted, bound)
         if self._copied == self._submitted:  # more may be long in coming
             self._release_ring()
 
-    async def _submit_read(self, chunk: int, bound: Bound) -> None:
+    async def _submit_read(self, chunk: int, bound: BoundPlan) -> None:
         site, peer = self.site, self.peer
         pieces = await site.plan(partial(bound.listed, chunk), rows=bound.chunk_pieces)
         await self._wait_until_writable()
@@ -761,7 +745,7 @@ class Receiver(Struct, eq=False):
             del self._readable[0]
         _, until, generation = self._readable[0]
         lane = await self._wait_shared(site.lanes.connect(peer, self.link.renewals))
-        while self._run is not None and self._run.way != (lane, generation):  # what goes another way comes behind it
+        while self._active is not None and self._active.source != (lane, generation):  # this comes behind it
             if self._copied < self._submitted:
                 await self._wait_for_news()
                 lane = await self._wait_shared(site.lanes.connect(peer, self.link.renewals))
@@ -773,7 +757,7 @@ class Receiver(Struct, eq=False):
             local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
             remote = block_pieces(site.plans.geometry(peer), pieces.src, pieces.nbytes)
             step = CopyJob(NOTHING, until=until, post=replace(post, local=local, remote=remote))
-        self.machine.begin_reads(chunk + 1)
+        self.protocol.begin_reads(chunk + 1)
         self.tally.descriptors += len(pieces)
         self._submit([step], 1, post=post, generation=generation)
 
@@ -787,30 +771,30 @@ class Receiver(Struct, eq=False):
         generation: int = 0,
     ) -> None:
         """The next so many chunks are copied out of a ring, or read, by steps of a flow: a new one if there is none."""
-        site, machine, first, run = self.site, self.machine, self._submitted, self._run
+        site, protocol, first, active = self.site, self.protocol, self._submitted, self._active
         self._submitted += chunks
-        if run is not None:
-            site.mover.add(run.flow, steps)
-            site.mover.allow(run.flow, self._submitted - run.first)
+        if active is not None:
+            site.mover.add(active.flow, steps)
+            site.mover.allow(active.flow, self._submitted - active.first)
             return
-        passage = None if post is None else site.keys.passage(self.peer, generation)
+        passage = None if post is None else site.peer_gates.passage(self.peer, generation)
         progress = partial(self._on_progress, first)
         flow = site.mover.flow(
             CopyJob(NOTHING, partial(progress, over=True), passage=passage, owner=self.transfer, post=post),
             Direction.SCATTER,
             steps,
-            total=machine.chunks - first,
+            total=protocol.chunks - first,
             allowed=chunks,
             width=site.config.window,
             turns=turns,
-            heard=machine.arrived - first,
+            heard=protocol.arrived - first,
             progress=progress,
         )
-        self._run = _Run(flow, first, ("" if post is None else post.peer, generation))
+        self._active = _ActiveFlow(flow, first, ("" if post is None else post.peer, generation))
         if self.fetch.watched:
             self.watch()
 
-    def _scatter_steps(self, bound: Bound, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
+    def _scatter_steps(self, bound: BoundPlan, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
         staging = list(map(_address_of, places))
         made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
@@ -821,24 +805,24 @@ class Receiver(Struct, eq=False):
 
     def _on_progress(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
-        site, machine, tally, run = self.site, self.machine, self.tally, self._run
+        site, protocol, tally, active = self.site, self.protocol, self.tally, self._active
         if over and outcome.posted:
             posted = outcome.posted
             tally.add_stages(("posting", posted, posted + outcome.posting), ("wire", posted, posted + outcome.wire))
-        if run is None or run.first != first:  # it was let go: nothing was left to be done of it
+        if active is None or active.first != first:  # it was let go: nothing was left to be done of it
             return
         if over and outcome.error is not None and outcome.may_move:
-            run.unwant = want_new_agent(site, self.peer, urgent=True)
+            active.withdraw_rebuild = request_rebuild(site, self.peer, urgent=True)
         elif over:
-            self._run = None
-        now, copying, moved = site.now(), outcome.copying - run.copying, first + outcome.steps
+            self._active = None
+        now, copying, moved = site.now(), outcome.copying - active.copying, first + outcome.steps
         if moved > self._copied and self.route is not Route.PULL:
             tally.add_stages(("scattering", now - copying, now))
-            if moved > machine.arrived:
-                self._on_chunks(machine.on_notified(moved), UNTIMED)
+            if moved > protocol.arrived:
+                self._on_chunks(protocol.on_notified(moved), UNTIMED)
         elif moved > self._copied and self.moving:
-            self.link.send(*machine.chunks_read(moved))
-        self._copied, run.copying = max(self._copied, moved), outcome.copying
+            self.link.send(*protocol.chunks_read(moved))
+        self._copied, active.copying = max(self._copied, moved), outcome.copying
         if self._turns is not None:
             if self._bound is not None:
                 self.grants.measure_turns(self._copied, now, self._bound.most_bytes)
@@ -848,35 +832,35 @@ class Receiver(Struct, eq=False):
         elif outcome.stopped and not self._given_up:
             self.stop(Failure(Status.FAILED, Code.TIMEOUT, "the lease ran out before the chunk was read"))
         self._land_or_wake()
-        if self._given_up or machine.ended:
+        if self._given_up or protocol.ended:
             self._reclaim()
 
     def _on_late_read(self, _: bool) -> None:
         """What was read in doubt has ended, or our agent has."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.unwant()
+        active, self._active = self._active, None
+        if active is not None:
+            active.withdraw_rebuild()
         self._reclaim()
 
     def _release_ring(self) -> None:
         """Nothing is in the peer's hands, nor to be copied: others may have the memory, and the mover's place."""
-        self.grants.release_all()
-        run, self._run, self._turns = self._run, None, None
-        if run is not None:
-            self.site.mover.finish(run.flow)
+        self.grants.release()
+        active, self._active, self._turns = self._active, None, None
+        if active is not None:
+            self.site.mover.finish(active.flow)
 
-    async def _land_checked(self, bound: Bound | None, there: int) -> None:
+    async def _land_checked(self, bound: BoundPlan | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
-        machine = self.machine
-        while bound is not None and self.checking is not None and machine.chunks_done < there:
-            chunk = machine.chunks_done
+        protocol = self.protocol
+        while bound is not None and self.checking is not None and protocol.chunks_done < there:
+            chunk = protocol.chunks_done
             await self._compare_sums(chunk, bound, bound.carried(chunk, chunk + 1))
             if self._given_up:
                 raise asyncio.CancelledError
             self._mark_landed(chunk + 1)
-        if machine.chunks_done < there:
+        if protocol.chunks_done < there:
             self._mark_landed(there)
-        if machine.ended:
+        if protocol.ended:
             self._reclaim()
 
     def _mark_landed(self, stop: int) -> None:
@@ -885,32 +869,32 @@ class Receiver(Struct, eq=False):
         Raises:
             RefusedError: If all have, and not so many bytes as the peer says.
         """
-        machine, bound = self.machine, self._bound
+        protocol, bound = self.protocol, self._bound
         if bound is not None:
-            self.tally.bytes += bound.carried(machine.chunks_done, stop)
-            if stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
+            self.tally.bytes += bound.carried(protocol.chunks_done, stop)
+            if stop == protocol.chunks and self._nbytes not in {None, self.tally.bytes}:
                 raise self._bytes_differ()
-        machine.chunks_landed(stop)
+        protocol.chunks_landed(stop)
         self.fetch.landed()
 
     def has_landed(self, layer: int) -> bool:
         """Whether all chunks have that have a part of a layer."""
-        return self._grid is not None and self._grid.last_of(layer) < self.machine.chunks_done
+        return self._grid is not None and self._grid.last_of(layer) < self.protocol.chunks_done
 
     def _land_or_wake(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
-        machine = self.machine
-        there = self._copied if self._staged else self._flushed if self._flushes else machine.arrived
+        protocol = self.protocol
+        there = self._copied if self._staged else self._flushed if self._flushes else protocol.arrived
         planned = not self._needs_plan or (self._bound is not None and not self._stale)
-        lands = planned and machine.state is ReceiveState.MOVING and not self._given_up and self.checking is None
-        if lands and machine.chunks_done < there:
+        lands = planned and protocol.state is ReceiveState.MOVING and not self._given_up and self.checking is None
+        if lands and protocol.chunks_done < there:
             try:
                 self._mark_landed(there)
             except KvxferError as error:
                 self._fail(error)
-        if machine.ended:
+        if protocol.ended:
             return
-        waits = machine.chunks_done < machine.granted == machine.chunks  # for the others, which are granted
+        waits = protocol.chunks_done < protocol.granted == protocol.chunks  # for the others, which are granted
         if not (lands and waits and not self._flushes and self.route is not Route.PULL):
             self._wake()
 
@@ -919,7 +903,7 @@ class Receiver(Struct, eq=False):
         reason = f"{self.tally.bytes} bytes were to come by this side's plan, and {self._nbytes} by the prefill rank's"
         return RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
-    async def _compare_sums(self, chunk: int, bound: Bound, nbytes: int) -> None:
+    async def _compare_sums(self, chunk: int, bound: BoundPlan, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
         checking = self.checking
         if checking is None or not checking.wants(chunk, nbytes):
@@ -932,7 +916,7 @@ class Receiver(Struct, eq=False):
         self.site.metrics.chunks_checked["damaged" if wrong else "ok"] += 1
         if wrong:
             self.stop(Failure(Status.FAILED, Code.INTEGRITY, wrong))
-            if self.machine.state is ReceiveState.STOPPED:  # its last result has come, so there was nothing to ask
+            if self.protocol.state is ReceiveState.STOPPED:  # its last result has come, so there was nothing to ask
                 self.link.send(wire.Cancel(self.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
@@ -966,12 +950,12 @@ class Receiver(Struct, eq=False):
 
     def on_accept(self, message: wire.Accept) -> None:
         """The peer made a plan."""
-        machine, route = self.machine, message.route
-        if not machine.on_accept(message):
+        protocol, route = self.protocol, message.route
+        if not protocol.on_accept(message):
             return
         site, grants, tally, exposure = self.site, self.grants, self.tally, self.exposure
         if message.ahead:  # even if it is stopped below: what is under way may still arrive
-            self._granted.append((machine.granted, site.now()))
+            self._granted.append((protocol.granted, site.now()))
         else:
             self._void_ahead()
         if route not in self._routes:
@@ -1007,21 +991,21 @@ class Receiver(Struct, eq=False):
 
     def _void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
-        self.grants.void_ahead()
-        if self._run is None:
+        self.grants.release(ring=False)
+        if self._active is None:
             self._turns = None
 
     def on_refuse(self, message: wire.Refuse) -> None:
         """The peer refused."""
         self.site.metrics.refusals_received[message.code.name.lower()] += 1
-        self.machine.on_refuse(message)
+        self.protocol.on_refuse(message)
         self._reclaim()
 
-    def on_want(self, message: wire.Want) -> None:
+    def on_ready(self, message: wire.Ready) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
-        if self.machine.on_want(message):
+        if self.protocol.on_ready(message):
             self._readable.append((message.chunks, self.site.now() + message.lease_ms / 1000, message.generation))
-        if not self.machine.exposed:
+        if not self.protocol.exposed:
             self._void_ahead()
         if message.spans and self.moving:
             self._stale = True
@@ -1030,29 +1014,29 @@ class Receiver(Struct, eq=False):
 
     def on_arrived(self, message: wire.Arrived) -> None:
         """Chunks have arrived."""
-        self._on_chunks(self.machine.on_arrived(message), message.timings)
+        self._on_chunks(self.protocol.on_arrived(message), message.timings)
 
     def on_sums(self, message: wire.Sums) -> None:
         """What a chunk adds up to at the peer that has been granted."""
-        if self.checking is not None and self.machine.arrived <= message.chunk < self.machine.granted:
+        if self.checking is not None and self.protocol.arrived <= message.chunk < self.protocol.granted:
             self.checking.on_sums(message)
 
     def on_result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
-        machine = self.machine
+        protocol = self.protocol
         if message.chunk == WHOLE:
             if message.status is Status.IN_DOUBT:
                 self.exposure.on_in_doubt()
-            elif message.status is Status.OK and machine.state is ReceiveState.MOVING and not machine.heard_last:
+            elif message.status is Status.OK and protocol.state is ReceiveState.MOVING and not protocol.heard_last:
                 self._nbytes = nbytes = message.bytes
                 if not self._needs_plan:
                     self.tally.bytes = nbytes
-                elif machine.chunks_done == machine.chunks and nbytes != self.tally.bytes:
+                elif protocol.chunks_done == protocol.chunks and nbytes != self.tally.bytes:
                     self._fail(self._bytes_differ())
-        self._on_chunks(machine.on_result(message), message.timings)
-        if machine.failure is not None and machine.state is ReceiveState.MOVING:
-            self.stop(machine.failure)
-        if machine.ended or machine.failure is not None:
+        self._on_chunks(protocol.on_result(message), message.timings)
+        if protocol.failure is not None and protocol.state is ReceiveState.MOVING:
+            self.stop(protocol.failure)
+        if protocol.ended or protocol.failure is not None:
             self._reclaim()
 
     def _on_chunks(self, chunks: range | None, timings: wire.Timings) -> None:
@@ -1060,7 +1044,7 @@ class Receiver(Struct, eq=False):
         if chunks is None:
             self.site.metrics.results_dropped["stale"] += 1
             return
-        now, granted, run = self.site.now(), self._granted, self._run
+        now, granted, active = self.site.now(), self._granted, self._active
         if self.route is Route.PULL:
             if not chunks:
                 return
@@ -1069,8 +1053,8 @@ class Receiver(Struct, eq=False):
             self.tally.add_chunks(granted[0][1], now, timings)
             while granted and granted[0][0] <= chunks.stop:
                 del granted[0]
-            if run is not None and self._staged:
-                self.site.mover.note_peer_steps(run.flow, chunks.stop - run.first)
+            if active is not None and self._staged:
+                self.site.mover.note_peer_steps(active.flow, chunks.stop - active.first)
                 if chunks.stop <= self._submitted:
                     return  # there is nothing to do before it is copied
         elif timings != UNTIMED:
@@ -1146,16 +1130,16 @@ class Receiver(Struct, eq=False):
     def stop(self, failure: Failure) -> None:
         """Give up; `blocks_safe` becomes true when memory is safe."""
         self._give_up()
-        if messages := self.machine.cancel(failure, reading=self.reading):
+        if messages := self.protocol.cancel(failure, reading=self.reading):
             self.link.send(*messages)
         self._reclaim()
 
     def on_link_lost(self, failure: Failure) -> None:
         """The session is gone, or the peer is silent. After its last word there is nothing to be lost."""
-        if self.machine.heard_last:
+        if self.protocol.heard_last:
             return
         self._give_up()
-        self.machine.on_link_lost(failure)
+        self.protocol.on_link_lost(failure)
         self._reclaim()
 
     def resume(self, link: Link) -> None:
@@ -1165,7 +1149,7 @@ class Receiver(Struct, eq=False):
         if self.is_lost:
             if self.route is not Route.PULL and not self.finished:
                 self._keep_polling()
-            if messages := self.machine.resume(reading=self.reading):
+            if messages := self.protocol.resume(reading=self.reading):
                 self.link.send(*messages)
             self._reclaim()
 
@@ -1177,7 +1161,7 @@ class Receiver(Struct, eq=False):
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
-        if self.machine.exposed:  # perhaps before its answer was understood: the peer may be writing by now
+        if self.protocol.exposed:  # perhaps before its answer was understood: the peer may be writing by now
             self._keep_polling()
         if self._request is not None:
             self.grants.desk.withdraw(self._request)
@@ -1185,8 +1169,8 @@ class Receiver(Struct, eq=False):
         if self._extent is not None:
             self.grants.desk.release(self._extent)
             self._extent = None
-        if self._run is not None:
-            self.site.mover.cancel(self._run.flow)
+        if self._active is not None:
+            self.site.mover.cancel(self._active.flow)
         if self._news is not None:
             self._news.cancel()
         for waiting in list(self._waits):
@@ -1194,34 +1178,25 @@ class Receiver(Struct, eq=False):
 
     def _on_evidence(self) -> None:
         """There is evidence, other than the peer's word, that nothing of it is written any more."""
-        self.machine.on_evidence()
+        self.protocol.on_evidence()
         self._reclaim()
 
     def _reclaim(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
-        machine = self.machine
-        state, ended = machine.state, machine.ended
-        if machine.failure is None and state in _RUNNING:
+        protocol, state = self.protocol, self.protocol.state
+        ended, lost = protocol.ended, state is ReceiveState.LOST
+        if protocol.failure is None and state in _RUNNING:
             return  # all goes well
         if not self._given_up and state is not ReceiveState.DONE:
             self._give_up()  # whoever ended it: no scatter begins any more
-        if self.route is Route.PULL and not self.reading and (unread := machine.reads_ended()):
+        if self.route is Route.PULL and not self.reading and (unread := protocol.reads_ended()):
             self.link.send(*unread)
-        lost = state is ReceiveState.LOST
-        if (ended or lost) and self._run is None:  # else our own copies read it yet
-            stop, turns = machine.granted, self._turns
-            if turns is not None:  # the peer writes no chunk before there is a place for it
-                stop = min(stop, self._copied + turns.places)
-            self.grants.end(range(machine.arrived, stop), lost=lost)
+        if self._active is None and ended:  # else our own copies read it yet
+            self.grants.release()
+        elif self._active is None and lost:
+            self._quarantine()
         if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
-            # nothing that it has posted needs this side to end any more, nor does it wait for news of it
-            if self._stop_polling is not no_op:
-                self._stop_polling()
-                self._stop_polling = no_op
-            if self._release_lane is not no_op and self._run is None:
-                self._release_lane()
-            if self._last_reserve.again is not None:
-                self._last_reserve.again.cancel()
+            self._rest()
         if ended:
             self.exposure.end()
             if self._pending_accept is None:  # else `run` has not begun, and will not
@@ -1229,6 +1204,22 @@ class Receiver(Struct, eq=False):
         self.fetch.end_if_over()
         if lost and (not self.finished or self.owes_an_answer):
             self.fetch.role.recoveries.begin(self)
+
+    def _quarantine(self) -> None:
+        """Keep what the lost peer has in its hands: it writes no chunk before there is a place for it."""
+        protocol, turns = self.protocol, self._turns
+        stop = protocol.granted if turns is None else min(protocol.granted, self._copied + turns.places)
+        self.grants.quarantine(range(protocol.arrived, stop))
+
+    def _rest(self) -> None:
+        """Nothing that the peer has posted needs this side to end any more, nor does it wait for news of it."""
+        if self._stop_polling is not no_op:
+            self._stop_polling()
+            self._stop_polling = no_op
+        if self._release_lane is not no_op and self._active is None:
+            self._release_lane()
+        if self._last_reserve.again is not None:
+            self._last_reserve.again.cancel()
 
 
 def _new_token(agent: "asyncio.Future[str] | None") -> tuple[bytes, str]:

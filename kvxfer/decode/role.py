@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from kvxfer.copy.port import READY, as_event
 from kvxfer.decode.fetch import Fetch
-from kvxfer.decode.receiver import Engine, Part, Receiver
+from kvxfer.decode.receiver import Part, PrefillEngine, Receiver
 from kvxfer.errors import BusyError, Code, IdentityError, KvxferError, MismatchError, ProtocolError
 from kvxfer.geometry import Blocks, PairPlan
 from kvxfer.peers.connections import Backoff, Peers
@@ -323,7 +323,7 @@ class Decode:
         self.numbers: Final = count(1)
         self.prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
         # by epoch, and where its ranks are; forgotten when a link is opened or lost
-        self.engines: Final[dict[tuple[str, tuple[str, ...]], Engine]] = {}
+        self.engines: Final[dict[tuple[str, tuple[str, ...]], PrefillEngine]] = {}
         self._ending: list[Fetch] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
@@ -435,7 +435,7 @@ class Decode:
         """Links to all ranks of its engine; None for one that is not connected."""
         return list(map(self.peers.known, ticket.rank_endpoints, repeat(bytes.fromhex(ticket.epoch))))
 
-    def engine(self, ticket: Ticket) -> Engine | None:
+    def engine(self, ticket: Ticket) -> PrefillEngine | None:
         """What its ranks send, if all are connected, and it is known what each of them has."""
         found = self.engines.get((ticket.epoch, ticket.rank_endpoints))
         if found is not None:
@@ -445,7 +445,9 @@ class Decode:
         known = len(peers) == len(links) and not plans.shares_rows(peers)
         return self.make_engine(ticket, links, plans.shares(peers, rank=self._site.config.rank)) if known else None
 
-    def make_engine(self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]) -> Engine:
+    def make_engine(
+        self, ticket: Ticket, links: Sequence[Link | None], pairs: Sequence[PairPlan | None]
+    ) -> PrefillEngine:
         """The same of those that could be reached, and what each of these has that this rank needs."""
         site, parts = self._site, list[Part]()
         for link, pair in zip(links, pairs, strict=True):
@@ -455,7 +457,7 @@ class Decode:
                 asks = wire.Fetch(0, _NO_REF, wanted, [], 0, 0, routes, site.place_bytes, 0)
                 parts.append(Part(link, pair, asks))
         there, busy = list(filter(None, links)), [part.link for part in parts]
-        engine = Engine(there, parts, [link for link in there if link not in busy])
+        engine = PrefillEngine(there, parts, [link for link in there if link not in busy])
         if len(there) == len(links) and all(link.is_open for link in there):
             if len(self.engines) >= _KNOWN_ENGINES:
                 self.engines.clear()
@@ -511,14 +513,14 @@ class Decode:
                 if not receiver.owes_an_answer:
                     self.incoming.pop(receiver.transfer, None)
                     receiver.exposure.end()
-                    receiver.grants.release_all()
+                    receiver.grants.release()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
 
     # --- messages
 
     def handle(self, link: Link, message: wire.Message) -> None:
         """Take a message of a prefill rank."""
-        if not isinstance(message, (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.Sums, wire.KvAgentResult)):
+        if not isinstance(message, (wire.Accept, wire.Refuse, wire.Ready, wire.Arrived, wire.Sums, wire.KvAgentResult)):
             return
         incoming = self.incoming.get(message.transfer)
         if incoming is None:
@@ -536,8 +538,8 @@ class Decode:
                 incoming.on_accept(message)
             case wire.Refuse():
                 incoming.on_refuse(message)
-            case wire.Want():
-                incoming.on_want(message)
+            case wire.Ready():
+                incoming.on_ready(message)
             case wire.Sums():
                 incoming.on_sums(message)
 
@@ -554,7 +556,7 @@ class Decode:
         """A link is gone: every transfer on it fails."""
         failure = Failure(Status.FAILED, Code.PEER_LOST, str(error))
         for incoming in list(self.incoming.values()):
-            if incoming.link is link and not incoming.machine.ended:
+            if incoming.link is link and not incoming.protocol.ended:
                 incoming.on_link_lost(failure)
 
     def on_agent_renewed(self, link: Link) -> None:
@@ -616,8 +618,8 @@ class Decode:
 
     def _exposed_by_agent(self) -> Iterator[Receiver]:
         for incoming in self.incoming.values():
-            machine = incoming.machine
-            if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
+            protocol = incoming.protocol
+            if protocol.exposed and incoming.route is not Route.MAPPED and not (protocol.ended or incoming.is_lost):
                 yield incoming
 
     def _forget(self, fetch: Fetch) -> None:

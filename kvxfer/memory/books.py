@@ -401,7 +401,7 @@ class Share:
             found.append(self._reserve(peer, nbytes, length, state))
         return found
 
-    def most(self, nbytes: int) -> int:
+    def most_extents(self, nbytes: int) -> int:
         """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
         return max(1, self._alone // max(ALIGNMENT, nbytes + -nbytes % ALIGNMENT))
 
@@ -445,7 +445,7 @@ class Share:
 
     # --- the life of an extent: an `InvariantError` if it is stale, of another share, or in another state
 
-    def write(self, extent: Extent, more: int = 0) -> list[Extent]:
+    def begin_writing(self, extent: Extent, more: int = 0) -> list[Extent]:
         """RESERVED -> WRITING, before anybody is told the address: it, and up to `more` like it that are free now."""
         self._move(extent, ExtentState.WRITING)
         return [extent, *self.take(extent.peer, extent.nbytes, more, ExtentState.WRITING)]

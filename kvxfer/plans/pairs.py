@@ -53,7 +53,7 @@ __all__ = [
     "LISTED",
     "SMALL_PLAN",
     "Agreed",
-    "Bound",
+    "BoundPlan",
     "PairPlans",
     "bind",
     "block_pieces",
@@ -574,7 +574,7 @@ def bind(
     return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
 
 
-class Bound:
+class BoundPlan:
     """The plan of an accepted transfer, which both sides make.
 
     Args:
@@ -583,7 +583,7 @@ class Bound:
         before: The same, when less of the source was known.
     """
 
-    def __init__(self, plan: TransferPlan, grid: ChunkGrid, before: "Bound | None" = None) -> None:
+    def __init__(self, plan: TransferPlan, grid: ChunkGrid, before: "BoundPlan | None" = None) -> None:
         self.plan: Final = plan
         self.grid: Final = grid
         # table rows of the class that has the most
@@ -612,7 +612,7 @@ class Bound:
         """About how many of the pieces are in a chunk."""
         return -(-self.pieces // self.grid.chunks)
 
-    def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
+    def grown(self, src_spans: BlockLists, covered: int) -> "BoundPlan":
         """The same, now that the source's lists reach further.
 
         Raises:
@@ -620,7 +620,7 @@ class Bound:
         """
         plan = self.plan
         further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
-        return Bound(further, self.grid, self)
+        return BoundPlan(further, self.grid, self)
 
     def carried(self, first: int, stop: int) -> int:
         """Bytes that chunks carry which follow each other.
@@ -696,7 +696,7 @@ def fit(
     layers_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
     listed: bool = False,
-) -> Bound:
+) -> BoundPlan:
     """Cut into chunks that aim at `target_bytes` and never need more than `limit_bytes` of staging, if they take any.
 
     Staging holds full sub-blocks, so a chunk may need more room than it carries bytes. Where pieces are `listed` for
@@ -718,7 +718,7 @@ def fit(
             f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    bound = Bound(plan, grid)
+    bound = BoundPlan(plan, grid)
     if limit_bytes is not None and bound.most_bytes > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {bound.most_bytes} bytes, but {limit_bytes} are the limit: {remedy} on "
@@ -732,8 +732,8 @@ def choose_and_cut(
     wanted: Sequence[Route],
     means: Means,
     choose: Callable[[Sequence[Route]], Choice],
-    cut: Callable[[Route], Bound],
-) -> tuple[Choice, Bound]:
+    cut: Callable[[Route], BoundPlan],
+) -> tuple[Choice, BoundPlan]:
     """A route that can serve a transfer, and how the transfer is cut for it.
 
     Args:

@@ -606,7 +606,7 @@ class OfferBook:
         fetches = tuple(early.fetches)
         if not fetches and not early.releases:
             return None  # a claim alone: nothing is known of what will be wanted
-        return Awaited(min((fetch.machine.fetch.token_start for fetch in fetches), default=None), early.declined)
+        return Awaited(min((fetch.protocol.fetch.token_start for fetch in fetches), default=None), early.declined)
 
     def claim_early(self, key: OfferKey, who: Identity) -> None:
         """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""

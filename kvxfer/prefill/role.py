@@ -47,7 +47,7 @@ class Doubt:
     watched: bool  # whether the end of the peer's process will be seen
     placed: bool = True  # whether it has a place
     unwatch: Callback = no_op  # ends the watch over the peer's process
-    unwant: Callback = no_op  # says that it needs no new agent
+    withdraw: Callback = no_op  # says that it needs no new agent
 
     @property
     def reader(self) -> Sender | None:
@@ -84,7 +84,7 @@ class Doubts:
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
         doubt = Doubt(ended, ended.severed or far, processes.end_of(peer) is not None)
         if ended.severed and not far:  # so that the peer hears that only its own agent is left
-            doubt.unwant = self._site.rebuilds.want(urgent=False)
+            doubt.withdraw = self._site.rebuilds.request(urgent=False)
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
         if not connected:
@@ -131,7 +131,7 @@ class Doubts:
         for copy in doubt.ended.copies:  # they keep the peer's gates
             self._site.mover.forget(copy)
         doubt.unwatch()
-        doubt.unwant()
+        doubt.withdraw()
         if doubt.placed:
             self._places.give(incarnation)
         else:
@@ -190,9 +190,9 @@ class Prefill:
             case wire.Reserve():  # memory for chunks
                 if (sender := self._sender_of(link, message.transfer)) is not None:
                     sender.on_reserve(message)
-            case wire.Landed():  # chunks were read
+            case wire.Read():  # chunks were read
                 if (sender := self._sender_of(link, message.transfer)) is not None:
-                    sender.on_landed(message)
+                    sender.on_read(message)
             case wire.Fetch():
                 self.fetch(link, message)
             case wire.Cancel():
@@ -254,8 +254,8 @@ class Prefill:
             self._starting += 1
             self._site.loop.call_soon(self._on_started)
             sender = self._waiting.popleft()
-            if sender.machine.state is SendState.PARKED:  # else it has ended already
-                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.machine.transfer}")
+            if sender.protocol.state is SendState.PARKED:  # else it has ended already
+                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.protocol.transfer}")
 
     def _on_started(self) -> None:
         self._starting -= 1
@@ -360,18 +360,18 @@ class Prefill:
     @property
     def exposed(self) -> bool:
         """Whether a decode rank that answers may be reading what it was told of (`pull`)."""
-        return any(sender.machine.being_read for sender in self._transfers.values())
+        return any(sender.protocol.being_read for sender in self._transfers.values())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being read."""
         for sender in list(self._transfers.values()):
-            if sender.machine.being_read:
+            if sender.protocol.being_read:
                 sender.stop(failure)
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for posts of ours."""
         for sender in list(self._transfers.values()):
-            if sender.machine.moving and sender.machine.route in _POSTED:
+            if sender.protocol.moving and sender.protocol.route in _POSTED:
                 sender.stop(failure)
 
     # --- inside
@@ -387,9 +387,9 @@ class Prefill:
         return sender
 
     def _on_end(self, sender: Sender) -> None:
-        who, transfer = sender.peer.identity.incarnation, sender.machine.transfer
+        who, transfer = sender.peer.identity.incarnation, sender.protocol.transfer
         if sender.offer is None:
-            ticket = sender.machine.fetch.ticket
+            ticket = sender.protocol.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), sender)
         if self._transfers.get((who, transfer)) is not sender:
             self._on_doubt(who, transfer, sender)

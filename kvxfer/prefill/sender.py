@@ -1,4 +1,4 @@
-"""One transfer out, from `Fetch` to its last result: the sans-I/O machine `Sending`, run over flows of the mover.
+"""One transfer out, from `Fetch` to its last result: the sans-I/O states of `Sending`, run over flows of the mover.
 
 `Sender.run` is all of it, in order: the offer, the plan, what may be read is announced, what is granted is moved.
 Chunks that were granted under the same terms are one flow of the mover, which goes on from chunk to chunk by itself. It
@@ -6,7 +6,7 @@ ends in `Sender._on_flow_end`, and the transfer in `Sender._finish`, with its la
 back there, and not by a task that waits for the mover: more may be said of a doubt before a task goes on, and a worker
 that closes ends its tasks before its mover.
 
-Messages and news come in between. They change the machine there and then, so that nothing begins any more once a
+Messages and news come in between. They change its state there and then, so that nothing begins any more once a
 transfer is stopped, and wake `run`, which looks at how things stand.
 """
 
@@ -53,7 +53,7 @@ from kvxfer.memory.books import Extent, ExtentState
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import (
     LISTED,
-    Bound,
+    BoundPlan,
     bind,
     block_pieces,
     choose_and_cut,
@@ -70,7 +70,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, is_token
-from kvxfer.safety.doubt import Exposure, may_outlive_agent, want_new_agent
+from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
 from kvxfer.site import Callback, Site, Tally, no_op, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 
@@ -98,7 +98,7 @@ class OfferSnapshot(Struct, frozen=True):
 class Answer(Struct, frozen=True):
     """What becomes of it."""
 
-    bound: Bound  # its plan, and how it is cut
+    bound: BoundPlan  # its plan, and how it is cut
     choice: Choice  # its route
     message: wire.Accept  # what the decode rank is told
     plain_s: float  # seconds that it would be predicted to take, had transfers with the peer taught nothing
@@ -165,7 +165,7 @@ def answer(
         partial(_cut, site, fetch, offer, plan),
     )
     route, grid, chunks = choice.route, bound.grid, bound.grid.chunks
-    fenced = site.keys.has(peer)
+    fenced = site.peer_gates.has(peer)
     ahead = ahead and offer.finished and _grant_covers(peer, fetch, route, bound, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
     pieces = plan.merged_pieces if route in LISTED else bound.pieces
@@ -190,7 +190,7 @@ def answer(
     return Answer(bound, choice, message, plain)
 
 
-def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound, *, fenced: bool) -> bool:
+def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: BoundPlan, *, fenced: bool) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
     passes_word = route is Route.MAPPED and peer.body.gates > 0
     if fetch.generation and not passes_word and not fenced:
@@ -204,7 +204,7 @@ def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: Bound,
     return route is Route.STAGED and named and min(bound.grid.chunks, fetch.ring_chunks) > 0
 
 
-def _cut(site: Site, fetch: wire.Fetch, offer: OfferSnapshot, plan: TransferPlan, route: Route) -> Bound:
+def _cut(site: Site, fetch: wire.Fetch, offer: OfferSnapshot, plan: TransferPlan, route: Route) -> BoundPlan:
     """How it is cut."""
     nbytes = plan.nbytes
     limit = None
@@ -227,7 +227,7 @@ def _cut(site: Site, fetch: wire.Fetch, offer: OfferSnapshot, plan: TransferPlan
         return bound
     # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
     together = -(-(plan.tokens.stop if step is None else step) // bound.grid.tokens_per_chunk)
-    return Bound(plan, replace(bound.grid, band=min(MAX_CHUNKS, together)))
+    return BoundPlan(plan, replace(bound.grid, band=min(MAX_CHUNKS, together)))
 
 
 def _streamed_tokens(offer: OfferSnapshot, plan: TransferPlan, nbytes: int) -> int | None:
@@ -275,7 +275,7 @@ class _Terms(Struct, eq=False):
         return not self.fresh and (self.generation, self.renewals) == (before.generation, before.renewals)
 
 
-class _Run(Struct, eq=False):
+class _ActiveFlow(Struct, eq=False):
     """Chunks that the mover moves one after another."""
 
     first: int  # the first of them
@@ -309,7 +309,7 @@ class Sender(Struct, eq=False):
     site: Site
     link: Link  # the control stream on which it was asked for, and results go; another one when the peer reconnects
     peer: PeerInfo  # at its other end
-    machine: Sending
+    protocol: Sending
     _ended: "Callable[[Sender], None]"  # called when it is over, and again if more is known of what ended in doubt
     _sums_every: int = 0  # of one chunk in how many sums are wanted; 0 for none
     name: str = ""  # its id, as the decode rank says it too
@@ -322,31 +322,31 @@ class Sender(Struct, eq=False):
     report: FailureReport | None = None  # set when it ends, if it failed
     _news: asyncio.Future[None] | None = None  # which `run` waits for
     _ahead: bool = False  # what `Fetch` grants is neither used nor void
-    _bound: Bound | None = None
+    _bound: BoundPlan | None = None
     _answer: Answer | None = None
     _all_ready: bool = False  # nothing of it is waited for, as of `OfferSnapshot`
     _named: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
     _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
     _submitted: int = 0  # the first so many are, or were, the mover's
-    _run: _Run | None = None  # what the mover does now
+    _active: _ActiveFlow | None = None  # what the mover does now
     _stop_waiting: Callback = no_op  # ends what the next ones wait for
     _doubtful: list[_InDoubt] = field(default_factory=list[_InDoubt])
     _arrived: int = 0  # the first so many have arrived, and of those
     # these are being added up, or wait for ones before them
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
-    _unreported: wire.Timings = UNTIMED  # what those took that the machine was not told of
+    _unreported: wire.Timings = UNTIMED  # what those took that it was not told of
     _reporting: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
     _chunk_bytes: int = 1  # about so many, once there is a plan
     _firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
-    _withdraw_want: Callback = no_op
+    _withdraw_rebuild: Callback = no_op
     _close_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
     _revoke: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        site, fetch = self.site, self.machine.fetch
+        site, fetch = self.site, self.protocol.fetch
         self.name = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
         self.began, self.renewals, self._ahead = site.now(), self.link.renewals, fetch.lease_ms > 0
         if fetch.timeout_ms < FOREVER_MS:
@@ -363,10 +363,10 @@ class Sender(Struct, eq=False):
 
         What fails is the transfer, whoever brought the news.
         """
-        machine, stop = self.machine, self.machine.fetch.token_stop
+        protocol, stop = self.protocol, self.protocol.fetch.token_stop
         try:
             await self._accept()
-            while machine.state is SendState.MOVING and (bound := self._bound) and (offer := self.offer):
+            while protocol.state is SendState.MOVING and (bound := self._bound) and (offer := self.offer):
                 if self._granted:
                     await self._submit(bound, self._granted[0])
                 elif offer.finished and offer.tokens < stop:
@@ -379,7 +379,7 @@ class Sender(Struct, eq=False):
                     self._bound = await self.site.plan(make, rows=bound.rows)
                 else:
                     self._announce(bound, offer)
-                    if offer.finished and machine.granted == machine.chunks:
+                    if offer.finished and protocol.granted == protocol.chunks:
                         return  # the rest is in the mover's hands
                     if not await self._prepare_ahead(bound):
                         await self._wait_for_news()
@@ -387,17 +387,17 @@ class Sender(Struct, eq=False):
             self._refuse_or_stop(error.reason if isinstance(error, RefusedError) else error.code, str(error))
         except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
             self._stop_waiting()
-            if self._run is not None and self._run.flow is None:
-                self._end_run(self._run)
+            if self._active is not None and self._active.flow is None:
+                self._end_flow(self._active)
             raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            _log.error("task_failed", task=f"kvxfer send {machine.transfer}", error=repr(error), exc_info=error)
+            _log.error("task_failed", task=f"kvxfer send {protocol.transfer}", error=repr(error), exc_info=error)
             self._refuse_or_stop(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
     async def _wait_for_offer(self) -> Entry | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
-        machine, first, stop = self.machine, self.machine.fetch.token_start, self.machine.fetch.token_stop
-        while machine.state is SendState.PARKED:
+        protocol, first, stop = self.protocol, self.protocol.fetch.token_start, self.protocol.fetch.token_stop
+        while protocol.state is SendState.PARKED:
             offer = self.offer
             if offer is not None and offer.finished and offer.tokens < stop:
                 self._refuse_outside(offer)
@@ -405,7 +405,7 @@ class Sender(Struct, eq=False):
                 self._void_ahead()
                 await self._wait_for_news()
             elif (task := self.site.warming.get((self.peer.identity.incarnation, True))) and not task.done():
-                if len(self.machine.fetch.ring) > 1:  # others may need so much memory meanwhile
+                if len(self.protocol.fetch.ring) > 1:  # others may need so much memory meanwhile
                     self._void_ahead()
                 await self._wait_shared(task)
             else:
@@ -414,7 +414,7 @@ class Sender(Struct, eq=False):
 
     async def _wait_for_news(self) -> None:
         """Wait for news. There is none any more once what was said just now has ended it, or lost the link."""
-        if self.machine.state in _RUNNING:
+        if self.protocol.state in _RUNNING:
             self._news = self.site.loop.create_future()
             await self._news
 
@@ -422,14 +422,14 @@ class Sender(Struct, eq=False):
         """Wait for what others wait for too, but no longer once the transfer has failed."""
         done.add_done_callback(self.wake)
         try:
-            while not done.done() and self.machine.state in _RUNNING:
+            while not done.done() and self.protocol.state in _RUNNING:
                 await self._wait_for_news()
         finally:
             done.remove_done_callback(self.wake)
 
     def _refuse_outside(self, offer: Entry) -> None:
         """There is less on offer than was asked for, and no more will come."""
-        fetch = self.machine.fetch
+        fetch = self.protocol.fetch
         asked = range(fetch.token_start, fetch.token_stop)
         what = f"tokens {asked.start}..{asked.stop - 1}" if asked else f"the state of {asked.stop} tokens"
         self._refuse_or_stop(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
@@ -438,11 +438,11 @@ class Sender(Struct, eq=False):
         """If this has to wait, tell the decode rank that what `Fetch` granted is void."""
         if self._ahead:
             self._ahead = False
-            self.link.send(wire.Want(self.machine.transfer, 0))
+            self.link.send(wire.Ready(self.protocol.transfer, 0))
 
     async def _accept(self) -> None:
         """Plan, and say how it will be moved; begin with what `Fetch` grants, if that still holds and is needed."""
-        site, machine, fetch = self.site, self.machine, self.machine.fetch
+        site, protocol, fetch = self.site, self.protocol, self.protocol.fetch
         offer = await self._wait_for_offer()
         if offer is None:
             return
@@ -459,7 +459,7 @@ class Sender(Struct, eq=False):
         means = site.means(self.peer, trusted=self.link.trusted, sending=True)
         make = partial(answer, site, self.peer, fetch, known, draft, means, self._ahead, self._sums_every > 0)
         made = await site.plan(make, rows=rows + max(wanted, offered))
-        if machine.state is not SendState.PARKED:  # it ended meanwhile
+        if protocol.state is not SendState.PARKED:  # it ended meanwhile
             return
         self._answer, self._bound, message, choice = made, made.bound, made.message, made.choice
         until = self.began + fetch.lease_ms / 1000
@@ -480,54 +480,54 @@ class Sender(Struct, eq=False):
             self._close_way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         # in place nothing waits for that: to move it is more urgent
-        self.link.send(*machine.accept(message), soon=message.ahead and choice.route in IN_PLACE)
+        self.link.send(*protocol.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
-            self._on_granted(machine.granted, until, fetch.generation, fresh=True)
+            self._on_granted(protocol.granted, until, fetch.generation, fresh=True)
 
-    def _announce(self, bound: Bound, offer: Entry) -> None:
+    def _announce(self, bound: BoundPlan, offer: Entry) -> None:
         """Tell the decode rank which chunks may go now."""
-        machine = self.machine
-        ready, most = machine.ready, machine.chunks
-        if machine.route is Route.PULL:
+        protocol = self.protocol
+        ready, most = protocol.ready, protocol.chunks
+        if protocol.route is Route.PULL:
             # a lease runs from the announcement on: no more is announced than the other side may soon begin to read
-            most = min(most, machine.granted + max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes)))
+            most = min(most, protocol.granted + max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes)))
         if offer.finished and bound.plan.covered >= bound.plan.tokens.stop:
             ready = max(ready, most)
         else:
             while ready < most and self._is_ready(bound, offer, ready):
                 ready += 1
-        if ready > machine.ready:
-            self._send_want(ready) if machine.route is not Route.PULL else self._announce_reads(ready)
-        if offer.finished and (messages := machine.finish_offer(offer.payload)):
+        if ready > protocol.ready:
+            self._send_ready(ready) if protocol.route is not Route.PULL else self._announce_reads(ready)
+        if offer.finished and (messages := protocol.finish_offer(offer.payload)):
             self._send(messages)
 
     @staticmethod
-    def _is_ready(bound: Bound, offer: Entry, chunk: int) -> bool:
+    def _is_ready(bound: BoundPlan, offer: Entry, chunk: int) -> bool:
         layers, start, stop = bound.grid.of(chunk)
         known = stop <= bound.plan.covered
         return known and (offer.finished or offer.readiness.events(layers, start, stop) is not None)
 
-    def _send_want(self, ready: int, lease_ms: int = 0) -> None:
+    def _send_ready(self, ready: int, lease_ms: int = 0) -> None:
         """Announce chunks, the first so many, and before them the blocks that they are in."""
         offer, bound = self.offer, self._bound
-        if offer is not None and bound is not None and self.machine.state is SendState.MOVING:
+        if offer is not None and bound is not None and self.protocol.state is SendState.MOVING:
             news: list[wire.Span] = []
             if offer.spans is not self._named:  # an offer that grows gets new lists
                 news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._named)
                 self._named = offer.spans
             generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
-            self._send(self.machine.announce(ready, lease_ms, news, generation))
+            self._send(self.protocol.announce(ready, lease_ms, news, generation))
 
     def _announce_reads(self, ready: int) -> None:
         """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
-        site, machine, fired = self.site, self.machine, self.machine.ready
+        site, protocol, fired = self.site, self.protocol, self.protocol.ready
         if site.rebuilds.paused:
-            site.rebuilds.when_open(self.wake)
+            site.rebuilds.when_done(self.wake)
             return
         while fired < ready and (self._all_ready or has_fired(self._event_of(fired))):
             fired += 1
-        if fired > machine.ready:
-            self._send_want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
+        if fired > protocol.ready:
+            self._send_ready(fired, site.lease_ms((fired - protocol.granted) * self._chunk_bytes))
         if fired < ready and self._firing is None:
             job = CopyJob(NOTHING, self._on_event, self._event_of(fired), owner=self.name)
             self._firing = site.mover.submit(job, Direction.GATHER)
@@ -553,78 +553,81 @@ class Sender(Struct, eq=False):
     def _on_granted(self, stop: int, until: float, generation: int, *, fresh: bool) -> None:
         """Chunks may be moved: those that the mover has steps of begin now, for the others `run` makes them."""
         self.renewals = self.link.renewals
-        terms, run = _Terms(stop, self.site.now(), until, generation, self.renewals, fresh), self._run
-        if run is not None and run.flow is not None and not self._granted and self._continues(run, terms):
-            self._allow(run, terms)
-            if stop <= run.stop:
+        terms, active = _Terms(stop, self.site.now(), until, generation, self.renewals, fresh), self._active
+        if active is not None and active.flow is not None and not self._granted and self._continues(active, terms):
+            self._allow(active, terms)
+            if stop <= active.stop:
                 return
         self._granted.append(terms)
 
-    def _continues(self, run: _Run, terms: _Terms) -> bool:
+    def _continues(self, active: _ActiveFlow, terms: _Terms) -> bool:
         """Whether chunks go the way of those before them. Where others wait for memory they do not."""
-        return not (run.finished or self._is_contended) and terms.continues(run.terms)
+        return not (active.finished or self._is_contended) and terms.continues(active.terms)
 
     @property
     def _is_contended(self) -> bool:
         """Whether others wait for what a flow holds."""
-        staged = self.machine.route is Route.STAGED
+        staged = self.protocol.route is Route.STAGED
         return self.site.mover.crowded or (staged and self.site.send_desk.contended)
 
-    async def _submit(self, bound: Bound, terms: _Terms) -> None:
+    async def _submit(self, bound: BoundPlan, terms: _Terms) -> None:
         """Hand chunks to the mover, as soon as there is all that it takes."""
-        machine, run = self.machine, self._run
-        if run is not None and run.allowed < terms.stop and not self._continues(run, terms):
-            self._finish_run(run)
-            if self._run is run:
+        protocol, active = self.protocol, self._active
+        if active is not None and active.allowed < terms.stop and not self._continues(active, terms):
+            self._finish_flow(active)
+            if self._active is active:
                 await self._wait_for_news()  # for its end
             return
-        if run is None:
-            run = self._run = _Run(self._submitted, terms, stop=self._submitted, allowed=terms.stop)
-            if machine.route is Route.MAPPED:
-                windows, run.gate = self.site.mappings.way(self.peer, terms.generation)
-                run.reached = windows.reached
+        if active is None:
+            active = self._active = _ActiveFlow(self._submitted, terms, stop=self._submitted, allowed=terms.stop)
+            if protocol.route is Route.MAPPED:
+                windows, active.gate = self.site.mappings.way(self.peer, terms.generation)
+                active.reached = windows.reached
             else:
-                await self._take_lane_and_staging(run, bound)
-        while self._run is run and machine.state is SendState.MOVING and self._granted and self._granted[0] is terms:
-            if run.finished and run.allowed < terms.stop:  # it was concluded meanwhile, without these
+                await self._take_lane_and_staging(active, bound)
+        while self._active is active and protocol.state is SendState.MOVING:
+            if not self._granted or self._granted[0] is not terms:
                 return
-            if run.stop >= terms.stop:
+            if active.finished and active.allowed < terms.stop:  # it was concluded meanwhile, without these
+                return
+            if active.stop >= terms.stop:
                 self._granted.popleft()
-                if run.allowed < terms.stop:
-                    self._allow(run, terms)
+                if active.allowed < terms.stop:
+                    self._allow(active, terms)
                 return
-            made, alike = run.stop - run.first, self._all_ready and machine.route is not Route.DIRECT
+            made, alike = active.stop - active.first, self._all_ready and protocol.route is not Route.DIRECT
             more = max(bound.quick if alike else 1, 2 * made) if made else 1  # the mover begins with the first
-            await self._submit_steps(run, bound, min(terms.stop, run.stop + more))
-            if run.extents and run.stop < terms.stop:
+            await self._submit_steps(active, bound, min(terms.stop, active.stop + more))
+            if active.extents and active.stop < terms.stop:
                 await asyncio.sleep(0)  # what is granted meanwhile is heard
 
-    async def _prepare_ahead(self, bound: Bound) -> bool:
+    async def _prepare_ahead(self, bound: BoundPlan) -> bool:
         """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""
-        run, machine = self._run, self.machine
-        if run is None or run.flow is None or run.finished:
+        active, protocol = self._active, self.protocol
+        if active is None or active.flow is None or active.finished:
             return False
-        stop = min(machine.ready, run.allowed + (2 * len(run.extents) or _WIDTH))
-        if stop <= run.stop:
+        stop = min(protocol.ready, active.allowed + (2 * len(active.extents) or _WIDTH))
+        if stop <= active.stop:
             return False
-        await self._submit_steps(run, bound, stop)
+        await self._submit_steps(active, bound, stop)
         return True
 
-    async def _take_lane_and_staging(self, run: _Run, bound: Bound) -> None:
+    async def _take_lane_and_staging(self, active: _ActiveFlow, bound: BoundPlan) -> None:
         """What chunks need that are posted: a lane to the peer, and memory here to gather them into."""
-        site, peer, machine = self.site, self.peer, self.machine
-        connected = site.lanes.connect(peer, run.terms.renewals)
+        site, peer, protocol = self.site, self.peer, self.protocol
+        connected = site.lanes.connect(peer, active.terms.renewals)
         if not connected.done():
             await self._wait_shared(connected)
-        if self._run is not run:
+        if self._active is not active:
             return
-        late = partial(self._on_late_end, run)
-        run.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, may_outlive_agent(site, peer), late)
-        if machine.route is Route.STAGED and (nbytes := bound.most_bytes):
-            most = min(len(machine.ring), machine.chunks - run.first)
+        late = partial(self._on_late_end, active)
+        runs_on = may_outlive_agent(site, peer)
+        active.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on, late)
+        if protocol.route is Route.STAGED and (nbytes := bound.most_bytes):
+            most = min(len(protocol.ring), protocol.chunks - active.first)
             found = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
-            found = found or await self._wait_for_staging(nbytes, run.first)
-            run.extents += found
+            found = found or await self._wait_for_staging(nbytes, active.first)
+            active.extents += found
 
     async def _wait_for_staging(self, nbytes: int, first: int) -> list[Extent]:
         """Wait for staging memory to gather a chunk into, and take as much as is there then; none if it was stopped."""
@@ -650,72 +653,73 @@ class Sender(Struct, eq=False):
         self._stop_waiting = no_op
         if isinstance(extent, KvxferError):
             raise extent
-        return desk.write(extent, min(len(self.machine.ring), self.machine.chunks - first) - 1)
+        return desk.begin_writing(extent, min(len(self.protocol.ring), self.protocol.chunks - first) - 1)
 
-    async def _submit_steps(self, run: _Run, bound: Bound, stop: int) -> None:
+    async def _submit_steps(self, active: _ActiveFlow, bound: BoundPlan, stop: int) -> None:
         """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
-        site, chunks = self.site, range(run.stop, min(stop, run.stop + bound.at_once))
-        rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
-        make = partial(self._steps, run, bound, chunks, run.post, run.extents)  # which it has no more when it ends
+        site, chunks = self.site, range(active.stop, min(stop, active.stop + bound.at_once))
+        rows = len(chunks) * (bound.chunk_pieces if self.protocol.route is Route.DIRECT else bound.part_rows)
+        make = partial(self._steps, active, bound, chunks, active.post, active.extents)  # it has none once it ends
         if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
         steps = await site.plan(make, rows=rows) if rows else make()
-        if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped
+        if self._active is not active or self.protocol.state is not SendState.MOVING:  # it was stopped
             return
-        run.stop = chunks.stop
+        active.stop = chunks.stop
         for step in steps:
             if step.post is not None:
                 self.tally.descriptors += len(step.post.local.pieces)
-        if run.flow is not None:
-            site.mover.add(run.flow, steps)
+        if active.flow is not None:
+            site.mover.add(active.flow, steps)
             return
-        terms = run.terms
+        terms = active.terms
         # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
-        passage = site.keys.passage(self.peer, terms.generation) if run.gate is None else None
-        done, progress = partial(self._on_flow_end, run), partial(self._on_progress, run)
-        job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=run.post)
-        machine, turns = self.machine, None
-        total, allowed, width = machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
-        if machine.route is Route.STAGED:
-            turns = Turns(len(machine.ring), run.first, machine.token, "" if run.post is None else run.post.peer)
-        run.flow = site.mover.flow(
+        passage = site.peer_gates.passage(self.peer, terms.generation) if active.gate is None else None
+        done, progress = partial(self._on_flow_end, active), partial(self._on_progress, active)
+        job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=active.post)
+        protocol, first, turns = self.protocol, active.first, None
+        if protocol.route is Route.STAGED:
+            turns = Turns(len(protocol.ring), first, protocol.token, "" if active.post is None else active.post.peer)
+        active.flow = site.mover.flow(
             job,
             Direction.GATHER,
             steps,
-            total=total,
-            allowed=allowed,
-            width=width,
+            total=protocol.chunks - first,
+            allowed=active.allowed - first,
+            width=len(active.extents) or _WIDTH,
             turns=turns,
-            heard=machine.copied - run.first,
+            heard=protocol.copied - first,
             progress=progress,
         )
-        self._submitted = run.allowed
+        self._submitted = active.allowed
         self.tally.add_stages(("queued", terms.granted, site.now()))
 
-    def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
+    def _steps(
+        self, active: _ActiveFlow, bound: BoundPlan, chunks: range, post: Post | None, extents: list[Extent]
+    ) -> list[CopyJob]:
         """What the mover does about chunks: all of them alike, unless each is ready when others are, or is listed."""
-        listed = self.machine.route is Route.DIRECT
+        listed = self.protocol.route is Route.DIRECT
         steps: list[CopyJob] = []
         for part in [chunks] if self._all_ready and not listed else [range(chunk, chunk + 1) for chunk in chunks]:
             event = READY if self._all_ready else self._event_of(part.start)
             if listed:
                 steps.append(self._listed_step(bound, part.start, post, event))
             elif post is None or not extents:  # in place, or windows in which no group has a row
-                tables = bound.tables(Kind.COPY, part, reached=run.reached)
-                steps.append(CopyJob(tables, after=event, gate=run.gate))
+                tables = bound.tables(Kind.COPY, part, reached=active.reached)
+                steps.append(CopyJob(tables, after=event, gate=active.gate))
             else:
-                steps.append(self._gather_step(run, bound, part, post, extents, event))
+                steps.append(self._gather_step(active, bound, part, post, extents, event))
         return steps
 
     def _gather_step(
-        self, run: _Run, bound: Bound, chunks: range, post: Post, extents: list[Extent], event: Event
+        self, active: _ActiveFlow, bound: BoundPlan, chunks: range, post: Post, extents: list[Extent], event: Event
     ) -> CopyJob:
         """Chunks that are gathered into staging memory, in whose extents they take turns, and written from there."""
         room: list[int] = []
         near: list[int] = []
         far: list[int] = []
-        for chunk, place in zip(chunks, self.machine.places(chunks), strict=True):
-            extent = extents[(chunk - run.first) % len(extents)]
+        for chunk, place in zip(chunks, self.protocol.places(chunks), strict=True):
+            extent = extents[(chunk - active.first) % len(extents)]
             room.append(min(place.length, extent.nbytes))
             near.append(extent.address)
             far.append(place.address)
@@ -726,10 +730,10 @@ class Sender(Struct, eq=False):
         for most, need in zip(room, sizes, strict=True):
             if not self.peer.body.staging or most < need:
                 raise ProtocolError(f"{most} bytes were granted for a chunk of {need}")
-        local, remote = staging_pieces([(self.site.arena, near), (self.peer.body.staging[0], far)], sizes)
+        local, remote = staging_pieces([(self.site.send_span, near), (self.peer.body.staging[0], far)], sizes)
         return CopyJob(made, after=event, post=with_fields(post, local=local, remote=remote))
 
-    def _listed_step(self, bound: Bound, chunk: int, post: Post | None, event: Event) -> CopyJob:
+    def _listed_step(self, bound: BoundPlan, chunk: int, post: Post | None, event: Event) -> CopyJob:
         """A chunk whose pieces are listed for the transport."""
         pieces = bound.listed(chunk)
         if post is None or not len(pieces):
@@ -739,62 +743,62 @@ class Sender(Struct, eq=False):
         nbytes = bound.carried(chunk, chunk + 1)
         return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 
-    def _allow(self, run: _Run, terms: _Terms) -> None:
+    def _allow(self, active: _ActiveFlow, terms: _Terms) -> None:
         """Chunks that it has steps of were granted."""
-        if run.flow is None:
+        if active.flow is None:
             return
-        run.allowed = self._submitted = terms.stop
-        run.terms.until = max(run.terms.until, terms.until)
-        self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
+        active.allowed = self._submitted = terms.stop
+        active.terms.until = max(active.terms.until, terms.until)
+        self.site.mover.allow(active.flow, active.allowed - active.first, active.terms.until)
         self.tally.add_stages(("queued", terms.granted, self.site.now()))
 
-    def _finish_run(self, run: _Run) -> None:
+    def _finish_flow(self, active: _ActiveFlow) -> None:
         """Nothing follows what was granted: it ends when that is done."""
-        run.finished = True
-        if run.flow is not None:
-            self.site.mover.finish(run.flow)
+        active.finished = True
+        if active.flow is not None:
+            self.site.mover.finish(active.flow)
         else:
-            self._end_run(run)
+            self._end_flow(active)
 
-    def _on_idle(self, run: _Run) -> None:
+    def _on_idle(self, active: _ActiveFlow) -> None:
         """All that was granted has been moved. What it holds is given back if nothing follows soon."""
         if self._is_contended:
-            self._finish_run(run)
-        elif run.idle is None:
-            run.idle = self.site.call_at(run.since + _IDLE_S, partial(self._check_idle, run))
+            self._finish_flow(active)
+        elif active.idle is None:
+            active.idle = self.site.call_at(active.since + _IDLE_S, partial(self._check_idle, active))
 
-    def _check_idle(self, run: _Run) -> None:
-        run.idle = None
-        if run.first + run.reported.steps < run.allowed or run.finished:
+    def _check_idle(self, active: _ActiveFlow) -> None:
+        active.idle = None
+        if active.first + active.reported.steps < active.allowed or active.finished:
             return  # it goes on, or is about to end
-        if self.site.now() - run.since >= _IDLE_S:
-            self._finish_run(run)
+        if self.site.now() - active.since >= _IDLE_S:
+            self._finish_flow(active)
         else:
-            run.idle = self.site.call_at(run.since + _IDLE_S, partial(self._check_idle, run))
+            active.idle = self.site.call_at(active.since + _IDLE_S, partial(self._check_idle, active))
 
-    def _on_progress(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _on_progress(self, active: _ActiveFlow, outcome: CopyOutcome) -> None:
         """More chunks have arrived."""
-        self._count_arrived(run, outcome)
-        if run.first + outcome.steps == run.allowed:
-            run.since = self.site.now()
-            self._on_idle(run)
+        self._count_arrived(active, outcome)
+        if active.first + outcome.steps == active.allowed:
+            active.since = self.site.now()
+            self._on_idle(active)
 
-    def _count_arrived(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _count_arrived(self, active: _ActiveFlow, outcome: CopyOutcome) -> None:
         """Count what has arrived since it was heard of last, and say so."""
-        told, run.reported = run.reported, outcome
+        told, active.reported = active.reported, outcome
         if outcome.steps == told.steps:
             return
         copying, posting = outcome.copying - told.copying, outcome.posting - told.posting
         on_wire = outcome.wire - told.wire
-        if self.machine.route is Route.MAPPED:
+        if self.protocol.route is Route.MAPPED:
             copying, on_wire = 0.0, copying
         timings = wire.Timings(0, int(copying * 1e6), int(posting * 1e6), int(on_wire * 1e6))
-        self._report_arrived(run.first + outcome.steps, timings)
+        self._report_arrived(active.first + outcome.steps, timings)
 
-    def _on_flow_end(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _on_flow_end(self, active: _ActiveFlow, outcome: CopyOutcome) -> None:
         """The mover is through with a flow, or gives it up: give back what it held, and say how it ended."""
         tally, started, posted = self.tally, outcome.started, outcome.posted
-        if self.machine.route is Route.MAPPED:
+        if self.protocol.route is Route.MAPPED:
             posted = started if outcome.steps else 0.0
             tally.add_stages(("wire", started, started + outcome.copying))
         elif posted:
@@ -805,13 +809,13 @@ class Sender(Struct, eq=False):
             )
         if posted and tally.first_byte is None:
             tally.first_byte = posted
-        self._count_arrived(run, outcome)
-        in_doubt, rest = outcome.in_doubt, run.allowed - run.first - outcome.steps
+        self._count_arrived(active, outcome)
+        in_doubt, rest = outcome.in_doubt, active.allowed - active.first - outcome.steps
         if in_doubt:
-            self._keep_in_doubt(run, outcome)
-        elif run.extents:
-            self._release_staging(run)
-        self._end_run(run)
+            self._keep_in_doubt(active, outcome)
+        elif active.extents:
+            self._release_staging(active)
+        self._end_flow(active)
         if not rest:
             return
         if outcome.error is None:
@@ -819,61 +823,61 @@ class Sender(Struct, eq=False):
             failure = Failure(Status.EXPIRED, Code.TIMEOUT, reason)
         else:
             failure = Failure(Status.FAILED, outcome.error.code, str(outcome.error))
-        if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is what that has ended
+        if self.protocol.state is SendState.MOVING:  # else it is being stopped, and this is what that has ended
             self.stop(failure)
-        self._send(self.machine.chunks_dropped(rest, in_doubt=in_doubt))
+        self._send(self.protocol.chunks_dropped(rest, in_doubt=in_doubt))
 
-    def _end_run(self, run: _Run) -> None:
+    def _end_flow(self, active: _ActiveFlow) -> None:
         """It has, or will have, nothing of the mover any more."""
-        if run.flow is None:
-            self._release_staging(run)
-        if run.idle is not None:
-            run.idle.cancel()
-        run.finished, run.flow, run.post = True, None, None  # which have references to it
-        if self._run is run:
-            self._run = None
+        if active.flow is None:
+            self._release_staging(active)
+        if active.idle is not None:
+            active.idle.cancel()
+        active.finished, active.flow, active.post = True, None, None  # which have references to it
+        if self._active is active:
+            self._active = None
         if self._news is not None:
             self.wake()
 
-    def _release_staging(self, run: _Run) -> None:
-        extents, run.extents = run.extents, []
+    def _release_staging(self, active: _ActiveFlow) -> None:
+        extents, active.extents = active.extents, []
         self.site.send_desk.release(*extents)
 
-    def _keep_in_doubt(self, run: _Run, outcome: CopyOutcome) -> None:
+    def _keep_in_doubt(self, active: _ActiveFlow, outcome: CopyOutcome) -> None:
         """Bytes of a chunk may still move. Our memory is given back now unless our own post may still read it."""
-        site, reads, extents = self.site, outcome.may_move, run.extents
-        if run.flow is None:
+        site, reads, extents = self.site, outcome.may_move, active.extents
+        if active.flow is None:
             return
-        doubt = run.doubt = _InDoubt(run.flow, left=not reads)
+        doubt = active.doubt = _InDoubt(active.flow, left=not reads)
         self._doubtful.append(doubt)
         if not reads:
-            self._release_staging(run)
+            self._release_staging(active)
         elif extents:
             for extent in extents:
                 site.send_desk.quarantine(extent, "our own post did not end")
-            unwant = want_new_agent(site, self.peer, urgent=False)
+            withdraw = request_rebuild(site, self.peer, urgent=False)
 
             def let_go() -> None:
-                unwant()
+                withdraw()
                 for extent in extents:
                     site.send_desk.settle(extent)
 
             doubt.let_go = let_go
 
-    def _on_late_end(self, run: _Run, ended: bool) -> None:
+    def _on_late_end(self, active: _ActiveFlow, ended: bool) -> None:
         """What was in doubt has ended after all; or our agent has, and what had left it may still land."""
-        doubt = run.doubt
+        doubt = active.doubt
         if doubt is None:
             return
         doubt.let_go()
         doubt.left = True
         if ended:
-            run.doubt = None  # which has a reference to it
+            active.doubt = None  # which has a reference to it
             self._doubtful.remove(doubt)
-            self.machine.doubt_ended()
-        if self.machine.state is SendState.ENDED:  # else all that remains is said at the end
+            self.protocol.doubt_ended()
+        if self.protocol.state is SendState.ENDED:  # else all that remains is said at the end
             if not self._reads:
-                self._withdraw_want()
+                self._withdraw_rebuild()
                 if self.offer is not None and self in self.offer.doubtful:
                     self.offer.on_transfer_end(self)
             self._ended(self)
@@ -884,32 +888,32 @@ class Sender(Struct, eq=False):
         The decode rank is told at once, and once more of all that follow in this turn; or, where our agent tells its
         agent, in a while.
         """
-        bound, machine = self._bound, self.machine
+        bound, protocol = self._bound, self.protocol
         begin, self._arrived = self._arrived, chunks
         self._unreported = timings if self._unreported is UNTIMED else added(self._unreported, timings)
         if bound is None:
             return
-        if self._sums_every and machine.state is SendState.MOVING:
+        if self._sums_every and protocol.state is SendState.MOVING:
             for chunk in range(begin, chunks):
-                if selected(machine.transfer, chunk, self._sums_every) and (nbytes := bound.carried(chunk, chunk + 1)):
+                if selected(protocol.transfer, chunk, self._sums_every) and (nbytes := bound.carried(chunk, chunk + 1)):
                     self._sum_chunk(chunk, nbytes, bound)
         if self._summing:
             chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
             for chunk in sorted(self._summing):
                 if chunk < chunks and (sums := self._summing.pop(chunk)):
-                    self.link.send(wire.Sums(machine.transfer, chunk, sums))
-        if chunks == machine.arrived:
+                    self.link.send(wire.Sums(protocol.transfer, chunk, sums))
+        if chunks == protocol.arrived:
             return
-        nbytes = bound.carried(machine.arrived, chunks)
+        nbytes = bound.carried(protocol.arrived, chunks)
         self.tally.bytes += nbytes
         timings, self._unreported = self._unreported, UNTIMED
-        self._send(machine.chunks_arrived(chunks, nbytes, timings))
-        if machine.state is SendState.MOVING and self._reporting is None:
-            self._send(machine.take_news())
-            delay = REPEAT_S if machine.token else 0.0
+        self._send(protocol.chunks_arrived(chunks, nbytes, timings))
+        if protocol.state is SendState.MOVING and self._reporting is None:
+            self._send(protocol.take_news())
+            delay = REPEAT_S if protocol.token else 0.0
             self._reporting = self.site.call_at(self.site.now() + delay, self._report_rest)
 
-    def _sum_chunk(self, chunk: int, nbytes: int, bound: Bound) -> None:
+    def _sum_chunk(self, chunk: int, nbytes: int, bound: BoundPlan) -> None:
         """Add up what a chunk was made of."""
 
         def summed(outcome: CopyOutcome) -> None:
@@ -934,17 +938,18 @@ class Sender(Struct, eq=False):
 
     def _report_rest(self) -> None:
         self._reporting = None
-        self._send(self.machine.take_news())
+        self._send(self.protocol.take_news())
 
     # --- what the decode rank says
 
     def on_reserve(self, message: wire.Reserve) -> None:
         """It granted memory, or says that some is free again."""
-        chunks, run, until = self.machine.on_reserve(message), self._run, self.site.now() + message.lease_ms / 1000
-        if self.machine.state is not SendState.MOVING:  # it is being stopped, and nothing counts as granted
+        chunks, active = self.protocol.on_reserve(message), self._active
+        until = self.site.now() + message.lease_ms / 1000
+        if self.protocol.state is not SendState.MOVING:  # it is being stopped, and nothing counts as granted
             return
-        if run is not None and run.flow is not None and not message.ring:
-            self.site.mover.note_peer_steps(run.flow, message.copied - run.first)
+        if active is not None and active.flow is not None and not message.ring:
+            self.site.mover.note_peer_steps(active.flow, message.copied - active.first)
         if chunks:
             self._on_granted(chunks.stop, until, message.generation, fresh=bool(message.ring))
             self.wake()
@@ -953,16 +958,16 @@ class Sender(Struct, eq=False):
 
     def _renew_lease(self, generation: int, until: float) -> None:
         """All that was granted, and was not posted yet, may take longer."""
-        run = self._run
-        for terms in (*self._granted, *([] if run is None else [run.terms])):
+        active = self._active
+        for terms in (*self._granted, *([] if active is None else [active.terms])):
             if (terms.generation, terms.renewals) == (generation, self.link.renewals):
                 terms.until = max(terms.until, until)
-        if run is not None and run.flow is not None:
-            self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
+        if active is not None and active.flow is not None:
+            self.site.mover.allow(active.flow, active.allowed - active.first, active.terms.until)
 
-    def on_landed(self, message: wire.Landed) -> None:
+    def on_read(self, message: wire.Read) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
-        if chunks := self.machine.on_landed(message):
+        if chunks := self.protocol.on_read(message):
             self._report_arrived(chunks.stop, UNTIMED)
         self.wake()
 
@@ -971,7 +976,7 @@ class Sender(Struct, eq=False):
 
         On `pull` that also says that it reads nothing any more.
         """
-        self._send(self.machine.on_unread())
+        self._send(self.protocol.on_unread())
         self.stop(failure)
 
     # --- what the offer's owner says
@@ -985,36 +990,36 @@ class Sender(Struct, eq=False):
 
     def refuse(self, code: Code, reason: str) -> None:
         """End before anything moved."""
-        if self.machine.state is SendState.PARKED:
+        if self.protocol.state is SendState.PARKED:
             self._stopped_at = self.step
             self.site.metrics.refusals_sent[code.name.lower()] += 1
-            self._send(self.machine.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
+            self._send(self.protocol.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
 
     def stop(self, failure: Failure) -> None:
         """Begin nothing more, and take back what is not posted; what is posted is waited for."""
-        site, machine = self.site, self.machine
+        site, protocol = self.site, self.protocol
         self._stopped_at = self._stopped_at or self.step
-        messages = machine.stop(failure)
+        messages = protocol.stop(failure)
         self._stop_waiting()
         self._granted.clear()
-        if machine.route is not Route.PULL and machine.granted > self._submitted:
-            rest, self._submitted = machine.granted - self._submitted, machine.granted
-            messages += machine.chunks_dropped(rest)
-        for copy in (self._run.flow if self._run is not None else None, self._firing):
+        if protocol.route is not Route.PULL and protocol.granted > self._submitted:
+            rest, self._submitted = protocol.granted - self._submitted, protocol.granted
+            messages += protocol.chunks_dropped(rest)
+        for copy in (self._active.flow if self._active is not None else None, self._firing):
             if copy is not None:
                 site.mover.cancel(copy)
-        if self._run is not None and self._run.flow is None:
-            self._end_run(self._run)
-        if machine.state is SendState.STOPPING and self._revoke is None:
+        if self._active is not None and self._active.flow is None:
+            self._end_flow(self._active)
+        if protocol.state is SendState.STOPPING and self._revoke is None:
             self._revoke = site.call_at(site.now() + site.config.revoke_timeout, self._on_revoke_timeout)
-            if self._exposure is not None and machine.being_read:
+            if self._exposure is not None and protocol.being_read:
                 self._exposure.seek()
         self._send(messages)
         self.wake()
 
     def _refuse_or_stop(self, code: Code, reason: str) -> None:
         """Refuse if nothing was accepted yet, and stop otherwise."""
-        if self.machine.state is SendState.PARKED:
+        if self.protocol.state is SendState.PARKED:
             self.refuse(code, reason)
         else:
             self.stop(Failure(Status.FAILED, code, reason))
@@ -1024,26 +1029,26 @@ class Sender(Struct, eq=False):
         site = self.site
         patience, (late, _) = site.config.revoke_timeout, site.fabric.health()
         # nothing but the end of a copy tells that the blocks are not read any more
-        flow, summing = self._run.flow if self._run is not None else None, None in self._summing.values()
+        flow, summing = self._active.flow if self._active is not None else None, None in self._summing.values()
         copying = summing or (flow is not None and site.mover.may_copy(flow))
         if self.offer is not None and (copying or (flow is not None and late >= patience)):  # in a call for so long
-            reads = copying or self.machine.route is Route.DIRECT
+            reads = copying or self.protocol.route is Route.DIRECT
             self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "")
-            self._send(self.machine.give_up_waiting())
+            self._send(self.protocol.give_up_waiting())
         elif flow is not None:  # posts have a bound, while the transport stands by it
             self._revoke = site.call_at(site.now() + patience, self._on_revoke_timeout)
-        self._send(self.machine.on_unread(in_doubt=True))
+        self._send(self.protocol.on_unread(in_doubt=True))
 
     def _overdue(self) -> None:
         """The decode rank has given up. What has not begun does not begin any more."""
-        if self.machine.state is SendState.PARKED:
+        if self.protocol.state is SendState.PARKED:
             self._stop_outlived()
         else:
             self._patience = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_outlived)
 
     def _stop_outlived(self) -> None:
         """The decode rank should have given up by now."""
-        seconds = self.machine.fetch.timeout_ms / 1000
+        seconds = self.protocol.fetch.timeout_ms / 1000
         text = f"the fetch was to end within {seconds:g} s, and its decode rank said nothing"
         self.stop(Failure(Status.EXPIRED, Code.TIMEOUT, text))
 
@@ -1053,17 +1058,17 @@ class Sender(Struct, eq=False):
     def in_doubt(self) -> bool:
         """It is over, but a post of ours may still be under way, or the decode rank may still be reading."""
         read = self._exposure is not None and self._exposure.ended
-        return self.machine.doubts > 0 and not read
+        return self.protocol.doubts > 0 and not read
 
     @property
     def failure(self) -> Failure | None:
         """Why it stopped."""
-        return self.machine.failure
+        return self.protocol.failure
 
     @property
     def is_pulled(self) -> bool:
         """Route `pull`: what may move is what the decode rank reads."""
-        return self.machine.route is Route.PULL
+        return self.protocol.route is Route.PULL
 
     @property
     def severed(self) -> bool:
@@ -1096,8 +1101,8 @@ class Sender(Struct, eq=False):
             return  # it is our own post that is in doubt
         self._close_way()
         self._exposure.end()
-        if self.machine.state is not SendState.ENDED:
-            self._send(self.machine.on_unread())
+        if self.protocol.state is not SendState.ENDED:
+            self._send(self.protocol.on_unread())
             return
         if self.offer is not None:
             self.offer.on_transfer_end(self)
@@ -1108,19 +1113,19 @@ class Sender(Struct, eq=False):
     @property
     def step(self) -> Step:
         """What it waits for."""
-        step = self.machine.step
+        step = self.protocol.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
     def _send(self, messages: list[wire.Message]) -> None:
         if messages:
             self.link.send(*messages)
-        if self.machine.state is SendState.ENDED and self.stats is None:
+        if self.protocol.state is SendState.ENDED and self.stats is None:
             self._finish()
 
     def _finish(self) -> None:
         """The last result was said: count, log, and let everything go."""
-        site, machine, made = self.site, self.machine, self._answer
-        fetch, failure, route = machine.fetch, machine.failure, machine.route
+        site, protocol, made = self.site, self.protocol, self._answer
+        fetch, failure, route = protocol.fetch, protocol.failure, protocol.route
         stats = self.stats = self.tally.stats(
             route=ROUTE_NAMES[route],
             why=made.choice.why if made is not None else "",
@@ -1132,7 +1137,7 @@ class Sender(Struct, eq=False):
             incarnation = self.peer.identity.incarnation
             site.estimates.learn(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
         ours = route is Route.DIRECT and self._reads  # a post of ours may read the blocks
-        reads = ours or (route is Route.PULL and machine.doubts > 0)
+        reads = ours or (route is Route.PULL and protocol.doubts > 0)
         if failure is not None:
             self.report = FailureReport(
                 request=fetch.ticket.request,
@@ -1142,8 +1147,8 @@ class Sender(Struct, eq=False):
                 elapsed=stats.duration,
                 route=stats.route,
                 bytes=stats.bytes,
-                chunks_done=machine.arrived,
-                chunks=machine.chunks,
+                chunks_done=protocol.arrived,
+                chunks=protocol.chunks,
                 code=failure.code,
                 reason=failure.reason,
                 blocks=self.offer.block_ids() if self.offer is not None else {},
@@ -1160,7 +1165,7 @@ class Sender(Struct, eq=False):
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())
         self.link.moved[route] += stats.bytes
         self._close_way()
-        if self._exposure is not None and not machine.doubts:
+        if self._exposure is not None and not protocol.doubts:
             self._exposure.end()
         for timer in (self._revoke, self._patience, self._reporting):
             if timer is not None:
@@ -1170,6 +1175,6 @@ class Sender(Struct, eq=False):
             self.offer.stats.append(stats)
             self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if ours:
-            self._withdraw_want = want_new_agent(site, self.peer, urgent=True)
+            self._withdraw_rebuild = request_rebuild(site, self.peer, urgent=True)
         if self._news is not None:
             self.wake()

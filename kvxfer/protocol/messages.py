@@ -21,7 +21,7 @@ __all__ = [
     "I64",
     "IGNORABLE_TAG",
     "MAX_CHUNKS",
-    "MAX_GRANTS",
+    "MAX_PLACES",
     "MAX_SELECTIONS",
     "MAX_SPANS",
     "MAX_TENSORS",
@@ -45,12 +45,10 @@ __all__ = [
     "Claim",
     "Fetch",
     "Goodbye",
-    "Grant",
     "Hash",
     "Hello",
     "Ids",
     "KvAgentResult",
-    "Landed",
     "MappedMemory",
     "MemorySpan",
     "Message",
@@ -58,6 +56,9 @@ __all__ = [
     "Packed64",
     "Payload",
     "Ping",
+    "Place",
+    "Read",
+    "Ready",
     "Reason",
     "Refuse",
     "Release",
@@ -74,7 +75,6 @@ __all__ = [
     "TicketRef",
     "Timings",
     "TraceParent",
-    "Want",
     "Welcome",
     "pack_f32",
     "pack_u32",
@@ -218,7 +218,7 @@ MAX_CHUNKS: Final = 1 << 20
 """Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
 MAX_TICKETS: Final = 4096
 """Most tickets in one `Claim`; who has more sends more frames."""
-MAX_GRANTS: Final = 1024
+MAX_PLACES: Final = 1024
 """Most places in the ring of one `Reserve`."""
 MAX_SELECTIONS: Final = 4096
 """Most selections in one `Fetch`."""
@@ -271,7 +271,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
             raise torn(self.ids)
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True):
     """Staging memory for a chunk, and then for another one: a place in the ring of a transfer."""
 
     address: U64
@@ -424,7 +424,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     lease_ms: U32 = 0
     generation: U64 = 0
     agreement: Hash = b""
-    ring: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)] = []
+    ring: Annotated[list[Place], msgspec.Meta(max_length=MAX_PLACES)] = []
     ring_chunks: Chunks = 0
     token: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
     fenced: bool = False
@@ -459,7 +459,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
     retry_after_ms: U32 = 0
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """The first so many chunks are ready to go. On `pull` those that are new may be read for `lease_ms`.
 
     The ids in `spans` follow those of `Accept` and of earlier frames: the offer's block lists have grown. One without
@@ -485,12 +485,12 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
     chunks: Chunks
     lease_ms: U32
     generation: U64 = 0
-    ring: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)] = []
+    ring: Annotated[list[Place], msgspec.Meta(max_length=MAX_PLACES)] = []
     copied: Chunks = 0
     token: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
 
 
-class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class Read(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """`pull` only: the first so many chunks have been read."""
 
     transfer: U64
@@ -585,9 +585,9 @@ Message: TypeAlias = (
     | Fetch
     | Accept
     | Refuse
-    | Want
+    | Ready
     | Reserve
-    | Landed
+    | Read
     | Arrived
     | KvAgentResult
     | Cancel

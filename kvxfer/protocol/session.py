@@ -54,15 +54,15 @@ from kvxfer.protocol.messages import (
     Goodbye,
     Hello,
     KvAgentResult,
-    Landed,
     Message,
     Ping,
+    Read,
+    Ready,
     Refuse,
     Release,
     Renewed,
     Reserve,
     Sums,
-    Want,
     Welcome,
 )
 
@@ -234,8 +234,8 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Check, Abandon, Renewed}),
-    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, Arrived, KvAgentResult, Sums, Renewed}),
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Read, Cancel, Release, Check, Abandon, Renewed}),
+    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Ready, Arrived, KvAgentResult, Sums, Renewed}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""
 

@@ -113,7 +113,7 @@ class Sending(Struct, eq=False):
     doubts: int = 0
     _said: int = 0  # the first so many have arrived, as the decode rank was told
     _timings: wire.Timings = UNTIMED  # of those that have arrived since
-    ring: Sequence[wire.Grant] = ()  # places in the decode rank's staging memory, in which chunks take turns
+    ring: Sequence[wire.Place] = ()  # places in the decode rank's staging memory, in which chunks take turns
     # by which the decode rank's agent says how many have left them, and ours how many have arrived; or empty
     token: bytes = b""
     copied: int = 0  # the first so many have left their places, by its last grant
@@ -172,7 +172,7 @@ class Sending(Struct, eq=False):
         if self.state is not SendState.MOVING or self._unread or (ready <= self.ready and not spans):
             return []
         self.ready = max(self.ready, ready)
-        return [wire.Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
+        return [wire.Ready(self.transfer, self.ready, lease_ms, list(spans), generation)]
 
     def finish_offer(self, payload: bytes) -> list[wire.Message]:
         """The offer is complete, and the plan of it was accepted: no chunk will be added, and this is the payload."""
@@ -212,13 +212,13 @@ class Sending(Struct, eq=False):
         self.granted, self.copied = message.chunks, max(self.copied, message.copied)
         return fresh
 
-    def places(self, chunks: range) -> list[wire.Grant]:
+    def places(self, chunks: range) -> list[wire.Place]:
         """Where in staging memory chunks go that were granted."""
         ring, first = self.ring, self._ring_at  # in a thread: they may be others a moment later
         at = (chunks.start - first) % len(ring)
         return list(islice(cycle(ring), at, at + len(chunks)))
 
-    def on_landed(self, message: wire.Landed) -> range:
+    def on_read(self, message: wire.Read) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed (`chunks_arrived`) or not (`stop`).
 
         Raises:
@@ -227,7 +227,7 @@ class Sending(Struct, eq=False):
         if self.state in _OVER:
             return range(0)
         if self.route is not wire.Route.PULL:
-            raise ProtocolError("Landed is a message of the route pull only")
+            raise ProtocolError("Read is a message of the route pull only")
         if self._unread:
             raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
         fresh = self._added(message.chunks)
@@ -397,7 +397,7 @@ class Receiving(Struct, eq=False):
     # whether `Fetch` has granted chunks before the peer said how many there are, and that holds: the peer has neither
     # used nor voided it by its first answer
     ahead: bool = False
-    staging: int = 0  # how many, the first ones, if they are granted staging memory; else all are granted in place
+    staged_ahead: int = 0  # how many, the first ones, if they are granted staging memory; else all are granted in place
     state: ReceiveState = ReceiveState.ASKED
     ended: bool = False  # whether the peer is known to be through with it
     was_lost: bool = False  # whether it has ever been lost, though the peer may be back
@@ -439,7 +439,7 @@ class Receiving(Struct, eq=False):
         Raises:
             ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        chunks, staging, route = message.chunks, self.staging, message.route
+        chunks, staging, route = message.chunks, self.staged_ahead, message.route
         if message.ahead:
             covered = route is wire.Route.STAGED and chunks > 0 if staging else route in IN_PLACE
             if not (self.ahead and covered):
@@ -460,7 +460,7 @@ class Receiving(Struct, eq=False):
             self.failure = self.failure or failure
             self._event("terminal")
 
-    def on_want(self, message: wire.Want) -> range:
+    def on_ready(self, message: wire.Ready) -> range:
         """Chunks that became ready at the peer.
 
         Raises:
@@ -482,7 +482,7 @@ class Receiving(Struct, eq=False):
         chunks: int,
         lease_ms: int,
         generation: int = 0,
-        ring: Sequence[wire.Grant] = (),
+        ring: Sequence[wire.Place] = (),
         copied: int = 0,
         token: bytes = b"",
     ) -> list[wire.Message]:
@@ -512,7 +512,7 @@ class Receiving(Struct, eq=False):
         """Route `pull`: the first so many chunks have been read; the peer confirms them."""
         self._advance(self.granted, chunks, self.reading)
         self.granted = chunks
-        return [wire.Landed(self.transfer, chunks)]
+        return [wire.Read(self.transfer, chunks)]
 
     def on_arrived(self, message: wire.Arrived) -> range | None:
         """Chunks have arrived, to be scattered and then counted by `chunks_landed`. None if nothing waits for them.

@@ -23,7 +23,7 @@ from kvxfer.safety.fence import SHARED_GATE, Revoked
 from kvxfer.site import Callback, Site, no_op, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "seek", "severed", "want_new_agent"]
+__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "request_rebuild", "seek", "severed"]
 
 _log: Final = logger("kvxfer.worker")
 
@@ -70,7 +70,7 @@ async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", b
             if severed(site, exposed.link.peer) or (gone and count == before):
                 if wanted != (count, gone):
                     leave()
-                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=gone), (count, gone)
+                    leave, wanted = site.rebuilds.request(urgent=exposed.in_doubt, answered=gone), (count, gone)
                 news.append(site.rebuilds.next)
             elif (ended := site.processes.end_of(exposed.link.peer)) is not None and not ended.done():
                 news.append(ended)
@@ -267,7 +267,7 @@ class Rebuilding:
         self._last = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._running = self._closed = False
-        site.rebuilds.wanted = self._set_timer
+        site.rebuilds.on_request = self._set_timer
 
     def close(self) -> None:
         """The worker is closing: begin no more."""
@@ -298,7 +298,7 @@ class Rebuilding:
         crowded = any(share.quarantined_bytes() * _CROWDED > share.capacity for share in shares)
         patience = {True: config.revoke_timeout / _STEPS, False: config.peer_timeout}
         due = min(
-            (want.since + (0.0 if want.answered else patience[want.urgent or crowded]) for want in site.rebuilds.wants),
+            (one.since + (0.0 if one.answered else patience[one.urgent or crowded]) for one in site.rebuilds.requests),
             default=math.inf,
         )
         return max(due, self._last + config.peer_timeout)
@@ -371,7 +371,7 @@ class Rebuilding:
             site.body[trusted] = encode_body(replace(told, metadata=metadata, renewals=site.rebuilds.count + 1))
 
 
-def want_new_agent(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
+def request_rebuild(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
     """A post of ours to or from a peer did not end, and the end of our agent would end it.
 
     Not where it may be a copy between GPUs of this host: that goes on without us.
@@ -379,7 +379,7 @@ def want_new_agent(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
     Returns:
         To be called when it has ended by itself.
     """
-    return no_op if may_outlive_agent(site, peer) else site.rebuilds.want(urgent=urgent)
+    return no_op if may_outlive_agent(site, peer) else site.rebuilds.request(urgent=urgent)
 
 
 def may_outlive_agent(site: Site, peer: PeerInfo) -> bool:

@@ -71,11 +71,11 @@ __all__ = [
     "SHARED_GATE",
     "Exports",
     "Gates",
-    "Key",
-    "Keys",
     "Lineage",
     "LockFile",
     "Mappings",
+    "PeerGate",
+    "PeerGates",
     "Permit",
     "Revoked",
     "first_words",
@@ -218,7 +218,7 @@ class Lineage:
         self._pages.close()
 
 
-class Key:
+class PeerGate:
     """A peer's gates, opened here: for what this process writes there. Safe from any thread.
 
     The mover passes them (`kvxfer.copy.machine`), one that was lent to it. While it may be inside, it is a borrower.
@@ -284,7 +284,7 @@ class Key:
 class Permit(Struct, frozen=True, eq=False):
     """One writer's way through a gate, under the generation that it was granted; without a key nobody gets through."""
 
-    key: Key | None
+    key: PeerGate | None
     number: int  # of the gate; through one that there is not nobody gets
     generation: int
 
@@ -403,11 +403,11 @@ class Gates:
 # --- gates of peers
 
 
-class Keys:
+class PeerGates:
     """What leads through the gates of peers."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, Key | None] = {}
+        self._keys: dict[bytes, PeerGate | None] = {}
 
     def __len__(self) -> int:
         return sum(key is not None for key in self._keys.values())
@@ -422,7 +422,7 @@ class Keys:
             return
         try:
             check_process(peer.body.locks, peer.process)
-            self._keys[incarnation] = Key(peer.body.locks)
+            self._keys[incarnation] = PeerGate(peer.body.locks)
         except FabricError as error:
             self._keys[incarnation] = None
             _log.warning("gates_not_opened", peer=peer.name, reason=str(error))

@@ -15,7 +15,7 @@ from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
-from kvxfer.plans.pairs import LISTED, Bound, choose_and_cut, fit, in_place_bytes, usual_chunks
+from kvxfer.plans.pairs import LISTED, BoundPlan, choose_and_cut, fit, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
@@ -350,7 +350,7 @@ def _pair(
     """One pair, decided as `prefill/sender.py` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
 
-    def cut(route: Route) -> Bound:
+    def cut(route: Route) -> BoundPlan:
         if route is Route.STAGED:
             target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.safety.fence import Key, LockFile
+from kvxfer.safety.fence import LockFile, PeerGate
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "geometry", HERE.parent / "integration"):
@@ -20,7 +20,7 @@ for folder in (HERE, HERE.parent / "geometry", HERE.parent / "integration"):
 def gate():
     """The owner's side of gates, and a writer's."""
     file = LockFile(8)
-    key = Key(file.handle)
+    key = PeerGate(file.handle)
     yield file, key
     key.close()
     assert not key.is_open

@@ -23,7 +23,7 @@ from kvxfer.copy import records
 from kvxfer.copy.compiler import load
 from kvxfer.copy.mover import _EVENT, _READ_BYTES, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate
 
 WINDOWS, WINDOW = 48, 4096
 GATES = 4
@@ -94,7 +94,7 @@ class Model:
         self.machine = _Machine(self.runtime, gpu, threads, frozenset(), nobody, {})
         self.state, self.rows, self.ports = self.machine.state, self.machine.jobs, self.machine.ports
         self.file = LockFile(GATES)
-        self.key = Key(self.file.handle)
+        self.key = PeerGate(self.file.handle)
         self.now = 10**9
         self.state[records.FIXED] = 1
         self.jobs: dict[int, Job] = {}  # by slot: those of which nobody was told
@@ -153,7 +153,7 @@ class Model:
         return self.key.lend(job.gate, job.generation)
 
     def cancel(self) -> None:
-        """Want one no more, or one that is not there."""
+        """Ready one no more, or one that is not there."""
         if self.jobs and self.rng.random() < 0.9:
             slot = self.rng.choice(list(self.jobs))
         else:

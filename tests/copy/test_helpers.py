@@ -16,7 +16,7 @@ from kvxfer.copy.mover import Mover, usual_threads
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy_parts
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Permit, Revoked
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
 
 MIB = 1 << 20
 SRC = np.random.default_rng(5).integers(0, 256, 8 * MIB, dtype=np.uint8)
@@ -145,7 +145,7 @@ async def test_a_part_that_a_helper_has_begun_is_waited_for_and_so_is_its_lock(m
     """The test takes a part as a helper does, and is slow with it."""
     parts_of_at_most(monkeypatch, 1)
     world, file = World(), LockFile(1)
-    key = Key(file.handle)
+    key = PeerGate(file.handle)
     copy = world.submit("a", passage=Permit(key, 0, FIRST_GENERATION))
     world.step()
     state = world.machine.state

@@ -18,7 +18,7 @@ from kvxfer.copy.tables import Kind, Tables, pack
 from kvxfer.copy.template import Cut, Fitted, Template
 from kvxfer.errors import BlocksError, KvxferError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Span, TensorSpec, common, resolve
-from kvxfer.plans.pairs import Bound, _planned, bind
+from kvxfer.plans.pairs import BoundPlan, _planned, bind
 
 STAGING = 1 << 46
 SEEDS = st.integers(0, 2**32 - 1)
@@ -91,7 +91,7 @@ def test_numbers_and_words_are_the_planners(seed):
         for name in ("nbytes", "staged_bytes", "pieces", "most_rows"):
             assert getattr(fit, name) == getattr(plan, name), name
         for grid in (whole(case), drawn_grid(case, rng)):
-            assert fit.largest_chunk_bytes(grid) == plan.largest_chunk_bytes(grid) <= Bound(fit, grid).most_bytes
+            assert fit.largest_chunk_bytes(grid) == plan.largest_chunk_bytes(grid) <= BoundPlan(fit, grid).most_bytes
             assert fit.digest(grid) == plan.digest(grid)
             cut = cut_of(fit, grid)
             at = STAGING + 16 * rng.randint(0, 9)
@@ -203,7 +203,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
                 continue
             assert isinstance(found, Fitted)  # the planner has nothing to object, so it is not asked
             grid = replace(drawn_grid(odd, rng), band=rng.choice([1, 2, 3, 100]))
-            theirs, ours = Bound(plan, grid), Bound(found, grid)
+            theirs, ours = BoundPlan(plan, grid), BoundPlan(found, grid)
             assert (theirs.rows, theirs.pieces) == (ours.rows, ours.pieces)
             for number in range(len(grid)):
                 expected = outcome(lambda: theirs.chunk(number))  # noqa: B023
@@ -264,7 +264,7 @@ def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
 def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
     _, _, case = pair_of()
     grid = ChunkGrid(case.pair.layers, 1, 32, case.tokens.start, case.tokens.stop)
-    ours = Bound(bind(case.pair, case.src, case.dst, case.tokens), grid)
+    ours = BoundPlan(bind(case.pair, case.src, case.dst, case.tokens), grid)
     theirs = case.pair.bind(case.src, case.dst, case.tokens)
 
     def reached(regions):
@@ -295,7 +295,7 @@ def test_a_grid_of_other_tokens_or_layers_is_the_planners():
     assert cut_of(fit, replace(grid, start=0)) is None
     assert cut_of(fit, replace(grid, layers=(0, 1))) is None
     assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
-    (tables,) = opened(Bound(fit, replace(grid, start=0)).tables(Kind.COPY, range(1)))
+    (tables,) = opened(BoundPlan(fit, replace(grid, start=0)).tables(Kind.COPY, range(1)))
     assert isinstance(tables, Tables)
 
 
@@ -305,6 +305,6 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     wide = [described([contiguous(axes, sizes, base=base)]) for base in (1, 1 << 50)]
     pair = between(*wide)
     spans = {"default": Span(np.asarray([1]))}
-    bound = Bound(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
+    bound = BoundPlan(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
         bound.tables(Kind.COPY, range(1))

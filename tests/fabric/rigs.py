@@ -18,7 +18,7 @@ from kvxfer.fabric import Memory
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Permit
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit
 
 SIZE = 1 << 16
 PART = 1024
@@ -70,7 +70,7 @@ class Way:
 
     def __init__(self) -> None:
         self.file = LockFile(1)
-        self.key = Key(self.file.handle)
+        self.key = PeerGate(self.file.handle)
         self.passage = Permit(self.key, 0, FIRST_GENERATION)
 
     @property

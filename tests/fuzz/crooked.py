@@ -15,7 +15,7 @@ from mutation import SPOKEN, VALID, Mutator, frame, pack
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import decode
-from kvxfer.protocol.messages import Fetch, Grant, Reserve, Route, unpack_u32
+from kvxfer.protocol.messages import Fetch, Place, Reserve, Route, unpack_u32
 from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Role
 
 HANDSHAKE = 2
@@ -88,7 +88,7 @@ class CrookedWire:
         # staging memory that they allowed to write: by its address, its length once for each chunk
         self.grants: dict[int, list[int]] = {}
         self.blocks: set[int] = set()  # destination blocks that they named
-        self._rings: dict[int, tuple[list[Grant], int, int]] = {}  # of each transfer: ring, its first chunk, granted
+        self._rings: dict[int, tuple[list[Place], int, int]] = {}  # of each transfer: ring, its first chunk, granted
         self.in_place = False  # whether they allowed to write those
         self._path, self._target = path, target.removeprefix("unix:")
         self._draw, self._from_far = draw, from_far

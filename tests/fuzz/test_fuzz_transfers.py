@@ -39,13 +39,13 @@ class Peer:
         return message if isinstance(message, self.kinds) else None
 
 
-PLACES = [wire.Grant(4096 * number, 64) for number in range(1, 8)]
+PLACES = [wire.Place(4096 * number, 64) for number in range(1, 8)]
 
 
 DECODE_RANK = Peer(
-    (wire.Reserve, wire.Landed),
+    (wire.Reserve, wire.Read),
     [wire.Reserve(1, count, 100, 0, PLACES[:places]) for count in range(5) for places in (0, 1, 3)]
-    + [wire.Landed(1, count) for count in range(4)],
+    + [wire.Read(1, count) for count in range(4)],
 )
 
 
@@ -77,7 +77,7 @@ class Sender:
     def say(self, messages):
         for message in messages:
             match message:
-                case wire.Want(chunks=chunks):
+                case wire.Ready(chunks=chunks):
                     assert self.lasts == 0
                     assert self.announced < chunks <= self.chunks
                     assert not self.parted
@@ -194,13 +194,13 @@ class Sender:
         upto = max(0, self.granted + draw.choice((0, 1, 1, 1, 2, 3)))
         places = draw.choice((0, 0, 0, 1, 2)) if self.ring else draw.choice((0, 1, 1, 2, 4))
         ring = draw.choices(PLACES, k=places) if self.route is wire.Route.STAGED else []
-        likely = wire.Landed(1, upto) if self.route is wire.Route.PULL else wire.Reserve(1, upto, 100, 0, ring)
+        likely = wire.Read(1, upto) if self.route is wire.Route.PULL else wire.Reserve(1, upto, 100, 0, ring)
         message = DECODE_RANK.says(draw, likely)
-        if not isinstance(message, wire.Reserve | wire.Landed):
+        if not isinstance(message, wire.Reserve | wire.Read):
             return
         before, running = self.known(), machine.state in (SendState.PARKED, SendState.MOVING)
         try:
-            granted = machine.on_reserve(message) if isinstance(message, wire.Reserve) else machine.on_landed(message)
+            granted = machine.on_reserve(message) if isinstance(message, wire.Reserve) else machine.on_read(message)
         except ProtocolError:
             assert self.known() == before
             return
@@ -208,7 +208,7 @@ class Sender:
             assert not granted
             assert self.known() == before
             return
-        assert isinstance(message, wire.Landed) == (self.route is wire.Route.PULL)
+        assert isinstance(message, wire.Read) == (self.route is wire.Route.PULL)
         assert granted == range(self.granted, message.chunks)
         assert len(granted) > 0 or (isinstance(message, wire.Reserve) and not message.ring)  # a lease is renewed
         assert message.chunks <= (self.readable if self.route is wire.Route.PULL else self.announced)
@@ -258,7 +258,7 @@ class Sender:
         assert self.lasts <= 1
         before = self.known()
         assert not self.machine.on_reserve(wire.Reserve(1, 1, 1, 0, PLACES))
-        assert not self.machine.on_landed(wire.Landed(1, 1))
+        assert not self.machine.on_read(wire.Read(1, 1))
         assert self.machine.take_news() == self.machine.announce(self.chunks) == self.machine.give_up_waiting() == []
         assert self.known() == before
 
@@ -272,14 +272,14 @@ def test_sending():
 
 
 PREFILL_RANK = Peer(
-    (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.KvAgentResult),
+    (wire.Accept, wire.Refuse, wire.Ready, wire.Arrived, wire.KvAgentResult),
     [
         *(
             wire.Accept(1, route, 64, [], 1, 1, count, b"", ahead=ahead)
             for route in ROUTES
             for count, ahead in ((3, False), (1, True))
         ),
-        *(wire.Want(1, count, 100) for count in range(4)),
+        *(wire.Ready(1, count, 100) for count in range(4)),
         *(wire.Arrived(1, count, wire.Timings(1, 2, 3, 4)) for count in range(5)),
         *(build_result(1, status, chunk=chunk) for status in wire.Status for chunk in (0, 1, wire.WHOLE)),
         *(wire.KvAgentResult(1, chunk, wire.Status.OK, 0, True, payload=b"p") for chunk in (0, 2, wire.WHOLE)),
@@ -294,7 +294,7 @@ class Receiver:
     def __init__(self, draw: Random):
         self.draw = draw
         self.ahead, self.staging = draw.random() < 0.4, draw.choice([0, 0, 1, 3])
-        self.machine = Receiving(1, ahead=self.ahead, staging=self.staging)
+        self.machine = Receiving(1, ahead=self.ahead, staged_ahead=self.staging)
         self.ready = self.reading = self.granted = self.arrived = self.placed = self.chunks = 0
         self.route = wire.Route.UNKNOWN
 
@@ -310,7 +310,7 @@ class Receiver:
         likely = draw.choice(
             [
                 wire.Accept(1, draw.choice(ROUTES), 64, [], 1, 1, draw.randrange(5), b"", ahead=draw.random() < 0.3),
-                *[wire.Want(1, self.ready + near)] * 3,
+                *[wire.Ready(1, self.ready + near)] * 3,
                 *[wire.Arrived(1, self.arrived + near)] * 3,
                 build_result(1, wire.Status.FAILED, chunk=self.arrived),
                 build_result(1, wire.Status.OK, last=True),
@@ -338,9 +338,9 @@ class Receiver:
             case wire.Refuse():
                 machine.on_refuse(message)
                 assert machine.ended
-            case wire.Want():
+            case wire.Ready():
                 running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-                news = machine.on_want(message)
+                news = machine.on_ready(message)
                 if running:
                     assert not machine.ahead
                     assert news == range(self.ready, message.chunks)
@@ -394,7 +394,7 @@ class Receiver:
             for wrong in (self.granted, self.reading + 1):
                 with pytest.raises(ProtocolError):
                     self.machine.chunks_read(wrong)
-            assert self.machine.chunks_read(upto) == [wire.Landed(1, upto)]
+            assert self.machine.chunks_read(upto) == [wire.Read(1, upto)]
             self.granted = upto
 
     def place(self):

@@ -31,14 +31,14 @@ from kvxfer.fabric import calls
 from kvxfer.memory.books import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
-from kvxfer.plans.pairs import Bound
+from kvxfer.plans.pairs import BoundPlan
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
 from kvxfer.protocol.transfer import Receiving
 from kvxfer.safety import doubt, fence
-from kvxfer.safety.fence import FIRST_GENERATION, Key, Permit
+from kvxfer.safety.fence import FIRST_GENERATION, PeerGate, Permit
 from kvxfer.site import Site
 
 # --- sessions
@@ -320,7 +320,7 @@ def tell_the_same(worker: Any, as_another: Any) -> None:
 
 def rebuild(worker: Any, *, urgent: bool = True, answered: bool = False) -> Callable[[], None]:
     """There is a doubt that only a new agent ends, until what is returned is called."""
-    leave: Callable[[], None] = worker._service.site.rebuilds.want(urgent=urgent, answered=answered)
+    leave: Callable[[], None] = worker._service.site.rebuilds.request(urgent=urgent, answered=answered)
     return leave
 
 
@@ -331,7 +331,7 @@ def when_rebuilt(worker: Any, then: Callable[[], None]) -> None:
 
 def keep_agent(worker: Any) -> None:
     """Whatever only a new agent would end goes on, until `consider_rebuilding`."""
-    worker._service.site.rebuilds.wanted = lambda: None
+    worker._service.site.rebuilds.on_request = lambda: None
 
 
 def consider_rebuilding(worker: Any) -> None:
@@ -342,7 +342,7 @@ def consider_rebuilding(worker: Any) -> None:
 def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
     """It does not wait for others that might want it too."""
     rebuilds = worker._service.site.rebuilds
-    monkeypatch.setattr(worker._service.rebuilding, "_due_at", lambda: 0.0 if rebuilds.wants else math.inf)
+    monkeypatch.setattr(worker._service.rebuilding, "_due_at", lambda: 0.0 if rebuilds.requests else math.inf)
 
 
 def pause_grants(worker: Any) -> None:
@@ -385,7 +385,7 @@ class Taken:
 
     def write(self) -> None:
         """Whoever has it may write it from now on."""
-        self._desk.share.write(self._extent)
+        self._desk.share.begin_writing(self._extent)
 
     def quarantine(self, reason: str = "silent") -> None:
         """Whoever has it may write it for ever."""
@@ -477,8 +477,8 @@ def free_gates(worker: Any) -> list[int]:
 
 def meet_keys_again(worker: Any) -> None:
     """It opens the gates of its only peer anew."""
-    worker._service.site.keys.forget(met(worker))
-    worker._service.site.keys.on_session(met(worker))
+    worker._service.site.peer_gates.forget(met(worker))
+    worker._service.site.peer_gates.on_session(met(worker))
 
 
 def leaked() -> list[Any]:
@@ -674,7 +674,7 @@ def being_read(worker: Any) -> bool:
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
     (receiver,) = worker._service.decode.incoming.values()
-    return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._run and receiver._run.flow))
+    return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._active and receiver._active.flow))
 
 
 def _scatters(worker: Any, flow: Any) -> bool:
@@ -718,7 +718,7 @@ def bury(worker: Any) -> None:
 def being_stopped(worker: Any) -> bool:
     """Whether something that is under way has failed, and its peers are yet to say that it has ended."""
     receiving, sending = worker._service.decode.incoming.values(), worker._service.prefill.transfers
-    return any(one.machine.failure for one in (*receiving, *sending))
+    return any(one.protocol.failure for one in (*receiving, *sending))
 
 
 def time_out(worker: Any, *, times: int = 1) -> Any:
@@ -801,7 +801,7 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     """How many things a worker keeps of its peers, by where."""
     site = worker._service.site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
-    found = {"warming": len(site.warming), "written": len(site.written), "links": len(worker._service.links)}
+    found = {"warming": len(site.warming), "written": len(site.written_in_place), "links": len(worker._service.links)}
     books |= {"gates": site.gates, "peers": worker._service.peers}
     for name, book in books.items():
         for field, value in vars(book).items():
@@ -835,7 +835,7 @@ def serve_chunks_by(
     side: str, act: Callable[[Callable[[], object], Callable[[], object]], None], monkeypatch: Any
 ) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
-    steps, hold = Sender._steps, Grants.hold
+    steps, hold = Sender._steps, Grants.begin_ring
 
     def stepped(sender: Any, *given: Any) -> Any:
         made: list[Any] = []
@@ -850,7 +850,7 @@ def serve_chunks_by(
     if side == "send":
         monkeypatch.setattr(Sender, "_steps", stepped)
     else:
-        monkeypatch.setattr(Grants, "hold", held)
+        monkeypatch.setattr(Grants, "begin_ring", held)
 
 
 def watch_chunks(say: Callable[[str, int], None], monkeypatch: Any) -> None:
@@ -934,13 +934,13 @@ def _keep_steps(steps: Any, monkeypatch: Any) -> list[Callable[[], None]]:
 
 def _plan_all_steps(monkeypatch: Any) -> None:
     """No step is so small that it is made without a plan."""
-    begin = Bound.__init__
+    begin = BoundPlan.__init__
 
     def large(bound: Any, *given: Any) -> None:
         begin(bound, *given)
         bound.part_rows = max(1, bound.part_rows)
 
-    monkeypatch.setattr(Bound, "__init__", large)
+    monkeypatch.setattr(BoundPlan, "__init__", large)
 
 
 def doubt_all(monkeypatch: Any) -> None:
@@ -989,7 +989,7 @@ def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
 
 def open_no_gates(monkeypatch: Any) -> None:
     """Nobody can open the gates of a peer."""
-    monkeypatch.setattr("kvxfer.safety.fence.Key", lambda handle: Key(b""))
+    monkeypatch.setattr("kvxfer.safety.fence.PeerGate", lambda handle: PeerGate(b""))
 
 
 def build_without(capability: Capability, monkeypatch: Any) -> None:

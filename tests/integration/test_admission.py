@@ -9,7 +9,7 @@ from stage import Cache, Copied, eventually, quiet
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
-from kvxfer.protocol.messages import Landed, Want
+from kvxfer.protocol.messages import Read, Ready
 
 IDS = list(range(64))
 
@@ -22,9 +22,9 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     def watch(send, messages):
         nonlocal announced, read, most
         for message in messages:
-            if isinstance(message, Want):
+            if isinstance(message, Ready):
                 announced = message.chunks
-            elif isinstance(message, Landed):
+            elif isinstance(message, Read):
                 read = message.chunks
             most = max(most, announced - read)
         return send(*messages)

@@ -10,7 +10,7 @@ from wire import virtual
 
 from kvxfer import PeerLostError, RefusedError
 from kvxfer.errors import Code, TransferFailedError
-from kvxfer.protocol.messages import FOREVER_MS, Accept, Arrived, Cancel, Fetch, Reserve, Want
+from kvxfer.protocol.messages import FOREVER_MS, Accept, Arrived, Cancel, Fetch, Ready, Reserve
 
 HELD = list(range(8))
 ONE_CHUNK = {"chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
@@ -40,7 +40,7 @@ async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route, br
     result, released = await bring(prefill, decode, offered={"payload": b"first"})
     (ending,) = released.stats
     assert result.payload == b"first"
-    assert not tap.of(Want)
+    assert not tap.of(Ready)
     assert not tap.of(Reserve)
     assert tap.of(Accept)[0].spans == []
     said = ("route", "chunks", "pieces", "bytes")
@@ -88,8 +88,8 @@ async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, 
     prefill, decode = await stage.pair(source, target, route=route, **ONE_CHUNK)
     offer = prefill.offer("r", streaming=True) if streaming else None
     transfer = begin(prefill, decode)
-    await eventually(lambda: tap.of(Want))
-    assert tap.of(Want) == [Want(tap.of(Fetch)[0].transfer, 0)]
+    await eventually(lambda: tap.of(Ready))
+    assert tap.of(Ready) == [Ready(tap.of(Fetch)[0].transfer, 0)]
     await eventually(lambda: not (written(decode) if route == "direct" else extents(decode, "receive")))
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     if offer is None:
@@ -116,7 +116,7 @@ async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why, bring):
         pause_grants(decode)
     prefill.offer("r", HELD, tokens=30)
     transfer = begin(prefill, decode, after=after)
-    await eventually(lambda: tap.of(Want))
+    await eventually(lambda: tap.of(Ready))
     if why == "nothing may be granted":
         resume_grants(decode)
     after.fired = True
@@ -157,7 +157,7 @@ async def test_more_bytes_have_a_longer_lease(stage, tap, route):
     sizes = {"chunk_bytes": "2KiB", "window": 2, "grant_lease": 2}
     prefill, decode = await stage.pair(Cache(blocks=128), Cache(blocks=128, layout="HND"), route=route, **sizes)
     result, _ = await stage.bring(prefill, decode, "r", range(128), range(128), range(512))
-    frames = {"direct": tap.of(Fetch), "pull": tap.of(Want), "staged": tap.of(Reserve)}[route]
+    frames = {"direct": tap.of(Fetch), "pull": tap.of(Ready), "staged": tap.of(Reserve)}[route]
     per_byte = 2000 / (2 * 2048)
     if route == "direct":
         assert frames[0].lease_ms == pytest.approx(result.stats.bytes * per_byte, rel=0.1)

@@ -8,7 +8,7 @@ from stage import Cache, Copied, Gate, eventually, frames, quiet
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import CacheGeometry, PairPlan
 from kvxfer.plans.pairs import geometry_to_wire
-from kvxfer.protocol.messages import Accept, Fetch, Grant, Reserve, Want
+from kvxfer.protocol.messages import Accept, Fetch, Place, Ready, Reserve
 
 HELD = list(range(8))
 LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
@@ -31,7 +31,7 @@ async def test_a_transfer_of_one_chunk_needs_one_exchange(stage, tap, tokens):
     offered = {"tokens": 30, "payload": b"first"}
     result, _ = await stage.bring(prefill, decode, "r", HELD[::-1], HELD, tokens, offered=offered)
     assert (result.payload, result.stats.route, result.stats.chunks) == (b"first", "staged", 1)
-    assert not tap.of(Want)
+    assert not tap.of(Ready)
     assert not tap.of(Reserve)
     (fetch,), (accept,) = tap.of(Fetch), tap.of(Accept)
     assert accept.ahead
@@ -63,7 +63,7 @@ async def test_the_first_chunks_of_a_large_transfer_need_no_exchange(stage, tap,
             assert 1 < len(fetch.ring) < result.stats.chunks == accept.chunks
             assert kept_of_peers(decode)["estimates.paces"] == 1
             assert fetch.ring_chunks == (3 if number == 1 else 1) * len(fetch.ring)
-    assert len(tap.of(Want)) == sum(bool(message.ring) for message in tap.of(Reserve)) == 2
+    assert len(tap.of(Ready)) == sum(bool(message.ring) for message in tap.of(Reserve)) == 2
     await quiet(prefill, decode)
 
 
@@ -132,7 +132,7 @@ async def test_a_grant_that_does_not_fit_is_void(stage, tap, why):
         Cache(), Cache(layout="HND"), prefill={**LARGE, "route": there}, decode={**LARGE, "route": here}
     )
     if why == "too small":
-        tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Grant(fetch.ring[0].address, 1024)])
+        tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Place(fetch.ring[0].address, 1024)])
     result, _ = await stage.bring(prefill, decode)
     assert (len(tap.of(Fetch)[0].ring), tap.of(Accept)[0].ahead) == (1, False)
     assert tap.of(Reserve)
@@ -158,7 +158,7 @@ async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(s
     prefill, decode = await stage.pair(Cache(), target, **LARGE)
     before = Copied(target)
     monkeypatch.setattr(PairPlan, "most_staged_bytes", lambda pair, tokens: 1024)
-    tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Grant(fetch.ring[0].address, 32 << 10)])
+    tap.change[Fetch] = lambda fetch: replace(fetch, ring=[Place(fetch.ring[0].address, 32 << 10)])
     with pytest.raises(TransferFailedError, match="was said to fit into 1024"):
         await begin(prefill, decode)
     before.check()

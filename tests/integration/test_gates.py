@@ -13,8 +13,8 @@ from stage import Broken, Cache, Gate, frames, quiet
 from wire import play, virtual
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
-from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
-from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Key, Keys, LockFile, Permit, Revoked
+from kvxfer.protocol.messages import Accept, Fetch, Ready, Reserve
+from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, LockFile, PeerGate, PeerGates, Permit, Revoked
 
 TIMES = {"peer_timeout": 3, "revoke_timeout": 5, "connect_timeout": 0.2}
 ROUTES = ["mapped", "direct", "staged"]
@@ -69,9 +69,9 @@ async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
     await play.pair(route="pull", **TIMES)
     await play.bring("r0")
     offer = play.prefill.offer("r", [1, 2], tokens=8)
-    before, free = frames(play.decode, "Want"), Gate()
+    before, free = frames(play.decode, "Ready"), Gate()
     transfer = play.start("r", after=free)
-    await play.until(lambda: frames(play.decode, "Want") > before)
+    await play.until(lambda: frames(play.decode, "Ready") > before)
     play.wire.silence()
     await play.until(lambda: not play.prefill.describe()["sending"])
     ending, seconds = await play.timed(offer.withdraw())
@@ -143,7 +143,7 @@ async def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(play):
 async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, tap):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
     await stage.bring(prefill, decode)
-    assert {want.generation >> 32 for want in tap.of(Want)} == {SHARED_GATE + 1}
+    assert {want.generation >> 32 for want in tap.of(Ready)} == {SHARED_GATE + 1}
     await quiet(prefill, decode)
     assert inside.free_gates(prefill) == [SHARED_GATE + 1]
     assert (inside.free_gates(decode), inside.gates_of(decode).allot()) == ([], SHARED_GATE + 1)  # the first of all
@@ -208,7 +208,7 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     await stage.bring(prefill, decode)
     peer = inside.met(prefill)
-    keys, opened, entered = Keys(), [], []
+    keys, opened, entered = PeerGates(), [], []
     for number in range(1, 4):
         keys.on_session(peer)
         opened.append(keys._keys[peer.identity.incarnation])
@@ -259,7 +259,7 @@ async def test_both_generations_of_a_gate_are_raised_or_neither(locked):
     granted, address = gates.granted(number), (1 << 40) + 128 * number
     words.writers[address] = 2
     if locks is not None:
-        passed = enter(Permit(Key(locks.handle), number, granted & 0xFFFF_FFFF))
+        passed = enter(Permit(PeerGate(locks.handle), number, granted & 0xFFFF_FFFF))
         assert passed
         assert await gates.revoke(number) is None
         assert (gates.granted(number), words.generations) == (granted, {})

@@ -108,8 +108,8 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
     await eventually(lambda: stage.network.held("decode"))
     offer.extend(IDS[1:], tokens=range(4, 16))
     offer.ready()
-    heard = decode.describe()["metrics"]["frames_received"]["Want"]
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Want"] > heard)
+    heard = decode.describe()["metrics"]["frames_received"]["Ready"]
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Ready"] > heard)
     offer.finish()
     stage.network.release("decode")
     result = await transfer

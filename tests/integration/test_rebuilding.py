@@ -11,7 +11,7 @@ from stage import Cache, eventually, frames, quarantined, quiet, written
 from kvxfer import KvxferError, MemoryInDoubt
 from kvxfer.decode import receiver
 from kvxfer.prefill import sender
-from kvxfer.protocol.messages import Capability, Grant, Reserve
+from kvxfer.protocol.messages import Capability, Place, Reserve
 from kvxfer.protocol.session import Role
 from kvxfer.safety import doubt
 from kvxfer.safety.fence import Revoked
@@ -181,7 +181,7 @@ async def test_what_comes_while_it_is_made_anew_is_granted_nothing_in_place(stag
     await stage.bring(prefill, decode, "before")
     inside.pause_grants(decode)
     fetching = asyncio.create_task(stage.bring(prefill, decode, "meanwhile", (5, 6), (7, 8)))
-    await eventually(lambda: frames(decode, "Want"))
+    await eventually(lambda: frames(decode, "Ready"))
     assert not written(decode)
     inside.resume_grants(decode)
     await fetching
@@ -206,7 +206,7 @@ async def test_memory_that_was_free_before_it_began_is_granted_when_it_is_over(s
     await eventually(lambda: paused)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not paused[0].machine.granted
+    assert not paused[0].protocol.granted
     inside.resume_grants(decode)
     await fetching
 
@@ -342,7 +342,7 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
     await eventually(lambda: inside.being_stopped(prefill))
     link.renewals += 1
     (number,) = (int(one["id"].rpartition("-")[2]) for one in prefill.describe()["transfers"])
-    inside.hear(prefill, link, Reserve(number, 1, 1000, ring=[Grant(0, 1 << 20)]))
+    inside.hear(prefill, link, Reserve(number, 1, 1000, ring=[Place(0, 1 << 20)]))
     assert inside.granted_by(prefill) == [0]
     stage.network.release("decode")
     with pytest.raises(asyncio.CancelledError):

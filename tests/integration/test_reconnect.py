@@ -46,7 +46,7 @@ async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
         await first
     await eventually(lambda: before not in sessions(prefill))
     bringing = asyncio.create_task(stage.bring(prefill, decode, "r1", into=(5, 6)))
-    mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Want")}[route]
+    mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Ready")}[route]
     await eventually(lambda: frames(mover, frame) > 1)
     await asyncio.sleep(0)  # now it asks for the connection
     slow.go_on.set()
@@ -72,7 +72,7 @@ async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
     """Route `pull`: the reader had not begun, and says so when it is back."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
     offer, fetch = stage.begin(prefill, decode, timeout=5, after=Gate())
-    await eventually(lambda: frames(decode, "Want"))
+    await eventually(lambda: frames(decode, "Ready"))
     cut(decode)
     with pytest.raises(PeerLostError):
         await fetch

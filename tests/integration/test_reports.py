@@ -173,7 +173,7 @@ async def blocks_that_may_not_be_written_yet(scene):
     scene.offers()
     transfer = scene.start(after=Gate())
     take_all(scene.decode, "receive")
-    await scene.heard("Want")
+    await scene.heard("Ready")
     transfer.cancel()
     return transfer
 

@@ -11,7 +11,7 @@ from kvxfer import KvxferError
 from kvxfer.copy.tables import Kind
 from kvxfer.copy.template import Cut
 from kvxfer.decode.receiver import Grants
-from kvxfer.plans.pairs import Bound
+from kvxfer.plans.pairs import BoundPlan
 from kvxfer.prefill.sender import Sender
 from kvxfer.site import Site
 
@@ -36,11 +36,11 @@ async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_to
     offer.extend(IDS[:1], tokens=range(4))
     offer.ready()
     await eventually(lambda: plans)
-    heard = frames(decode, "Want")
+    heard = frames(decode, "Ready")
     offer.extend(IDS[1:], tokens=range(4, 16))
     offer.ready()
     offer.finish()
-    await eventually(lambda: frames(decode, "Want") > heard)
+    await eventually(lambda: frames(decode, "Ready") > heard)
 
     async def plan():
         while True:
@@ -118,7 +118,7 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
 
 async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_next_one(stage, monkeypatch):
     prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64), route="staged", window=2)
-    make_bound, concluded = Bound.__init__, []
+    make_bound, concluded = BoundPlan.__init__, []
 
     def with_rows(self, *given):
         make_bound(self, *given)
@@ -126,13 +126,14 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
 
     async def plan(self, make, *, rows):
         found, sender = make(), getattr(getattr(make, "func", None), "__self__", None)
-        if isinstance(sender, Sender) and sender._granted and (run := sender._run) is not None and run.flow is not None:
-            more, granted = run.allowed < sender._granted[0].stop, sender._granted
-            await eventually(lambda: run.finished if more else len(granted) > 1 or granted[-1].stop == 64)
-            concluded.append(more and run.finished)
+        active = getattr(sender, "_active", None)
+        if isinstance(sender, Sender) and sender._granted and active is not None and active.flow is not None:
+            more, granted = active.allowed < sender._granted[0].stop, sender._granted
+            await eventually(lambda: active.finished if more else len(granted) > 1 or granted[-1].stop == 64)
+            concluded.append(more and active.finished)
         return found
 
-    monkeypatch.setattr(Bound, "__init__", with_rows)
+    monkeypatch.setattr(BoundPlan, "__init__", with_rows)
     monkeypatch.setattr(Site, "plan", plan)
     noted: list[int] = []
     monkeypatch.setattr(Grants, "measure_turns", lambda _, copied, *__: noted.append(copied))

@@ -14,7 +14,7 @@ from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.safety.fence import Keys, LockFile, Mappings
+from kvxfer.safety.fence import LockFile, Mappings, PeerGates
 from kvxfer.safety.processes import Processes
 
 
@@ -57,7 +57,7 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     mappings = Mappings(cache()[0], ThreadRuntime(), lambda windows: windows.close(), b"this")
     await mappings.open(peer, theirs)
     assert len(mappings) == (not lies)
-    keys, processes = Keys(), Processes(asyncio.get_running_loop(), gpu=False)
+    keys, processes = PeerGates(), Processes(asyncio.get_running_loop(), gpu=False)
     keys.on_session(peer)
     processes.on_session(peer, lambda: -1)
     assert keys.has(peer) is not lies

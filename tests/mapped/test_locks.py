@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from passing import enter
 
 from kvxfer.errors import FabricError
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Permit, Revoked
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
 
 CONTEXT = multiprocessing.get_context("spawn")
 GATES = 64
@@ -33,7 +33,7 @@ def file():
 
 @pytest.fixture
 def key(file):
-    key = Key(file.handle)
+    key = PeerGate(file.handle)
     yield key
     key.close()
 
@@ -44,7 +44,7 @@ def test_nobody_gets_through_a_gate_that_there_is_not(key, number):
 
 
 def test_who_waits_with_a_closed_key_does_not_get_in(file):
-    key = Key(file.handle)
+    key = PeerGate(file.handle)
     passage, outside = Permit(key, 3, FIRST_GENERATION), Permit(key, 4, FIRST_GENERATION)
     inside = enter(passage)
     assert inside
@@ -59,7 +59,7 @@ def test_who_waits_with_a_closed_key_does_not_get_in(file):
 
 
 def test_a_key_that_is_closed_with_somebody_inside_leaves_them_as_dead(file):
-    key, before = Key(file.handle), descriptors()
+    key, before = PeerGate(file.handle), descriptors()
     passage = Permit(key, 3, FIRST_GENERATION)
     assert enter(passage)
     key.close()
@@ -74,25 +74,25 @@ def test_neither_side_leaves_a_descriptor():
     before = descriptors()
     for _ in range(8):
         file = LockFile(GATES)
-        Key(file.handle).close()
+        PeerGate(file.handle).close()
         file.close()
     assert descriptors() == before
 
 
 def test_what_is_no_such_file_is_refused(file, tmp_path):
     with pytest.raises(FabricError, match="3 bytes names no shared memory"):
-        Key(b"abc")
+        PeerGate(b"abc")
     other = LockFile(GATES)
     handle = other.handle
     other.close()
     with pytest.raises(FabricError, match=r"cannot be opened|is not"):
-        Key(handle)
-    assert Key(file.handle).is_open
+        PeerGate(handle)
+    assert PeerGate(file.handle).is_open
 
 
 def test_writers_of_many_threads_and_an_owner_that_takes_grants_back(file):
     """Under a generation that was raised, nobody is inside: not even for a moment."""
-    key, inside, wrong = Key(file.handle), [0] * GATES, []
+    key, inside, wrong = PeerGate(file.handle), [0] * GATES, []
     mutex, ended = threading.Lock(), threading.Event()
 
     def write(seed):
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.file = LockFile(3)
-        self.keys = [Key(self.file.handle), Key(self.file.handle)]
+        self.keys = [PeerGate(self.file.handle), PeerGate(self.file.handle)]
         self.generations = dict.fromkeys(range(3), FIRST_GENERATION)
         self.inside = []
 
@@ -173,7 +173,7 @@ class Machine(RuleBasedStateMachine):
         for number in mine:
             assert self.file.revoke(number) is Revoked.DIED
             self.generations[number] += 1
-        self.keys[writer] = Key(self.file.handle)
+        self.keys[writer] = PeerGate(self.file.handle)
 
     @invariant()
     def generations_agree(self):
@@ -193,7 +193,7 @@ TestMachine = Machine.TestCase
 
 def hold(handle, number, pipe):
     """In another process: be inside, or have been."""
-    passed = enter(Permit(Key(handle), number, FIRST_GENERATION))
+    passed = enter(Permit(PeerGate(handle), number, FIRST_GENERATION))
     pipe.send(passed is not None)
     while passed and pipe.recv() == "leave":
         passed.leave()
@@ -238,7 +238,7 @@ def test_a_process_that_is_stopped_outside_does_not_get_in_afterwards(file, writ
     os.kill(writer.process.pid, signal.SIGSTOP)
     assert file.revoke(3) is Revoked.IDLE
     os.kill(writer.process.pid, signal.SIGCONT)
-    assert not enter(Permit(Key(file.handle), 3, FIRST_GENERATION))
+    assert not enter(Permit(PeerGate(file.handle), 3, FIRST_GENERATION))
 
 
 def test_a_process_that_dies_outside_leaves_nothing(file, writer):

@@ -78,18 +78,18 @@ class Books(RuleBasedStateMachine):
             self.over.append(request)
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "quarantine", "settle"]))
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["begin_writing", "release", "quarantine", "settle"]))
     def move(self, pick, move):
         extent = list(self.live)[pick % len(self.live)]
         state = self.live[extent]
-        target = {"write": WRITING, "quarantine": QUARANTINED}.get(move, FREE)
+        target = {"begin_writing": WRITING, "quarantine": QUARANTINED}.get(move, FREE)
         legal = target in TRANSITIONS[state] and (target is not FREE or (move == "settle") == (state is QUARANTINED))
         call = partial(self.share.quarantine, reason="why") if move == "quarantine" else getattr(self.share, move)
         if not legal:
             with pytest.raises(InvariantError):
                 call(extent)
             return
-        if move == "write":
+        if move == "begin_writing":
             self.more_like_it(extent, pick % 4)
         else:
             call(extent)
@@ -100,7 +100,7 @@ class Books(RuleBasedStateMachine):
             self.live[extent] = target
 
     def more_like_it(self, extent: Extent, more: int) -> None:
-        first, *others = self.share.write(extent, more)
+        first, *others = self.share.begin_writing(extent, more)
         assert first is extent
         assert len(others) <= (0 if self.waiting else more)
         for other in others:
@@ -112,7 +112,7 @@ class Books(RuleBasedStateMachine):
             assert not self.share.take(extent.peer, extent.nbytes)
 
     @precondition(lambda self: self.released)
-    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "settle"]))
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["begin_writing", "release", "settle"]))
     def stale(self, pick, move):
         with pytest.raises(InvariantError, match="released already"):
             getattr(self.share, move)(self.released[pick % len(self.released)])

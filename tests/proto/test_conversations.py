@@ -15,7 +15,7 @@ from proto.generate import HERE
 DOCUMENT = json.loads((HERE / "vectors/conversations.json").read_text())
 SETTING, CONVERSATIONS = DOCUMENT["setting"], DOCUMENT["conversations"]
 REQUIRED = {
-    "staged_two_chunks", "forged_ticket", "cancel_between_chunks", "pull_with_landed", "fetch_before_offer",
+    "staged_two_chunks", "forged_ticket", "cancel_between_chunks", "pull", "fetch_before_offer",
     "staged_in_turns", "staged_in_another_ring", "write_that_does_not_end",
     "version_mismatch_seen_by_decode", "version_mismatch_seen_by_prefill", "not_the_same_process",
 }  # fmt: skip
@@ -108,7 +108,7 @@ class Played:
     """The machines of a transfer, to which a script is played: each must say what its side says there."""
 
     def __init__(self, fetch):
-        self.receiving = Receiving(fetch.transfer, ahead=fetch.lease_ms > 0, staging=fetch.ring_chunks)
+        self.receiving = Receiving(fetch.transfer, ahead=fetch.lease_ms > 0, staged_ahead=fetch.ring_chunks)
         self.sending = Sending(fetch)
         self.sent, self.total = [], 0
 
@@ -130,12 +130,12 @@ class Played:
             case wire.Refuse():
                 self.said(sending.refuse(message.code, message.reason))
                 receiving.on_refuse(message)
-            case wire.Want():
+            case wire.Ready():
                 if sending.state is SendState.PARKED:
                     self.said([message])  # the shell's own: the grant is void
                 else:
                     self.said(sending.announce(message.chunks, message.lease_ms, message.spans, message.generation))
-                receiving.on_want(message)
+                receiving.on_ready(message)
             case wire.Reserve():
                 sending.on_reserve(message)
                 if receiving.arrived > receiving.chunks_done:
@@ -143,8 +143,8 @@ class Played:
                 given = message.generation, message.ring, message.copied, message.token
                 granted = receiving.grant(message.chunks, message.lease_ms, *given)
                 assert granted == [message]
-            case wire.Landed():
-                sending.on_landed(message)
+            case wire.Read():
+                sending.on_read(message)
                 receiving.begin_reads(message.chunks)
                 assert receiving.chunks_read(message.chunks) == [message]
             case wire.Arrived():
@@ -190,7 +190,7 @@ def test_the_machines_of_a_transfer_say_the_same(conversation):
         elif played:
             told += (
                 [message]
-                if isinstance(message, wire.Accept | wire.Refuse | wire.Want | wire.Arrived | wire.KvAgentResult)
+                if isinstance(message, wire.Accept | wire.Refuse | wire.Ready | wire.Arrived | wire.KvAgentResult)
                 else []
             )
             played.play(message)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode, encode, encode_in_parts, peek_tag
-from kvxfer.protocol.messages import Agent, Goodbye, Ping, Release, Span, TicketRef, Want, pack_u32
+from kvxfer.protocol.messages import Agent, Goodbye, Ping, Ready, Release, Span, TicketRef, pack_u32
 from proto.frames import valid
 
 FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]
@@ -29,7 +29,7 @@ def agent(size):
 
 
 def wants(count):
-    return [Want(number, number) for number in range(count)]
+    return [Ready(number, number) for number in range(count)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -186,7 +186,7 @@ def test_deep_nesting_cannot_kill_a_process_that_raised_its_recursion_limit():
 
 def test_a_raised_recursion_limit_does_not_change_what_is_accepted(monkeypatch):
     monkeypatch.setattr(sys, "getrecursionlimit", lambda: 1_000_000)
-    want = Want(1, 1, spans=[Span("g", 0, pack_u32(range(5000)))])
+    want = Ready(1, 1, spans=[Span("g", 0, pack_u32(range(5000)))])
     assert decode(encode(want)[4:]) == want
     assert decode(b"\x92\xcc\x80" + DEEP[2:]) is None
     with pytest.raises(ProtocolError, match="nested too deeply"):

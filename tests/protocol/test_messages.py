@@ -72,7 +72,7 @@ def test_defaults_are_part_of_the_wire():
     assert decode(encode(wire.Cancel(1))[4:]) == wire.Cancel(1, Code.CANCELLED)
     assert decode(bytes.fromhex("920d01")) == wire.Cancel(1, Code.CANCELLED)
     assert decode(bytes.fromhex("910f")) == wire.Goodbye(Code.DRAINING, "")
-    assert decode(bytes.fromhex("93090105")) == wire.Want(1, 5, 0, [], 0)
+    assert decode(bytes.fromhex("93090105")) == wire.Ready(1, 5, 0, [], 0)
     assert decode(bytes.fromhex("940a010507")) == wire.Reserve(1, 5, 7, 0, [])
     assert decode(bytes.fromhex("93100105")) == wire.Arrived(1, 5, wire.Timings())
     result = decode(bytes.fromhex("960c01000100c2"))
@@ -148,7 +148,7 @@ def raw(message, **changes):
 
 FETCH = wire.Fetch(1, TICKET, [], [], 0, 1, [], 0, 0)
 ACCEPT = wire.Accept(1, wire.Route.STAGED, 0, [], 1, 1, 1, b"")
-COUNTING = [wire.Want(1, 1), wire.Reserve(1, 1, 1), wire.Landed(1, 1), wire.Arrived(1, 1)]
+COUNTING = [wire.Ready(1, 1), wire.Reserve(1, 1, 1), wire.Read(1, 1), wire.Arrived(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ COUNTING = [wire.Want(1, 1), wire.Reserve(1, 1, 1), wire.Landed(1, 1), wire.Arri
         *((kind, {"chunks": -1}, {"chunks": 0}) for kind in COUNTING),
         (
             wire.Reserve(1, 1, 0),
-            {"ring": [wire.Grant(0, 0)] * (wire.MAX_GRANTS + 1)},
-            {"ring": [wire.Grant(0, 0)] * wire.MAX_GRANTS},
+            {"ring": [wire.Place(0, 0)] * (wire.MAX_PLACES + 1)},
+            {"ring": [wire.Place(0, 0)] * wire.MAX_PLACES},
         ),
         (wire.Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
         (wire.KvAgentResult(1, 0, wire.Status.OK, 0, last=True), {"payload": bytes(65537)}, {"payload": bytes(65536)}),

@@ -22,9 +22,9 @@ def make(chunks=3, *, wanted=0, granted=0, landed=0, done=0):
     """So many are done, so many more have arrived, and so on."""
     receiving = Receiving(5)
     receiving.on_accept(wire.Accept(5, wire.Route.STAGED, 1, [], 1, 1, chunks, b""))
-    receiving.on_want(wire.Want(5, done + landed + granted + wanted))
+    receiving.on_ready(wire.Ready(5, done + landed + granted + wanted))
     if done + landed + granted:
-        receiving.grant(done + landed + granted, 1000, ring=[wire.Grant(0, 64)] * chunks)
+        receiving.grant(done + landed + granted, 1000, ring=[wire.Place(0, 64)] * chunks)
     if done + landed:
         assert receiving.on_arrived(wire.Arrived(5, done + landed)) == range(done + landed)
     if done:
@@ -128,7 +128,7 @@ def test_the_table_has_no_other_events():
 def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     receiving = Receiving(5, ahead=True)
     with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to be ready, of 0"):
-        receiving.on_want(wire.Want(5, 1))
+        receiving.on_ready(wire.Ready(5, 1))
     assert receiving.exposed
     receiving.on_link_lost(GONE)
     assert receiving.exposed
@@ -140,8 +140,8 @@ def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
         ({}, wire.Route.DIRECT, 1),
         ({"ahead": True}, wire.Route.STAGED, 1),
         ({"ahead": True}, wire.Route.PULL, 1),
-        ({"ahead": True, "staging": 1}, wire.Route.DIRECT, 1),
-        ({"ahead": True, "staging": 1}, wire.Route.STAGED, 0),
+        ({"ahead": True, "staged_ahead": 1}, wire.Route.DIRECT, 1),
+        ({"ahead": True, "staged_ahead": 1}, wire.Route.STAGED, 0),
     ],
 )
 def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
@@ -197,7 +197,7 @@ def test_a_read_is_confirmed_only_after_it_was_reported():
     for chunks in (0, 2):
         with pytest.raises(ProtocolError):
             receiving.chunks_read(chunks)
-    assert receiving.chunks_read(1) == [wire.Landed(5, 1)]
+    assert receiving.chunks_read(1) == [wire.Read(5, 1)]
     with pytest.raises(ProtocolError):
         receiving.chunks_read(1)
     assert receiving.on_arrived(wire.Arrived(5, 1)) == range(1)

@@ -18,7 +18,7 @@ def make(chunks=3, route=wire.Route.STAGED, *, wanted=0, moving=0, payload=None)
     sending.accept(accept(chunks, route))
     sending.announce(moving + wanted)
     if route is wire.Route.PULL and moving:
-        sending.on_landed(wire.Landed(9, moving))
+        sending.on_read(wire.Read(9, moving))
     elif moving:
         sending.on_reserve(reserve(moving, places=chunks if route is wire.Route.STAGED else 0))
     if payload is not None:
@@ -35,7 +35,7 @@ def accept(chunks=3, route=wire.Route.STAGED, *, ahead=False):
 
 
 def ring(places, start=0):
-    return [wire.Grant(4096 * (start + place), 64) for place in range(places)]
+    return [wire.Place(4096 * (start + place), 64) for place in range(places)]
 
 
 def reserve(chunks, *, places=0, start=0):
@@ -131,7 +131,7 @@ def test_accept_and_refuse():
 
 def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_not_fall():
     sending, more = make(3, wanted=2), [wire.Span("attention", 0, wire.pack_u32([7]))]
-    assert sending.announce(1, spans=more) == [wire.Want(9, 2, 0, more)]
+    assert sending.announce(1, spans=more) == [wire.Ready(9, 2, 0, more)]
     assert sending.ready == 2
 
 

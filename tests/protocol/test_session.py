@@ -55,9 +55,9 @@ SAMPLES = {
         wire.Fetch(1, TICKET, [], [], 0, 1, [wire.Route.STAGED], 1, 1),
         wire.Accept(1, wire.Route.STAGED, 1, [], 1, 1, 1, b""),
         wire.Refuse(1, Code.TOO_MANY, "no"),
-        wire.Want(1, 1),
+        wire.Ready(1, 1),
         wire.Reserve(1, 1, 1),
-        wire.Landed(1, 1),
+        wire.Read(1, 1),
         wire.Arrived(1, 1),
         wire.KvAgentResult(1, wire.WHOLE, wire.Status.OK, 1, True),
         wire.Cancel(1),
@@ -69,7 +69,7 @@ SAMPLES = {
         wire.Renewed(1, b"metadata"),
     )
 }
-LONG = wire.Want(4, 50, 0, [wire.Span("g", 0, wire.pack_u32(range(50)))])
+LONG = wire.Ready(4, 50, 0, [wire.Span("g", 0, wire.pack_u32(range(50)))])
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
 
 

@@ -157,7 +157,7 @@ async def turns() -> None:
 def accepted(offers: Sequence[Offer]) -> bool:
     """Whether every transfer of these offers has been planned."""
     transfers: list[Any] = [transfer for offer in offers for transfer in entry(offer).transfers]
-    return all(transfer.machine.state is SendState.MOVING for transfer in transfers)
+    return all(transfer.protocol.state is SendState.MOVING for transfer in transfers)
 
 
 def steps(stop: int, rng: Random) -> list[range]:

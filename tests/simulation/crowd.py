@@ -17,7 +17,7 @@ from pair import CALLER, GONE, Pair
 
 from kvxfer.decode.receiver import Grants
 from kvxfer.memory.books import Custody, Extent, ExtentState, Share
-from kvxfer.protocol.messages import Accept, Grant, Route, Want
+from kvxfer.protocol.messages import Accept, Place, Ready, Route
 from kvxfer.protocol.transfer import ReceiveState, SendState
 from kvxfer.site import Desk
 from kvxfer.telemetry import Metrics
@@ -39,7 +39,7 @@ class Books:
         self._peers = itertools.count()
         # nobody waits here, so there is neither a loop nor a clock
         desk = Desk(self.receiving, lambda: 0.0, None, Metrics())
-        self.site = SimpleNamespace(receive_desk=desk, written=Counter(), lease_ms=lambda before: 1000 + before)
+        self.site = SimpleNamespace(receive_desk=desk, written_in_place=Counter(), lease_ms=lambda held: 1000 + held)
 
     def grants(self) -> Grants:
         """What one transfer puts into its peer's hands."""
@@ -72,7 +72,7 @@ class Kept(Pair):
             self.extents = {0: self.grants.ahead[0]}
             self.where = {0: self.grants.ahead[0].address}
             fetch = self.to_sender.popleft()
-            self.to_sender.append(msgspec.structs.replace(fetch, ring=[Grant(self.where[0], UNIT)], ring_chunks=1))
+            self.to_sender.append(msgspec.structs.replace(fetch, ring=[Place(self.where[0], UNIT)], ring_chunks=1))
 
     # --- troubles, each if it can happen
 
@@ -178,13 +178,13 @@ class Kept(Pair):
         if grants.ring and number % 4 == 3:
             if self.unoccupied < receiver.granted:
                 return
-            grants.release_all()
+            grants.release()
         if not grants.ring:
             extents = grants.desk.take("a", UNIT)
             if not extents:
                 return  # others have made too much doubtful meanwhile
             most = min(receiver.ready - receiver.granted, WINDOW)
-            ring = grants.hold(*extents, most, receiver.granted)
+            ring = grants.begin_ring(*extents, most, receiver.granted)
         most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
@@ -198,8 +198,8 @@ class Kept(Pair):
         grants = self.grants
         if isinstance(message, Accept) and asked and message.ahead:
             grants.ring, grants.ahead = grants.ahead, ()
-        elif (isinstance(message, Accept) and asked) or (isinstance(message, Want) and not self.receiver.exposed):
-            grants.void_ahead()
+        elif (isinstance(message, Accept) and asked) or (isinstance(message, Ready) and not self.receiver.exposed):
+            grants.release(ring=False)
         self._settle_receiver()
 
     def place(self, number):
@@ -242,9 +242,9 @@ class Kept(Pair):
         if self.copies:  # which read it, whatever has ended
             return
         if machine.ended or lost:
-            grants.end(range(machine.arrived, machine.granted), lost=lost)
+            grants.quarantine(range(machine.arrived, machine.granted)) if lost else grants.release()
         elif self.running and grants.ring and self.unoccupied == machine.granted == machine.ready:
-            grants.release_all()  # nothing is ready that could go there
+            grants.release()  # nothing is ready that could go there
 
     def _settle_custody(self):
         machine, custody = self.receiver, self.books.custody
@@ -266,7 +266,7 @@ class Kept(Pair):
     @property
     def written(self):
         """Bytes that the peer may write in place, as counted."""
-        return self.books.site.written[self.grants.peer.identity.incarnation]
+        return self.books.site.written_in_place[self.grants.peer.identity.incarnation]
 
     # --- what must hold
 

@@ -30,7 +30,7 @@ from kvxfer.protocol import session
 from kvxfer.protocol.messages import WHOLE, KvAgentResult, Route, Status
 from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState
 from kvxfer.safety.doubt import Exposure
-from kvxfer.safety.fence import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Revoked
 from kvxfer.site import Desk
 
 Patch = pytest.MonkeyPatch
@@ -89,17 +89,17 @@ def no_cancel(patch):
     forgotten = []
 
     def end(one, failure):
-        run = one._run
+        run = one._active
         stop(one, failure)
         if run is not None and run.flow is not None and run not in forgotten:
             forgotten.append(run)
-            if one.machine.moving:
-                one._send(one.machine.chunks_dropped(one.machine.moving))
+            if one.protocol.moving:
+                one._send(one.protocol.chunks_dropped(one.protocol.moving))
 
     def told(one, run, outcome):
         if run in forgotten:
             one._release_staging(run)
-            one._end_run(run)
+            one._end_flow(run)
         else:
             ran(one, run, outcome)
 
@@ -122,8 +122,7 @@ def no_quarantine(patch):
     settle_extent = Desk.settle
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
     patch.setattr(Desk, "settle", lambda desk, extent: extent.state is not FREE and settle_extent(desk, extent))
-    settle = Grants.end
-    patch.setattr(Grants, "end", lambda one, hands, *, lost: settle(one, hands, lost=False))
+    patch.setattr(Grants, "quarantine", lambda one, hands: one.release())
 
 
 def _with_empty_hands(patch, state):
@@ -231,8 +230,8 @@ def no_confirmation(patch):
 
     async def confirm(one, bound):
         await read(one, bound)
-        if one.machine.granted == one.machine.chunks:
-            nbytes = bound.carried(0, one.machine.chunks)
+        if one.protocol.granted == one.protocol.chunks:
+            nbytes = bound.carried(0, one.protocol.chunks)
             one.on_result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
 
     patch.setattr(Receiver, "_submit_reads", confirm)
@@ -249,7 +248,7 @@ def no_holding(patch):
 
 def unwatched_copies(patch):
     def theirs(one):
-        return one.reading or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+        return one.reading or (one.protocol.exposed and not one.protocol.ended and one.route is not Route.STAGED)
 
     patch.setattr(Receiver, "in_doubt", property(theirs))
 
@@ -257,7 +256,7 @@ def unwatched_copies(patch):
 def unchecked_ends(patch):
     """A fetch is told as over when the peer has not said so."""
     quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
-    patch.setattr(Receiver, "blocks_safe", property(lambda one: one.machine.state in quiet))
+    patch.setattr(Receiver, "blocks_safe", property(lambda one: one.protocol.state in quiet))
     patch.setattr(Receiver, "in_doubt", property(lambda one: False))
 
 
@@ -326,30 +325,30 @@ def early_turn(patch):
 
 def empty_hands(patch):
     """Of a ring nothing is taken to be in the hands of a peer that is lost."""
-    settle = Grants._quarantine
-    patch.setattr(Grants, "_quarantine", lambda one, hands: settle(one, range(0)))
+    settle = Grants.quarantine
+    patch.setattr(Grants, "quarantine", lambda one, hands: settle(one, range(0)))
 
 
 def full_hands(patch):
     """All places of a ring are taken to be in the hands of a peer that is lost."""
-    settle = Grants.end
+    settle = Grants.quarantine
 
-    def all_of_it(one, hands, *, lost):
-        settle(one, range(hands.start, hands.start + len(one.ring)) if hands else hands, lost=lost)
+    def all_of_it(one, hands):
+        settle(one, range(hands.start, hands.start + len(one.ring)) if hands else hands)
 
-    patch.setattr(Grants, "end", all_of_it)
+    patch.setattr(Grants, "quarantine", all_of_it)
 
 
 def mixed_up_hands(patch):
     """Once a part of a ring was given back, nobody knows any more in which place a chunk is."""
-    settle = Grants._quarantine
+    settle = Grants.quarantine
 
     def forget(one, hands):
         first = one._first
         settle(one, hands)
         one._first = first
 
-    patch.setattr(Grants, "_quarantine", forget)
+    patch.setattr(Grants, "quarantine", forget)
 
 
 def back_without_evidence(patch):
@@ -357,8 +356,8 @@ def back_without_evidence(patch):
     settle = Receiver._reclaim
 
     def at_once(one):
-        if one.machine.state is ReceiveState.STOPPING:
-            one.grants.end(range(0), lost=False)
+        if one.protocol.state is ReceiveState.STOPPING:
+            one.grants.release()
         settle(one)
 
     patch.setattr(Receiver, "_reclaim", at_once)
@@ -374,22 +373,22 @@ def _blind(patch, name):
     called = getattr(Receiver, name)
 
     def blind(one):
-        run, one._run = one._run, None
+        run, one._active = one._active, None
         called(one)
-        one._run = run
+        one._active = run
 
     patch.setattr(Receiver, name, blind)
 
 
 def any_generation(patch):
     """Whoever was granted a gate once gets in for ever."""
-    lend = Key.lend
+    lend = PeerGate.lend
 
     def lent(key, number, generation):
         descriptor, byte, _, _, users = lend(key, number, generation)
         return descriptor, byte, 1, _ALWAYS_FIRST.ctypes.data, users
 
-    patch.setattr(Key, "lend", lent)
+    patch.setattr(PeerGate, "lend", lent)
 
 
 def no_lock(patch):
@@ -404,13 +403,13 @@ def no_lock(patch):
 
 def short_lock(patch):
     """Whether a gate is open is looked at before, and its lock is not held while anything is under way."""
-    lend = Key.lend
+    lend = PeerGate.lend
 
     def lent(key, number, generation):
         lock = lend(key, number, generation)
         return (-1, 0, 0, 0, 0) if key._words[2 * number] + FIRST_GENERATION == generation else lock
 
-    patch.setattr(Key, "lend", lent)
+    patch.setattr(PeerGate, "lend", lent)
 
 
 def unread_at_once(patch):

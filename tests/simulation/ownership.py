@@ -25,10 +25,10 @@ from opened import singly
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
 from kvxfer.copy.port import CopyJob, Operation
-from kvxfer.decode.receiver import Receiver, to_grants
+from kvxfer.decode.receiver import Receiver, to_places
 from kvxfer.fabric.loopback import LoopbackNetwork, PostedPart
 from kvxfer.memory.books import Extent, ExtentState, Share
-from kvxfer.protocol.messages import WHOLE, Grant, Status
+from kvxfer.protocol.messages import WHOLE, Place, Status
 from kvxfer.protocol.transfer import Receiving
 
 CANARY = 0xA5
@@ -127,7 +127,7 @@ class _Ring:
     """Places in which chunks take turns: from which on, how many are granted, how many have left, named by what."""
 
     first: int
-    places: list[Grant]
+    places: list[Place]
     token: bytes
     granted: int
     given: int
@@ -227,16 +227,16 @@ class Hands:
 
     def watch(self, monkeypatch):
         """Listen to what is said."""
-        ask, grant, accept, wanted = Receiver.send_fetch, Receiving.grant, Receiving.on_accept, Receiving.on_want
+        ask, grant, accept, wanted = Receiver.send_fetch, Receiving.grant, Receiving.on_accept, Receiving.on_ready
         came, result, refused = Receiving.on_notified, Receiving.on_result, Receiving.on_refuse
 
         def watched_ask(receiver):
-            self.asked(receiver.machine, receiver.peer.identity.incarnation)
+            self.asked(receiver.protocol, receiver.peer.identity.incarnation)
             ask(receiver)
-            machine, turns = receiver.machine, receiver._turns
-            if machine.ahead and machine.staging:
+            machine, turns = receiver.protocol, receiver._turns
+            if machine.ahead and machine.staged_ahead:
                 token = b"" if turns is None else turns.token
-                self.ahead(machine, to_grants(receiver.grants.ahead), machine.staging, token)
+                self.ahead(machine, to_places(receiver.grants.ahead), machine.staged_ahead, token)
 
         def watched_grant(machine, chunks, lease_ms, generation=0, ring=(), copied=0, token=b""):
             before = machine.granted
@@ -277,7 +277,7 @@ class Hands:
         monkeypatch.setattr(Receiver, "send_fetch", watched_ask)
         monkeypatch.setattr(Receiving, "grant", watched_grant)
         monkeypatch.setattr(Receiving, "on_accept", first_answer(accept))
-        monkeypatch.setattr(Receiving, "on_want", first_answer(wanted))
+        monkeypatch.setattr(Receiving, "on_ready", first_answer(wanted))
         monkeypatch.setattr(Receiving, "on_notified", watched_came)
         monkeypatch.setattr(Receiving, "on_result", watched_result)
         monkeypatch.setattr(Receiving, "on_refuse", watched_end(refused))

@@ -36,7 +36,7 @@ class Pair:
         self.troubles = troubles  # how often somebody gives up
         lease = 1000 if self.ahead else 0
         fetch = wire.Fetch(1, wire.TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
-        self.receiver = Receiving(1, ahead=self.ahead, staging=staging)
+        self.receiver = Receiving(1, ahead=self.ahead, staged_ahead=staging)
         self.sender = None
         self.connected = True
         self.to_sender, self.to_receiver = deque([fetch]), deque()
@@ -125,7 +125,7 @@ class Pair:
             assert not self.reading, "the offer's blocks would be freed while they are read"
             if self.connected and self.receiver.state is ReceiveState.MOVING:
                 assert self.receiver.reading == self.receiver.ready
-                assert not any(isinstance(frame, wire.Want) for frame in self.to_receiver)
+                assert not any(isinstance(frame, wire.Ready) for frame in self.to_receiver)
 
     # --- the prefill shell
 
@@ -142,7 +142,7 @@ class Pair:
     def void(self):
         """The offer is not there: the grant is not used."""
         self.ahead = False
-        self.say([wire.Want(1, 0)])
+        self.say([wire.Ready(1, 0)])
 
     def refuse(self):
         self.troubles -= 1
@@ -195,8 +195,8 @@ class Pair:
                 self.say(self.sender.stop(THEIRS))
             case wire.Reserve() if self.live():
                 self.take(self.sender.on_reserve(message))
-            case wire.Landed() if self.live():
-                self.take(self.sender.on_landed(message))
+            case wire.Read() if self.live():
+                self.take(self.sender.on_read(message))
 
     def take(self, chunks):
         """Chunks come into the prefill shell's hands, to be written where the decode shell expects them."""
@@ -227,8 +227,8 @@ class Pair:
                 receiver.on_accept(message)
             case wire.Refuse():
                 receiver.on_refuse(message)
-            case wire.Want():
-                receiver.on_want(message)
+            case wire.Ready():
+                receiver.on_ready(message)
             case wire.Arrived():
                 self.heard.append(message)
                 self.arrive(receiver.on_arrived(message) or ())

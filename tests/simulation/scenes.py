@@ -17,7 +17,7 @@ from stage import Gate, quarantined
 from world import World
 
 from kvxfer import READY, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
-from kvxfer.decode.receiver import to_grants
+from kvxfer.decode.receiver import to_places
 from kvxfer.errors import BlocksError
 from kvxfer.memory.books import ExtentState
 from kvxfer.prefill.offers import Ending
@@ -614,9 +614,9 @@ async def crooked_grant(scene, chunks, ring=(), copied=0):
     """The decode rank grants what it must not, behind its own back; what it names is memory that nobody else has."""
     (number,), (link,) = inside.unanswered(scene.b.worker), inside.sessions(scene.b.worker)
     scene.world.ledger.hands.asked(scene, link.peer.identity.incarnation)
-    for place in to_grants(ring):
+    for place in to_places(ring):
         scene.world.ledger.hands.ahead(scene, [place])
-    link.send(Reserve(number, chunks, 1000, 0, to_grants(ring), copied))
+    link.send(Reserve(number, chunks, 1000, 0, to_places(ring), copied))
     await asyncio.sleep(0.01)
 
 

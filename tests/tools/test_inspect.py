@@ -162,7 +162,7 @@ def test_absent_and_unknown_fields_are_marked():
 )
 def test_ids_are_shown_as_ranges(ids, shown):
     line = f"    [0] group='g' first_token=0 ids={shown}"
-    assert line in lines(wire.Want(1, 1, spans=[wire.Span("g", 0, wire.pack_u32(ids))]))
+    assert line in lines(wire.Ready(1, 1, spans=[wire.Span("g", 0, wire.pack_u32(ids))]))
 
 
 @settings(max_examples=100)

@@ -18,7 +18,7 @@ SMALL = ("--num-gpu-blocks-override", "18", "--block-size", "32", "--no-schedule
 SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "16")
 """Several prompts are computed at a time, a little of each in a step."""
 
-BOTH_WAYS = {"bidirectional_kv_xfer": True, "kvxfer": {"unclaimed_timeout": 8}}
+BOTH_WAYS = {"bidirectional_kv_xfer": True, "kvxfer": {"unclaimed_timeout": 5}}
 """Most answers of these tests have no second turn, and blocks of their engines are free sooner."""
 APART: dict[str, Any] = {
     "dtype": "bfloat16",

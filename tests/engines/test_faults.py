@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import pytest
@@ -64,6 +65,12 @@ class Scene:
         await strike()
         return await asking
 
+    async def kill(self, engine, other):
+        """Kill one, which is there again long after this, and ask the other."""
+        engine.signal(signal.SIGKILL)
+        engine.start()
+        await self.others(other)
+
     async def others(self, engine):
         """Requests of others, which an engine answers alone."""
         asked = prompts(2)
@@ -101,14 +108,9 @@ async def scene(pair, expected):
 
 
 async def test_a_prefill_engine_killed_under_load_costs_nobody_his_answer_and_comes_back_on_its_port(scene):
-    async def kill():
-        scene.prefill.signal(signal.SIGKILL)
-        await scene.others(scene.decode)
-
-    asked = prompts(0) + prompts(1)
+    asked, kill = prompts(0) + prompts(1), partial(scene.kill, scene.prefill, scene.decode)
     assert await scene.under_load(asked, kill) == scene.wanted(asked)
     await scene.router.free(scene.decode, AFTER)
-    scene.prefill.start()
     scene.prefill.wait()
     *left, own = scene.prefill.folders()
     assert left
@@ -230,18 +232,13 @@ async def test_a_prefill_engine_that_stands_still_under_load_gives_no_wrong_answ
 
 @pytest.mark.full
 async def test_a_decode_engine_that_is_killed_under_load_leaves_the_prefill_engine_free(scene):
-    async def kill():
-        scene.decode.signal(signal.SIGKILL)
-        await scene.others(scene.prefill)
-
-    asked = prompts(0) + prompts(1)
+    asked, kill = prompts(0) + prompts(1), partial(scene.kill, scene.decode, scene.prefill)
     got = await scene.under_load(asked, kill)
     wrong = [
         one for one, wanted in zip(got, scene.wanted(asked), strict=True) if isinstance(one, list) and one != wanted
     ]
     assert wrong == []
     await scene.router.free(scene.prefill, AFTER)
-    scene.decode.start()
     scene.decode.wait()
     await scene.works()
 

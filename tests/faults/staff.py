@@ -372,8 +372,7 @@ class Ranks:
 
     def forget_doubts(self) -> None:
         """Break the product in this process: memory of a silent peer is given back at once."""
-        grants: Any = Grants
-        grants.quarantine = lambda holder, _: holder.release()
+        setattr(Grants, "quarantine", lambda holder, _: holder.release())  # noqa: B010
         setattr(Receiver, "in_doubt", False)  # noqa: B010 - it is a property
 
     # --- transfers beside it

@@ -126,8 +126,7 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
 
     async def plan(self, make, *, rows):
         found, sender = make(), getattr(getattr(make, "func", None), "__self__", None)
-        active = getattr(sender, "_active", None)
-        if isinstance(sender, Sender) and sender._granted and active is not None and active.flow is not None:
+        if isinstance(sender, Sender) and sender._granted and (active := sender._active) and active.flow is not None:
             more, granted = active.allowed < sender._granted[0].stop, sender._granted
             await eventually(lambda: active.finished if more else len(granted) > 1 or granted[-1].stop == 64)
             concluded.append(more and active.finished)

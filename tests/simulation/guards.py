@@ -332,11 +332,8 @@ def empty_hands(patch):
 def full_hands(patch):
     """All places of a ring are taken to be in the hands of a peer that is lost."""
     settle = Grants.quarantine
-
-    def all_of_it(one, hands):
-        settle(one, range(hands.start, hands.start + len(one.ring)) if hands else hands)
-
-    patch.setattr(Grants, "quarantine", all_of_it)
+    whole = lambda one, hands: settle(one, hands and range(hands.start, hands.start + len(one.ring)))  # noqa: E731
+    patch.setattr(Grants, "quarantine", whole)
 
 
 def mixed_up_hands(patch):

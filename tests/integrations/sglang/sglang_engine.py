@@ -1,7 +1,7 @@
 """One engine: its ranks, and the queues of its scheduler, stepped in the order in which sglang's event loops call.
 
 sglang runs a scheduler a rank, and these agree on how each request stands by the least of all ranks. Here one thread
-steps all ranks of an engine, and takes the least.
+steps all ranks of an engine, and takes the least. Pages are on a GPU where there is one.
 """
 
 import logging
@@ -66,14 +66,15 @@ class Rank:
         self.latent: bool = told["latent"]
         inner = (DIM,) if self.latent else (held, DIM)
         halves = 1 if self.latent else 2
-        self.pools = [torch.full((PAGES, PAGE, *inner), UNTOUCHED) for _ in range(LAYERS * halves)]
+        device = torch.device("cuda", rank % gpus) if (gpus := torch.cuda.device_count()) else torch.device("cpu")
+        self.pools = [torch.full((PAGES, PAGE, *inner), UNTOUCHED, device=device) for _ in range(LAYERS * halves)]
         self.rooms = torch.zeros((ROWS, 8), dtype=torch.int64)
         self.tokens = torch.zeros((ROWS, 16), dtype=torch.int32)
         self.enter(told, rank, group)
         args = SimpleNamespace(
             engine_rank=rank,
             system_dp_rank=told["dp_rank"],
-            gpu_id=0,
+            gpu_id=device.index or 0,
             kv_data_ptrs=[pool.data_ptr() for pool in self.pools],
             kv_data_lens=[pool.nbytes for pool in self.pools],
             kv_item_lens=[pool[0].nbytes for pool in self.pools],
@@ -130,7 +131,8 @@ class Rank:
         for layer in range(LAYERS):
             for half in range(1 if self.latent else 2):
                 wanted = content(room, tokens, layer, half, range(1) if self.latent else self.heads)
-                yield self.pool(layer, half), wanted[:, 0] if self.latent else wanted
+                wanted = (wanted[:, 0] if self.latent else wanted).to(self.pools[0].device)
+                yield self.pool(layer, half), wanted
 
     def compute(self, room: int, pages: list[int], tokens: range) -> None:
         """The forward pass."""

@@ -1,12 +1,13 @@
 """A worker process: one rank of every engine, each engine in a thread of its own, as vLLM's worker drives a connector.
 
 What the model computes can be told for every token of a prompt, so the caches of a decode engine are compared with what
-its own forward pass would have left there.
+its own forward pass would have left there. They are on a GPU where there is one, else in memory of the CPU.
 """
 
 import contextlib
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from kvxfer.integrations.vllm import KvxferConnector  # noqa: E402 - vLLM must b
 
 ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""
+GPUS = torch.cuda.device_count()
+EMPTY: Any = partial(torch.empty, device="cuda") if GPUS else partial(shared_empty, dtype=torch.float32)
 PATIENCE = 30
 NAMES = ("chunk_bytes", "route", "unclaimed_timeout")
 """Of settings that are looked at."""
@@ -60,7 +63,7 @@ class Rank:
         self._views = {}
         config, role, caches = configured(engine, rank)
         for layer in range(LAYERS):
-            memory = shared_empty(tuple(sizes[axis] for axis in order), dtype=torch.float32).fill_(-1)
+            memory = EMPTY(tuple(sizes[axis] for axis in order)).fill_(-1)
             name = f"model.layers.{layer}.self_attn.attn"
             self._views[name] = memory.permute(*(order.index(axis) for axis in range(4)))
             config.compilation_config.static_forward_context[name].kv_cache = self._views[name]
@@ -144,13 +147,13 @@ class Rank:
         """Whether the tokens before this step are in the cache."""
         before = range(request["start"])
         found = view[request["blocks"]].transpose(0, 1).flatten(1, 2)[:, : len(before)]
-        return torch.equal(found, content(request["seed"], before, layer, self._heads))
+        return torch.equal(found.cpu(), content(request["seed"], before, layer, self._heads))
 
     def _compute(self, request: dict[str, Any], layer: int, view: torch.Tensor) -> None:
         tokens = range(request["start"], request["stop"])
+        wanted = content(request["seed"], tokens, layer, self._heads).to(view.device)
         for at, token in enumerate(tokens):
-            block = request["blocks"][token // self._block_tokens]
-            view[block, :, token % self._block_tokens] = content(request["seed"], tokens, layer, self._heads)[:, at]
+            view[request["blocks"][token // self._block_tokens], :, token % self._block_tokens] = wanted[:, at]
 
 
 def serve(rank: int, wires: list[Any]) -> None:
@@ -166,6 +169,8 @@ def serve(rank: int, wires: list[Any]) -> None:
 
 def _answer(rank: int, wire: Any, gates: Gates) -> None:
     found: Any = None
+    if GPUS:
+        torch.cuda.set_device(rank % GPUS)  # of this thread
     with contextlib.suppress(EOFError, ConnectionResetError):
         while True:
             name, arguments = pickle.loads(wire.recv_bytes())

@@ -531,84 +531,75 @@ def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """A fetch succeeded: every byte that was asked for has landed and is visible."""
-
+class _OfFetch:
     request: str
     transfer: "BlockingTransfer"
+
+
+@dataclass(frozen=True, slots=True)
+class _OfOffer:
+    request: str
+    offer: "BlockingOffer"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched(_OfFetch):
+    """A fetch succeeded: every byte that was asked for has landed and is visible."""
+
     result: FetchResult
 
 
 @dataclass(frozen=True, slots=True)
-class FetchFailed:
+class FetchFailed(_OfFetch):
     """A fetch failed or was cancelled; `transfer.failed_blocks` hold no usable data.
 
     Unless `error` is a `MemoryInDoubtError`, nobody writes the blocks any more; if it is, wait for `Settled`.
     """
 
-    request: str
-    transfer: "BlockingTransfer"
     error: KvxferError
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(_OfFetch):
     """Memory that a `FetchFailed` left in doubt is safe: its blocks are the caller's again."""
-
-    request: str
-    transfer: "BlockingTransfer"
 
 
 @dataclass(frozen=True, slots=True)
-class OfferReleased:
+class OfferReleased(_OfOffer):
     """Every rank of the decode engine is done; the blocks are the caller's again."""
 
-    request: str
-    offer: "BlockingOffer"
     stats: tuple[TransferStats, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OfferExpired:
+class OfferExpired(_OfOffer):
     """Nobody claimed or renewed the offer in time; the blocks are the caller's again."""
 
-    request: str
-    offer: "BlockingOffer"
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class OfferWithdrawn:
+class OfferWithdrawn(_OfOffer):
     """The offer was withdrawn, or its worker closed; the blocks are the caller's again."""
-
-    request: str
-    offer: "BlockingOffer"
 
 
 @dataclass(frozen=True, slots=True)
-class OfferFailed:
+class OfferFailed(_OfOffer):
     """The offer, or a step of it, could not be made, and it was taken back; the blocks are the caller's again."""
 
-    request: str
-    offer: "BlockingOffer"
     error: KvxferError
 
 
 @dataclass(frozen=True, slots=True)
-class OfferInDoubt:
+class OfferInDoubt(_OfOffer):
     """The offer is over, but a silent peer or a stuck post may still read its blocks: wait for `OfferSettled`."""
 
-    request: str
-    offer: "BlockingOffer"
     error: MemoryInDoubtError
 
 
 @dataclass(frozen=True, slots=True)
-class OfferSettled:
+class OfferSettled(_OfOffer):
     """Memory that an `OfferInDoubt` left in doubt is safe: its blocks are the caller's again."""
-
-    request: str
-    offer: "BlockingOffer"
 
 
 FetchEvent: TypeAlias = Fetched | FetchFailed | Settled

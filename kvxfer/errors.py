@@ -77,8 +77,16 @@ __all__ = [
 # --- codes
 
 
+class OpenEnum(IntEnum):
+    """Numbers on the wire: what a newer peer says, and this version does not know, is 0."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        return cls(0) if isinstance(value, int) else None
+
+
 @unique
-class Code(IntEnum):
+class Code(OpenEnum):
     """Stable error codes: what travels in `Refuse`, `KvAgentResult` and `Goodbye`, and what logs and metrics count.
 
     A code that this version does not know decodes as `UNKNOWN`, so that a newer peer's refusal is still a refusal.
@@ -133,10 +141,6 @@ class Code(IntEnum):
     NOT_TRUSTED = 66
     PLAN_DIFFERS = 67
     CANCELLED = 68
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Code | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
 
 
 # --- reports

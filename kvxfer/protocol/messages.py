@@ -8,12 +8,12 @@ as packed little-endian u32 (`packing`), addresses and byte counts as u64, durat
 import array
 import sys
 from collections.abc import Iterable, Sequence
-from enum import IntEnum, IntFlag, unique
+from enum import IntFlag, unique
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from kvxfer.errors import Code
+from kvxfer.errors import Code, OpenEnum
 from kvxfer.names import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS, MAX_TRACE
 
 __all__ = [
@@ -148,7 +148,7 @@ Packed64 = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_SUMS, description="
 
 
 @unique
-class Route(IntEnum):
+class Route(OpenEnum):
     """How the bytes of one transfer travel."""
 
     UNKNOWN = 0
@@ -157,17 +157,13 @@ class Route(IntEnum):
     PULL = 3
     MAPPED = 4
 
-    @classmethod
-    def _missing_(cls, value: object) -> "Route | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
-
 
 ROUTE_NAMES: Final = {route: route.name.lower() if route else "" for route in Route}
 """How stats name them."""
 
 
 @unique
-class Status(IntEnum):
+class Status(OpenEnum):
     """Outcome of a chunk, or of a whole transfer."""
 
     UNKNOWN = 0
@@ -176,10 +172,6 @@ class Status(IntEnum):
     CANCELLED = 3
     EXPIRED = 4
     IN_DOUBT = 5
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Status | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
 
 
 class Capability(IntFlag):

@@ -20,8 +20,11 @@ SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshol
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kvxfer": {"unclaimed_timeout": 5}}
 """Most answers of these tests have no second turn, and blocks of their engines are free sooner."""
+FEW = ("--num-gpu-blocks-override", "6")
+"""So blocks are used again in which others have left state, which is no number for attention in bfloat16."""
 APART: dict[str, Any] = {
     "dtype": "bfloat16",
+    "args": FEW,
     "cached": False,
     "concurrencies": (1,),
     "lengths": (300,) * 5,
@@ -124,7 +127,7 @@ FULL = {
         lengths=(60,) * 14,  # of which more begin than can go on
     ),
     # this build computes no prompt of more than a chunk
-    "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,), lengths=LENGTHS[:9]),
+    "Mamba-2": Configuration(model="mamba2", cached=False, concurrencies=(1,), lengths=LENGTHS[:9], args=FEW),
     "short convolution, bfloat16": Configuration(model="short-conv", **APART),
     "gated delta rule": Configuration(model="delta-rule", **APART),
 }

@@ -141,6 +141,7 @@ async def test_windows_that_were_not_handed_over_are_computed(start, model, alon
         tickets = [await router.ticket(prompt) for prompt in asked]
         for ticket in tickets:
             ticket["remote_num_tokens"] = max(1, ticket["remote_num_tokens"] - 40)
+            del ticket["remote_tokens_digest"]
         answered = (router.decode(prompt, **ticket) for prompt, ticket in zip(asked, tickets, strict=True))
         assert await gathered(answered, 8) == wanted
         tickets = [await router.ticket(prompt) for prompt in asked]

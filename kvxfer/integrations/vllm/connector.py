@@ -4,10 +4,13 @@
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from kvxfer.errors import ConfigError, MissingExtraError
 from kvxfer.integrations.heads import Place
@@ -39,8 +42,8 @@ __all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata", "KvxferPromMe
 
 _UNCLAIMED_SECONDS: Final = 30.0
 """How long a prompt waits for whoever has its ticket: a router passes that on at once."""
-_PATIENCE_SECONDS: Final = 2.0
-_MOST_PATIENCE_SECONDS: Final = 86_400.0
+_CLAIMED_SECONDS: Final = 60.0
+"""How long a request waits for blocks to load into where its engine offers too: another may wait for those on offer."""
 
 _METRICS: Final = {
     "load_seconds": "How long loads of a KV cache took",
@@ -103,7 +106,7 @@ class KvxferStats(KVConnectorStats):  # type: ignore[misc]  # its base is Any th
             "Avg load time (ms)": round(1e3 * seconds / loads, 3) if loads else 0,
             "Avg MB per load": round(nbytes / loads / 2**20, 3) if loads else 0,
             "Num failed loads": counts.load_failures,
-            "Num offers fetched": counts.offers,
+            "Num offers released": counts.offers,
             "Num offers nobody fetched": counts.offers_lost,
         }
 
@@ -139,15 +142,36 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # likewi
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
 
-class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # likewise
-    """Hands requests of a prefill engine over to decode engines. Any engine may be both.
+class _Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `kv_connector_extra_config` may hold."""
 
-    `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
-    offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them;
-    `layerwise_timeout`, how many seconds a forward pass waits for those, 2 unless given;
-    `key_file`, which holds the engine's key where a router makes tickets as well; `bidirectional_kv_xfer`, whether a
-    decode engine hands back what it holds when a request ends; and `trust_layout`, to believe what views say of caches.
-    """
+    kvxfer: dict[str, Any] = {}  # settings as `kvxfer.Config` has them
+    # whether offers grow by layers and, without prefix caching, loads run inside of the forward pass that needs them
+    layerwise: bool = False
+    layerwise_timeout: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 2.0  # seconds that a pass waits
+    key_file: str | None = None  # holds the engine's key where a router makes tickets as well
+    bidirectional_kv_xfer: bool = False  # whether a decode engine hands back what it holds when a request ends
+    trust_layout: bool = False  # whether what views say of caches is believed
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> "_Extra":
+        """It, or `ConfigError` if a name is not known, or a value cannot be taken."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            names = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"kv_connector_extra_config, which may hold {names}: {error}") from error
+
+    def read_key(self) -> bytes | None:
+        """The engine's key; None if nobody else makes tickets."""
+        try:
+            return None if self.key_file is None else Path(self.key_file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"key_file in kv_connector_extra_config: {error}") from error
+
+
+class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # likewise
+    """Hands requests of a prefill engine over to decode engines. Any engine may be both."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -155,10 +179,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise ConfigError("this connector cannot describe caches whose tokens are spread over ranks (DCP, PCP)")
-        extra: dict[str, Any] = transfer.kv_connector_extra_config
-        layerwise, patience = bool(extra.get("layerwise")), extra.get("layerwise_timeout", _PATIENCE_SECONDS)
-        if type(patience) not in {int, float} or not 0 < patience <= _MOST_PATIENCE_SECONDS:
-            raise ConfigError(f"layerwise_timeout must be seconds above 0, a day's at most, not {patience!r}")
+        extra = _Extra.read(transfer.kv_connector_extra_config)
+        layerwise, back = extra.layerwise, extra.bidirectional_kv_xfer
         self._caches_config: Final = kv_cache_config
         groups = block_groups(kv_cache_config)
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
@@ -180,11 +202,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 "with --use-replayssm a request has state beside its cache: this connector cannot hand over"
             )
         if role is KVConnectorRole.SCHEDULER:
-            key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
-            answers = bool(extra.get("bidirectional_kv_xfer")) and all(group.window is None for group in groups)
-            self._scheduler = SchedulerSide(groups, cached=cached, layerwise=in_steps, key=key, answers=answers)
+            answers = back and all(group.window is None for group in groups)
+            self._scheduler = SchedulerSide(
+                groups,
+                cached=cached,
+                layerwise=in_steps,
+                key=extra.read_key(),
+                answers=answers,
+                patience=_CLAIMED_SECONDS if back or transfer.kv_role == "kv_both" else math.inf,
+            )
             if layerwise and not in_steps and transfer.kv_role != "kv_producer":
-                why = "prefix caching is on" if cached else "what fails is believed (kv_load_failure_policy=fail)"
+                why = "prefix caching is on" if cached else "kv_load_failure_policy is not fail, and steps overlap"
                 why = why if simple else "there are several groups of blocks, windows or state"
                 offers = "as well" if whole else "are by layer"
                 _log.warning("layerwise_refused", reason=f"{why}: loads are whole, offers {offers}")
@@ -198,12 +226,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         spoken = getattr(vllm_config.speculative_config, "draft_model_config", None)
         heads = [one.get_total_num_kv_heads() for one in (model, spoken) if one is not None]
         self._model: Final = Model(model.get_total_num_hidden_layers(), *heads)
-        usual = {"engine": transfer.engine_id, "model": model.model}
-        settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
-        self._trust_layout: Final = bool(extra.get("trust_layout"))
+        settings = extra.kvxfer | {"rank": parallel.rank, "world": parallel.world_size}
+        self._trust_layout: Final = extra.trust_layout
         config = Config.load(**settings)
-        ours: dict[str, Any] = {}
-        if "key_file" not in extra:  # else prompts may be claimed before they are computed, and queue for long
+        ours: dict[str, Any] = {"engine": transfer.engine_id, "model": model.model}
+        if extra.key_file is None:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
         indexed = any(group.indexed for group in groups)
         if in_steps and not indexed and config.arena_bytes:
@@ -216,7 +243,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             held,
             layerwise=layerwise and not whole,
             by_block=simple,
-            patience=patience,
+            patience=extra.layerwise_timeout,
             # model runner V2 zeroes the blocks of a step before it says whose they were
             late=vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing,
         )
@@ -266,6 +293,16 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide`."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Groups whose blocks vLLM need not zero: none that it does, as nothing is loaded behind a block's last token.
+
+        What another request left there may be no number for a group of another dtype.
+        """
+        if self._caches_config.needs_kv_cache_zeroing:
+            return ()
+        groups: tuple[int, ...] = super().get_loaded_kv_cache_group_ids(request)
+        return groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide`."""

@@ -5,6 +5,7 @@ engine (`_Produced`), and collects orders until vLLM asks for those of the next 
 for step n + 1 before the workers have answered step n; nothing here counts on an answer but `update_connector_output`.
 """
 
+import math
 import secrets
 from array import array
 from collections import Counter
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
+from time import monotonic
 from typing import Any, Final
 
 from kvxfer.errors import RequestError, TicketError
@@ -27,7 +29,7 @@ TICKET: Final = "ticket"
 _TOKENS: Final = "remote_num_tokens"
 _NAME: Final = "transfer_id"
 _DIGEST: Final = "remote_tokens_digest"
-"""Of what tokens a next turn must begin with: a client sends text, which may have become others."""
+"""Of what tokens the prompt must begin with: routers mistake tickets, and a client's text may have become others."""
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 """Names of vLLM's statuses of a request whose cache is worth handing over."""
 
@@ -49,6 +51,7 @@ class _Wanted:
     ticket: dict[str, Any]
     tokens: int
     in_step: bool  # the forward pass that needs it loads it
+    until: float  # when it has waited for blocks for too long, by this process's clock
     stage: _Stage = _Stage.WAITING
 
 
@@ -74,6 +77,8 @@ class SchedulerSide:
         layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
         key: The engine's key, if somebody else makes tickets too; else it is drawn here.
         answers: Whether a decode engine offers what it holds of a request that ends, for the next turn.
+        patience: Seconds that a request waits for blocks to load into. Then it is computed here: its prefill engine may
+            itself wait for blocks that are on offer here.
     """
 
     def __init__(
@@ -84,12 +89,13 @@ class SchedulerSide:
         layerwise: bool,
         key: bytes | None = None,
         answers: bool = False,
+        patience: float = math.inf,
     ) -> None:
         self._groups: Final = groups
         self._windowed: Final = any(group.window is not None for group in groups)
         self._cached: Final = cached
         self._layerwise, self._page = layerwise, 1
-        self._answers: Final = answers
+        self._answers, self._patience = answers, patience
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
         self._issuer: Issuer | None = None
@@ -140,7 +146,8 @@ class SchedulerSide:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
         data: dict[str, Any] = dict(ticket or {})
-        if _DIGEST in params and params[_DIGEST] != _digest(request, tokens):
+        digest = params.get(_DIGEST)
+        if (produces or digest is not None) and (not digest or digest != _digest(request, tokens)):
             _log.warning("ticket_refused", request=request.request_id, error="the prompt begins with other tokens")
             self._orders.declines[request.request_id] = data
             return
@@ -151,7 +158,8 @@ class SchedulerSide:
         # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
         # prompt vLLM computes the last token again, for which windows have let go of the first that it sees
         most: int = request.num_prompt_tokens - int(in_step or self._windowed)
-        self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step)
+        until = monotonic() + self._patience
+        self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step, until)
         self._orders.claims[request.request_id] = data
 
     def _produce(self, request: Any, name: Any) -> None:
@@ -199,6 +207,7 @@ class SchedulerSide:
         for placed in self._placed:
             orders.loads.append(self._load(*placed))
         self._placed.clear()
+        self._decline_overdue(orders)
         for request in output.preempted_req_ids or ():
             self._preempt(request, orders)
         scheduled: Mapping[str, int] = output.num_scheduled_tokens
@@ -211,6 +220,17 @@ class SchedulerSide:
             self._advance(request, ids, computed + scheduled[request], orders)
         self._orders = Orders()
         return orders
+
+    def _decline_overdue(self, orders: Orders) -> None:
+        """Load no longer what has waited for blocks for too long: requests come in the order of that."""
+        now = monotonic()
+        for request, wanted in self._wanted.items():
+            if wanted.until > now:
+                return
+            if wanted.stage is _Stage.WAITING:
+                wanted.stage = _Stage.OVER
+                orders.declines[request] = wanted.ticket
+                _log.warning("load_declined", request=request, duration=self._patience)
 
     def _load(self, request: Any, wanted: _Wanted, block_ids: Sequence[list[int]], external: int) -> Load:
         # vLLM counts what is loaded as computed once it has placed the request, in both kinds of loads
@@ -313,15 +333,14 @@ class SchedulerSide:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
         name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
         params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
-        digest = _digest(request, tokens)
-        if params is None or name in self._names or not digest:
+        if params is None or name in self._names or _DIGEST not in params:
             return False, None
         self._names[name] = name
         blocks: Blocks = {
             group.name: (list(ids[group.index][: -(-tokens // group.block_tokens)]), 0) for group in self._groups
         }
         self._orders.steps.append(OfferStep(name, name, 0, blocks, 0, self._filled(tokens), last=True, computed=True))
-        return True, params | {_DIGEST: digest}
+        return True, params
 
     def _params(self, request: Any, produced: _Produced, *, back: bool = False) -> dict[str, Any] | None:
         """What the decode engine needs, or a prefill engine later on (`back`), if there is something to fetch."""
@@ -332,12 +351,10 @@ class SchedulerSide:
         except TicketError as error:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return None
-        return {
-            "do_remote_prefill": not back,
-            "do_remote_decode": back,
-            TICKET: ticket,
-            _TOKENS: produced.prompt_tokens,
-        }
+        tokens = produced.prompt_tokens
+        params = {"do_remote_prefill": not back, "do_remote_decode": back, TICKET: ticket, _TOKENS: tokens}
+        digest = _digest(request, tokens)
+        return params | ({_DIGEST: digest} if digest else {})
 
 
 def _digest(request: Any, tokens: int) -> str:

@@ -58,7 +58,7 @@ def test_requests_are_handed_over(stage, name, ranks):
     assert reported(facts, "prefill", "send", range(ranks)) == {"p-a", "p-b", "p-c"}
     assert reported(facts, "decode", "recv") == {"d-a", "d-b", "d-c"}
     assert facts["failed_together"] == []
-    assert facts["stats"]["prefill"] | {"Num offers fetched": 3 * ranks} == facts["stats"]["prefill"]
+    assert facts["stats"]["prefill"] | {"Num offers released": 3 * ranks} == facts["stats"]["prefill"]
     told = facts["stats"]["decode"]
     assert (told["Num loads"], told["Num failed loads"]) == (6, 0), "of three requests, by two ranks"
     assert min(told["Avg load time (ms)"], told["Avg MB per load"]) > 0
@@ -128,10 +128,12 @@ def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
             {},
             {},
             late,
+            {"model": "given"},
         )
     ]
-    assert len(facts["refused"]) == 7, facts["refused"]
+    assert len(facts["refused"]) == 11, facts["refused"]
     assert facts["graphs"] == [False, True]
+    assert facts["zeroed"] == [None, ()], "nothing is loaded behind the last token, where state of others may lie"
     whole = [("fail", "only prefills"), *(("recompute", how) for how in ("overlap", "v2", "only prefills"))]
     assert [run for run, inside in facts["steps"].items() if not inside] == whole
     assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

@@ -49,6 +49,7 @@ def side(groups=FULL, *, cached=False, layerwise=False, **options):
 
 def request(params=None, *, tokens=40, name="r", **fields) -> Any:
     usual = {"num_computed_tokens": 0, "status": STATUS.WAITING, "prompt_embeds": None}
+    usual |= {"prompt_token_ids": None, "mm_features": [], "lora_request": None}
     return make("Request", request_id=name, kv_transfer_params=params, num_prompt_tokens=tokens, **(usual | fields))
 
 
@@ -291,6 +292,9 @@ def said(one, ids, **changes):
     return one
 
 
+NO_DIGEST = {"remote_tokens_digest": ""}
+
+
 def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed():
     scheduler, coming = announced(wanted(), 7, 8, 9, answers=True)
     scheduler.build_connector_meta(step())
@@ -321,10 +325,12 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
     others = ({"all_token_ids": [*range(20), 999, *range(21, 80)]}, {"all_token_ids": [*range(48)]})
     others += {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_token_ids": None}
     for changes in (*others, {"prompt_embeds": torch.zeros(80, 8)}):
-        scheduler, turn = side(), said(request(params, tokens=80), range(80), **changes)
-        scheduler.on_new_request(turn)
-        assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
-        assert scheduler.build_connector_meta(step()).declines == {"r": handed}
+        turns = (said(request(params | more, tokens=80), range(80), **changes) for more in ({}, NO_DIGEST))
+        for turn in turns:
+            scheduler = side()
+            scheduler.on_new_request(turn)
+            assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
+            assert scheduler.build_connector_meta(step()).declines == {"r": handed}
 
 
 @pytest.mark.parametrize(
@@ -337,6 +343,26 @@ def test_an_answer_is_not_offered_unless_that_is_asked_for_and_can_be(answers, s
     scheduler._names.update(names)
     assert answered(scheduler, coming, status=status) == (False, None)
     assert scheduler.build_connector_meta(step()).steps == []
+
+
+def test_what_waits_too_long_for_blocks_is_computed(monkeypatch, caplog):
+    """Its prefill engine may wait for those that are on offer here."""
+    now = 100.0
+    monkeypatch.setattr("kvxfer.integrations.vllm.scheduler.monotonic", lambda: now)
+    (scheduler, first), second, third = announced(wanted(), patience=60.0), wanted(), wanted()
+    second.request_id, third.request_id = "second", "third"
+    scheduler.on_new_request(second)
+    scheduler.update_state_after_alloc(second, Blocks(1, 2, 3), 40)
+    second.num_computed_tokens, now = 40, 130.0
+    scheduler.on_new_request(third)
+    assert [load.request for load in scheduler.build_connector_meta(step()).loads] == ["second"]
+    assert scheduler.get_num_new_matched_tokens(first, 0) == (40, True)
+    now = 160.0
+    assert scheduler.build_connector_meta(step()).declines == {"r": first.kv_transfer_params["ticket"]}
+    matched = [scheduler.get_num_new_matched_tokens(one, 0) for one in (first, third)]
+    assert matched == [(0, False), (40, True)]
+    assert "load_declined request=r" in caplog.text
+    assert scheduler.build_connector_meta(step()).declines == {}
 
 
 @pytest.mark.parametrize(("given", "name"), [("mine", "mine"), ("", "r"), (7, "r")])
@@ -443,10 +469,16 @@ def test_of_a_window_only_what_outlives_the_prompt_is_offered():
         (1, {"window": ([], 12), "full": ([3], 0)}, 0, 12),
         (1, {"window": ([6, 7, 9], 0), "full": ([8], 0)}, 12, 21),
     ]
-    going.status = STATUS.FINISHED_LENGTH_CAPPED
+    going.status, going.all_token_ids = STATUS.FINISHED_LENGTH_CAPPED, [*range(21), 999]
     _, params = scheduler.request_finished(going)
     assert params is not None
     assert params["remote_num_tokens"] == 21
+    # a router that gives the ticket to another prompt has that computed
+    for tokens, matched in ((range(22), (21, True)), ([*range(20), 7, 21], (0, False))):
+        coming = said(request(params, tokens=22), tokens)
+        scheduler, _ = announced(coming, groups=MIXED)
+        assert scheduler.get_num_new_matched_tokens(coming, 0) == matched
+        assert ("r" in scheduler.build_connector_meta(step()).declines) == (not matched[1])
 
 
 def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_tokens_are_offered():

@@ -5,10 +5,12 @@ its own forward pass would have left there. They are on a GPU where there is one
 """
 
 import contextlib
+import os
 import pickle
 import threading
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import vllm_stand_in
@@ -88,7 +90,8 @@ class Rank:
         """What they would be with another extra configuration, role or runner, or with micro-batches."""
         described = self._engine | {"extra": self._engine["extra"] | extra, "role": role, "ubatches": batches}
         described |= dict(runner)
-        side = KvxferConnector(*configured(described, self._rank))._worker
+        with patch.dict(os.environ, described.pop("environment", {})):
+            side = KvxferConnector(*configured(described, self._rank))._worker
         found = {name: getattr(side._worker.config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
         return found | {"by_layer": side._layerwise, "late": side._late}
 

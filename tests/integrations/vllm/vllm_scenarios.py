@@ -204,8 +204,9 @@ def configured_ranks(wires):
     pair = Pair(wires)
     refused = {}
     odd = {f"layerwise_timeout={given}": given for given in ("2 s", 0, True, float("nan"), float("inf"))}
+    odd |= {"trust_layout=false": "false", "layerwize=": True, "kvxfer=": None, "key_file=": "/nowhere/key"}
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size", *odd):
-        extra = {"layerwise_timeout": odd[name]} if name in odd else {}
+        extra = {name.partition("=")[0]: odd[name]} if name in odd else {}
         config, role, caches = configured(ENGINE | {"extra": extra}, None)
         if not extra:
             setattr(config.parallel_config, name, 2)
@@ -224,8 +225,11 @@ def configured_ranks(wires):
     settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_producer"))
     settings.append(pair.prefill.workers.call("settings", extras[1], "kv_both", 2))
-    for changed in ({"v2": True}, {"zeroes": True}, {"v2": True, "zeroes": True}):
+    given = {"environment": {"KVXFER_MODEL": "given"}}
+    for changed in ({"v2": True}, {"zeroes": True}, {"v2": True, "zeroes": True}, given):
         settings.append(pair.prefill.workers.call("settings", {}, "kv_both", 0, changed))
+    zeroing = {"zeroes": False}, {"zeroes": True}
+    zeroed = [KvxferConnector(*configured(ENGINE | more, None)).get_loaded_kv_cache_group_ids("r") for more in zeroing]
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {
         "settings": settings,
@@ -233,6 +237,7 @@ def configured_ranks(wires):
         "graphs": graphs,
         "steps": steps,
         "dropped": dropped,
+        "zeroed": zeroed,
     }
 
 

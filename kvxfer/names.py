@@ -18,6 +18,7 @@ __all__ = [
     "MAX_NAME",
     "MAX_PLACES",
     "MAX_PORT",
+    "MAX_REQUEST",
     "MAX_ROWS",
     "MAX_SCALES",
     "MAX_STRIDE",
@@ -60,6 +61,9 @@ MAX_WORLD: Final = 16_384
 
 MAX_NAME: Final = 128
 """Characters of a name, such as that of a group or of a fact, at most."""
+
+MAX_REQUEST: Final = 256
+"""Characters of a request id at most."""
 
 MAX_TENSORS: Final = 16_384
 """Cache tensors of a rank at most."""

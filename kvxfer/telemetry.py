@@ -48,6 +48,8 @@ __all__ = [
 # tense, and keys come from the one list of the house test that reads every call.
 
 _GIGABYTE: Final = 1e9
+_VALUE_CHARACTERS: Final = 4096
+"""Of a text in a log line at most: clients and peers choose some of it."""
 _ADDED: Final = 256
 """Intervals that are kept as they came before they are united: that is cheaper for many at a time."""
 
@@ -60,6 +62,9 @@ _of_stdlib: Final = cache(logging.getLogger)
 def _to_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Make the arguments of a stdlib logging call: readable text, and the data in one attribute of the record."""
     passed = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
+    for key, value in event.items():
+        if isinstance(value, str) and len(value) > _VALUE_CHARACTERS:
+            event[key] = f"{value[:_VALUE_CHARACTERS]}..."
     name, *rest = [str(event["event"]), *(f"{key}={_plain(value)}" for key, value in event.items() if key != "event")]
     # as an argument, not as the format: a value may contain a percent sign
     return ("%s", " ".join([name, *rest])), {"extra": {"kvxfer": dict(event)}, "stacklevel": 4, **passed}

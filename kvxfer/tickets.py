@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from kvxfer.errors import TicketError
-from kvxfer.names import MAX_PORT, MAX_WORLD, SOCKET_PATH_BYTES, Endpoint
+from kvxfer.names import MAX_PORT, MAX_REQUEST, MAX_WORLD, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import WIRE_VERSION
 
@@ -43,7 +43,7 @@ _EndpointPart = Annotated[str, msgspec.Meta(max_length=_ENDPOINT_CHARACTERS)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 _Attempt = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 # JSON can hold halves of characters, and UTF-8 cannot
-_Request = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\ud800-\udfff]*$")]
+_Request = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST, pattern=r"^[^\ud800-\udfff]*$")]
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -245,9 +245,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return EngineCard(engine=self.engine, world=self.world, epoch=self.epoch, endpoints=self.endpoints)
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Epoch, request and attempt: what makes a ticket another one."""
-        return self.epoch, self.request, self.attempt
+    def key(self) -> tuple[str, wire.TicketRef]:
+        """Epoch, request, attempt and MAC: what makes a ticket another one, also a forged one."""
+        return self.epoch, self.ref()
 
     def ref(self) -> wire.TicketRef:
         """What of it travels on the control stream."""
@@ -359,4 +359,4 @@ def _convert(data: Any, kind: type[_T], name: str) -> _T:
         msgspec.ValidationError,
         UnicodeEncodeError,
     ) as error:  # the latter of text that JSON can hold, UTF-8 cannot
-        raise TicketError(f"this is no {name}: {error}") from error
+        raise TicketError(f"this is no {name}: {error!s:.512}") from error  # it quotes what was given

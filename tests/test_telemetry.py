@@ -84,6 +84,14 @@ def test_a_line_cannot_be_forged(caplog):
     assert "\x1b" not in caplog.records[0].getMessage()
 
 
+def test_a_value_is_cut_where_somebody_else_chose_how_long_it_is(caplog):
+    logger("link").warning("peer_lost", reason="\x1b" + 5_000_000 * "x", peer="p")
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 5000
+    assert len(record.kvxfer["reason"]) < 5000
+    assert record.getMessage().endswith("...' peer=p")
+
+
 # --- intervals
 
 

@@ -247,6 +247,14 @@ def test_what_was_edited_so_that_it_is_no_ticket(edit):
     assert ticket["mac"] not in str(caught.value)
 
 
+def test_a_refusal_quotes_no_more_than_a_line_holds():
+    long = 5_000_000 * "x"
+    for data in ({long: 1}, {"request": long}, {"endpoints": {"prefix": "tcp:h", long: 1}}):
+        with pytest.raises(TicketError, match="this is no ticket") as caught:
+            Ticket.parse(Issuer(engine_card(), KEY).ticket("r") | data)
+        assert len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize("field", ["engine", "world", "epoch", "endpoints", "request", "mac"])
 def test_a_field_that_is_missing(field):
     ticket = Issuer(engine_card(), KEY).ticket("r")

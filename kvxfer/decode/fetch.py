@@ -175,7 +175,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
     began: float  # when it was asked for
     ref: wire.TicketRef  # its ticket, as peers know it
-    key: tuple[str, str, int]  # the same, as this side does
+    key: tuple[str, wire.TicketRef]  # the same, as this side does
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
     deadline: float = math.inf  # when its caller gives up, by the runtime's clock
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends

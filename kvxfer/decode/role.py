@@ -42,7 +42,7 @@ _SLOWER: Final = 6
 _RANKS_A_TURN: Final = 512
 """To how many ranks something new is said in one turn of the loop."""
 
-TicketKey: TypeAlias = tuple[str, str, int]
+TicketKey: TypeAlias = tuple[str, wire.TicketRef]
 """See `Ticket.key`."""
 
 
@@ -380,7 +380,7 @@ class Decode:
             keep=keep,
             written=written,
             began=now,
-            ref=ticket.ref(),
+            ref=key[1],
             key=key,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
         )

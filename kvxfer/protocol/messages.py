@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 
 from kvxfer.errors import Code, OpenEnum
-from kvxfer.names import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS, MAX_TRACE
+from kvxfer.names import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_REQUEST, MAX_SCALES, MAX_SUMS, MAX_TENSORS, MAX_TRACE
 
 __all__ = [
     "FOREVER_MS",
@@ -134,7 +134,7 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 U64 = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 I64 = Annotated[int, msgspec.Meta(ge=-0x8000_0000_0000_0000, le=0x7FFF_FFFF_FFFF_FFFF)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

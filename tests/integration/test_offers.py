@@ -79,6 +79,23 @@ async def test_leases_are_renewed_as_often_as_their_owner_asks_for(one, known):
     assert isinstance(await offer.released(), kvxfer.Released)
 
 
+@virtual
+async def test_a_forged_ticket_takes_nothing_from_the_real_one(one):
+    await one.pair(prefill=FAST)
+    offer, forged = one.prefill.offer("r", [1, 2], tokens=8), one.ticket("r") | {"mac": "00" * 16}
+    one.decode.claim(one.ticket("r"))
+    one.decode.claim(forged)
+    await asyncio.sleep(10 * FAST["offer_lease"])
+    assert not offer.wait_end().done()
+    with refused(kvxfer.Code.TICKET_FORGED):
+        await one.decode.fetch(forged, [3, 4], tokens=TOKENS)
+    await one.decode.decline(forged)
+    await asyncio.sleep(10 * FAST["offer_lease"])
+    assert not offer.wait_end().done()
+    await one.start("r")
+    assert isinstance(await offer.released(), kvxfer.Released)
+
+
 @pytest.mark.parametrize("beyond", [0.06, 0.9, 1.1, 100.0])
 @pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "given up"])
 @virtual

@@ -19,6 +19,7 @@ from typing import Any, Final
 from kvxfer.errors import RequestError, TicketError
 from kvxfer.integrations.vllm.caches import BlockGroup
 from kvxfer.integrations.vllm.orders import Blocks, Load, Membership, OfferStep, Orders
+from kvxfer.names import MAX_REQUEST
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, Ticket
 
@@ -141,7 +142,7 @@ class SchedulerSide:
         try:
             Ticket.parse(ticket or {})
             if not isinstance(tokens, int) or tokens < 1:
-                raise TicketError(f"{_TOKENS} must say how many tokens were prefilled, not {tokens!r}")
+                raise TicketError(f"{_TOKENS} must say how many tokens were prefilled, not {tokens!r:.64}")
         except TicketError as error:  # computed here, as if nobody had prefilled it
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return
@@ -168,8 +169,10 @@ class SchedulerSide:
             _log.warning("offer_refused", request=request.request_id, error="of a prompt of embeddings no token can go")
             return
         named = name if isinstance(name, str) and name else request.request_id
-        if self._names.setdefault(named, request.request_id) != request.request_id:
-            _log.warning("transfer_id_refused", request=request.request_id, error=f"{_NAME} {named!r} is in use")
+        long = named is name and len(named) > MAX_REQUEST
+        if long or self._names.setdefault(named, request.request_id) != request.request_id:
+            why = f"has more than {MAX_REQUEST} characters" if long else "is in use"
+            _log.warning("transfer_id_refused", request=request.request_id, error=f"{_NAME} {named!r:.256} {why}")
             return
         if self._windowed:
             _shorten(request)

@@ -35,7 +35,7 @@ from kvxfer.transfers import Claim
 
 __all__ = ["WorkerSide"]
 
-_TICKET: Final = ("epoch", "request", "attempt")
+_TICKET: Final = ("epoch", "request", "attempt", "mac")
 """What makes a ticket another one."""
 _NULL_BLOCK: Final = 0
 """vLLM's block that is none."""

@@ -238,6 +238,9 @@ def test_engines_are_told_of_when_all_of_them_are_there(address):
                 b'[{"dp_rank": 0}]',
                 json.dumps([asdict(ENGINE) | {"key": "no hexadecimal"}]).encode(),
                 json.dumps([asdict(ENGINE) | {"card": {}}]).encode(),
+                json.dumps([asdict(ENGINE) | {"dp_size": 0}]).encode(),
+                json.dumps([asdict(ENGINE) | {"dp_rank": 1}]).encode(),
+                json.dumps([asdict(ENGINE) | {"dp_rank": -1}]).encode(),
                 b"[" * 100_000,
             )
         ),

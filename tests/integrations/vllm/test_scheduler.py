@@ -380,6 +380,16 @@ def test_a_router_may_name_what_it_makes_a_ticket_of(given, name):
     assert params["ticket"] == Issuer(Ticket.parse(params["ticket"]).card, key).ticket(name)
 
 
+def test_what_a_client_gives_is_refused_at_no_more_length_than_a_line_has(caplog):
+    scheduler, long = side(), 5_000_000 * "n"
+    for name, params in enumerate(({}, {"transfer_id": long}, {"transfer_id": 257 * "n"}, {"transfer_id": 256 * "n"})):
+        scheduler.on_new_request(request({"do_remote_decode": True} | params, name=f"r{name}"))
+    scheduler.on_new_request(wanted(remote_num_tokens=long))
+    assert (list(scheduler._produced), list(scheduler._names)) == (["r0", "r3"], ["r0", 256 * "n"])
+    assert [record.kvxfer["event"] for record in caplog.records] == 2 * ["transfer_id_refused"] + ["ticket_refused"]
+    assert max(len(record.getMessage()) for record in caplog.records) < 500
+
+
 def test_a_name_is_one_requests_until_its_offer_is_over():
     scheduler = side()
 

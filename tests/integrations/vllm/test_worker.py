@@ -260,6 +260,12 @@ def test_who_leaves_takes_nothing_from_another_request_with_the_same_ticket(side
     assert service.declined == ([TICKET] if stage == "over" else [])
 
 
+def test_who_comes_with_a_forged_ticket_keeps_nothing_from_being_declined(side):
+    service = begun(side, Orders(claims={"r": TICKET, "forger": TICKET | {"mac": "00"}}))
+    begun(side, Orders(declines={"r": TICKET}))
+    assert service.declined == [TICKET]
+
+
 def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
     service = begun(side, loading(in_step=True))
     (transfer,) = service.transfers

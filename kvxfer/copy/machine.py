@@ -264,12 +264,12 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
 def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
 
-    News of one step costs the loop as much as of many, and takes the interpreter from whoever else needs it. A flow of
-    whose turns movers tell each other stands between any two, and needs no loop once all may begin.
+    News of one step costs the loop as much as of many. A flow of whose turns movers tell each other stands between any
+    two. Once all may begin the loop is needed only where loops tell each other of turns.
     """
-    awaited = flow[r.QUIET] <= r.SOON_NS
-    half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD] and (awaited or ready < flow[r.TOTAL])
-    return half or (awaited and flow[r.ACTIVE] == 0) or now - flow[r.TOLD_AT] >= flow[r.QUIET]
+    needed = ready < flow[r.TOTAL] or (flow[r.PLACES] != 0 and flow[r.TOKEN] == 0)
+    half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD] and needed
+    return half or (flow[r.QUIET] <= r.SOON_NS and flow[r.ACTIVE] == 0) or now - flow[r.TOLD_AT] >= flow[r.QUIET]
 
 
 @inlined

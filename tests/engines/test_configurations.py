@@ -20,8 +20,7 @@ SOME_AT_ONCE = ("--max-num-batched-tokens", "64", "--long-prefill-token-threshol
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kvxfer": {"unclaimed_timeout": 5}}
 """Most answers of these tests have no second turn, and blocks of their engines are free sooner."""
-FEW = ("--num-gpu-blocks-override", "6")
-"""So blocks are used again in which others have left state, which is no number for attention in bfloat16."""
+FEW = ("--num-gpu-blocks-override", "6")  # so blocks are used again, and in bfloat16 state of others is no number there
 APART: dict[str, Any] = {
     "dtype": "bfloat16",
     "args": FEW,
@@ -121,6 +120,7 @@ FULL = {
     "short convolution, preemption on both": Configuration(
         model="short-conv",
         cached=False,
+        concurrencies=(1, 14),
         prefill=(*SMALL, *SOME_AT_ONCE),
         decode=SMALL,
         preempted=("prefill", "decode0"),

@@ -1196,7 +1196,7 @@ class Receiver(Struct, eq=False):
         elif self._active is None and lost:
             self._quarantine()
         if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
-            self._rest()
+            self._leave_peer()
         if ended:
             self.exposure.end()
             if self._pending_accept is None:  # else `run` has not begun, and will not
@@ -1211,7 +1211,7 @@ class Receiver(Struct, eq=False):
         stop = protocol.granted if turns is None else min(protocol.granted, self._copied + turns.places)
         self.grants.quarantine(range(protocol.arrived, stop))
 
-    def _rest(self) -> None:
+    def _leave_peer(self) -> None:
         """Nothing that the peer has posted needs this side to end any more, nor does it wait for news of it."""
         if self._stop_polling is not no_op:
             self._stop_polling()

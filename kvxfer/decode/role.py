@@ -107,20 +107,20 @@ class Claims:
         Raises:
             BusyError: If there are too many claims.
         """
-        if len(self) >= _MAX_CLAIMS and ticket.key not in self._engine_of:
+        key = ticket.key
+        if len(self) >= _MAX_CLAIMS and key not in self._engine_of:
             raise BusyError(f"{len(self)} claims are kept, which is as many as may")
-        kept = self.remove(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
+        kept = self.remove(key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
         kept.ticket, kept.holders = ticket, kept.holders + 1
         place = ticket.epoch, ticket.world, ticket.endpoints
         engine = self._engines.get(place)
         if engine is None:
             ranks = [_Rank(endpoint, endpoint) for endpoint in ticket.rank_endpoints]
             engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
-        self._engine_of[ticket.key] = engine
-        engine.kept[ticket.key] = kept
+        self._engine_of[key], engine.kept[key] = engine, kept
         if not engine.unsent:
             self._site.loop.call_soon(self._send_new, engine)
-        engine.unsent.append(ticket.key)
+        engine.unsent.append(key)
         return partial(self._close_claim, kept)
 
     def remove(self, key: TicketKey) -> _Kept | None:

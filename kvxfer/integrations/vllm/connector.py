@@ -166,7 +166,7 @@ class _Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The engine's key; None if nobody else makes tickets."""
         try:
             return None if self.key_file is None else Path(self.key_file).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"key_file in kv_connector_extra_config: {error}") from error
 
 

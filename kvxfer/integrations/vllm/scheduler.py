@@ -94,6 +94,7 @@ class SchedulerSide:
     ) -> None:
         self._groups: Final = groups
         self._windowed: Final = any(group.window is not None for group in groups)
+        self._stateful: Final = any(group.state for group in groups)
         self._cached: Final = cached
         self._layerwise, self._page = layerwise, 1
         self._answers, self._patience = answers, patience
@@ -152,13 +153,14 @@ class SchedulerSide:
             _log.warning("ticket_refused", request=request.request_id, error="the prompt begins with other tokens")
             self._orders.declines[request.request_id] = data
             return
-        if produces and self._windowed:  # what can be loaded of a window begins before what is on offer of it
-            self._orders.declines[request.request_id] = data
-            return
         in_step = self._layerwise and not produces  # nothing is on offer that a load may still spoil
         # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
         # prompt vLLM computes the last token again, for which windows have let go of the first that it sees
         most: int = request.num_prompt_tokens - int(in_step or self._windowed)
+        # state is that of all tokens; and what can be loaded of a window begins before what is on offer of it
+        if (self._stateful and tokens > most) or (produces and self._windowed):
+            self._orders.declines[request.request_id] = data
+            return
         until = monotonic() + self._patience
         self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step, until)
         self._orders.claims[request.request_id] = data

@@ -379,7 +379,7 @@ class WorkerSide:
         """Let the prefill engine have its blocks back, unless another request came with the same ticket."""
         others = [of for other, (of, _) in self._claims.items() if other != request]
         others += [one.load.ticket for one in self._loading.values() if one.load.request != request]
-        if not any(all(of.get(name) == ticket.get(name) for name in _TICKET) for of in others):
+        if not any(all(of.get(name, 0) == ticket.get(name, 0) for name in _TICKET) for of in others):
             with suppress(ClosedError):  # asleep: the lease ends it
                 self._worker.decline(ticket)
         self._unclaim(request)

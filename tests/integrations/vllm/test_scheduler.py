@@ -550,6 +550,14 @@ def test_state_is_on_offer_once_it_is_that_of_the_whole_prompt_and_not_after_a_p
     ]
 
 
+def test_a_prompt_that_ends_before_the_state_that_is_on_offer_is_computed():
+    coming = wanted(22)
+    coming.num_prompt_tokens = 22  # of which the decode engine computes the last
+    scheduler, _ = announced(coming, groups=STATEFUL)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
+    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+
+
 def test_a_prompt_of_one_token_is_not_gone_on_with_since_its_state_would_be_anothers():
     going = request({"do_remote_decode": True}, tokens=1, max_tokens=9, prompt_token_ids=[7])
     announced(going, groups=STATEFUL)

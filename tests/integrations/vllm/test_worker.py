@@ -266,6 +266,13 @@ def test_who_comes_with_a_forged_ticket_keeps_nothing_from_being_declined(side):
     assert service.declined == [TICKET]
 
 
+def test_a_ticket_without_its_first_attempt_is_the_same(side):
+    other = {name: value for name, value in TICKET.items() if name != "attempt"}
+    service = begun(side, Orders(claims={"r": TICKET | {"attempt": 0}, "other": other}))
+    begun(side, Orders(declines={"other": other}))
+    assert service.declined == []
+
+
 def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
     service = begun(side, loading(in_step=True))
     (transfer,) = service.transfers

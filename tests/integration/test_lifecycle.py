@@ -94,19 +94,23 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
         rank.offer("known", [0], tokens=4)
     await decode.fetch(ticket("known"), [0], tokens=range(4), timeout=5)
     await quiet(decode, *ranks)
+    stage.network.hold("*")
     if fails is refuses:
         stage.network.refuse_next("prefill1" if route == "pull" else "decode")
-    else:
-        stage.network.hold("*")
     offers = [rank.offer("r", [1, 2], tokens=8) for rank in ranks]
     transfer = decode.start_fetch(ticket("r"), [3, 4], tokens=TOKENS)
     if fails is not refuses:
-        await eventually(lambda: stage.network.held("*"))
+        parts = 4 if route == "staged" else 1  # one of each rank, whose further chunks then wait for their turns
+        await eventually(lambda: stage.network.held("*") >= parts)
         fails(ranks, decode)
-        if fails is loses_its_stream:  # else only what is held itself says that something failed
-            # who has a read under way, which is held, says that first
-            await eventually(lambda: len(tap.of(Abandon)) + len(tap.of(Cancel)) >= 3)
-        stage.network.release("*")
+        if fails is withdraws:  # only what is held itself says that something failed
+            stage.network.release("*", parts)
+    if fails is loses_its_stream:
+        # who has a read under way, which is held, says that first
+        await eventually(lambda: len(tap.of(Abandon)) + len(tap.of(Cancel)) >= 3)
+    elif route == "staged":  # the further chunks of the others are held until they were told to stop
+        await eventually(lambda: tap.of(Cancel))
+    stage.network.release("*")
     ends = []
     transfer.outcome.add_done_callback(ends.append)
     with pytest.raises(KvxferError) as caught:

@@ -199,6 +199,7 @@ class Router:
     prefill: Engine
     decodes: Sequence[Engine]
     key: bytes | None = None  # the prefill engine's: tickets are made here, and both engines get the prompt at once
+    model: str = "tiny"  # or an adapter's name
 
     def __post_init__(self) -> None:
         self._turns = itertools.cycle(self.decodes)
@@ -206,7 +207,7 @@ class Router:
 
     async def complete(self, engine: Engine, prompt: list[int], tokens: int, **params: Any) -> dict[str, Any]:
         """The reply of an engine, whatever it would rather have done than all these tokens."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "kv_transfer_params": params or None}
         async with self.session.post(f"{engine.url}/v1/completions", json=body) as reply:
             text = await reply.text()

@@ -6,6 +6,7 @@ for step n + 1 before the workers have answered step n; nothing here counts on a
 """
 
 import math
+import re
 import secrets
 from array import array
 from collections import Counter
@@ -31,6 +32,8 @@ _TOKENS: Final = "remote_num_tokens"
 _NAME: Final = "transfer_id"
 _DIGEST: Final = "remote_tokens_digest"
 """Of what tokens the prompt must begin with: routers mistake tickets, and a client's text may have become others."""
+_UNHASHED: Final = re.compile(r"-[a-z_]+-\d+$")
+"""How vLLM names an image by its request and number, where no cache of its own wants the hash of what it shows."""
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 """Names of vLLM's statuses of a request whose cache is worth handing over."""
 
@@ -150,7 +153,8 @@ class SchedulerSide:
         data: dict[str, Any] = dict(ticket or {})
         digest = params.get(_DIGEST)
         if (produces or digest is not None) and (not digest or digest != _digest(request, tokens)):
-            _log.warning("ticket_refused", request=request.request_id, error="the prompt begins with other tokens")
+            why = "other tokens were computed, or with other images or another adapter"
+            _log.warning("ticket_refused", request=request.request_id, error=why)
             self._orders.declines[request.request_id] = data
             return
         in_step = self._layerwise and not produces  # nothing is on offer that a load may still spoil
@@ -363,10 +367,16 @@ class SchedulerSide:
 
 
 def _digest(request: Any, tokens: int) -> str:
-    """What tells the first tokens of a request from others; empty where more than tokens decides what is cached."""
-    if _is_embedded(request) or request.mm_features or request.lora_request is not None:
+    """What tells the first tokens of a request, and what they stand for, from others; empty where that has no name."""
+    inputs = [one for one in request.mm_features if one.mm_position.offset < tokens]
+    if _is_embedded(request) or any(_UNHASHED.search(one.identifier) for one in inputs):
         return ""
-    return blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16).hexdigest()
+    told = blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16)
+    if inputs:
+        told.update(repr([(one.mm_position.offset, one.identifier) for one in inputs]).encode())
+    if request.lora_request is not None:
+        told.update(repr(request.lora_request.lora_name).encode())
+    return told.hexdigest()
 
 
 def _is_embedded(request: Any) -> bool:

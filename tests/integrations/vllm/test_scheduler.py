@@ -321,9 +321,9 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
     (offered,) = scheduler.build_connector_meta(step(new=[("r", [1, 2, 3, 4, 5], 49, 31)])).steps
     assert (offered.blocks, offered.start, offered.stop, offered.last) == (blocks(1, 2, 3, 4, 5), 0, 80, True)
 
-    # one that begins with other tokens, or of which tokens do not tell all, is computed
+    # one that begins with other tokens, of which other things are asked, or of which nothing tells all, is computed
     others = ({"all_token_ids": [*range(20), 999, *range(21, 80)]}, {"all_token_ids": [*range(48)]})
-    others += {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_token_ids": None}
+    others += {"mm_features": shown("cat")}, {"lora_request": ADAPTER}, {"prompt_token_ids": None}
     for changes in (*others, {"prompt_embeds": torch.zeros(80, 8)}):
         turns = (said(request(params | more, tokens=80), range(80), **changes) for more in ({}, NO_DIGEST))
         for turn in turns:
@@ -331,6 +331,47 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
             scheduler.on_new_request(turn)
             assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
             assert scheduler.build_connector_meta(step()).declines == {"r": handed}
+
+
+ADAPTER = make("LoRARequest", lora_name="an adapter")
+
+
+def shown(*images):
+    """What a prompt shows behind its tenth token, its thirtieth, and so on, by what vLLM calls it."""
+    places = (make("PlaceholderRange", offset=at) for at in range(10, 100, 20))
+    shows = zip(places, images, strict=False)
+    return [make("MultiModalFeatureSpec", mm_position=at, identifier=one) for at, one in shows]
+
+
+@pytest.mark.parametrize(
+    ("computed", "asked", "loads"),
+    [
+        ({"lora_request": ADAPTER}, {"lora_request": make("LoRARequest", lora_name="an adapter")}, True),
+        ({"lora_request": ADAPTER}, {"lora_request": make("LoRARequest", lora_name="another")}, False),
+        ({"lora_request": ADAPTER}, {}, False),
+        ({}, {"lora_request": ADAPTER}, False),
+        ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "dog")}, True),
+        ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "cow")}, False),
+        ({"mm_features": shown("cat")}, {"mm_features": shown("cat", "dog", "of the question")}, False),
+        ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "dog", "of the question")}, True),
+        ({"mm_features": shown("cat")}, {"mm_features": shown("cat"), "lora_request": ADAPTER}, False),
+        # vLLM names an image by its request where neither of its caches wants a hash
+        ({"mm_features": shown("r1-image-0")}, {"mm_features": shown("r2-image-0")}, True),
+    ],
+)
+def test_a_prompt_is_loaded_if_the_same_was_computed(computed, asked, loads):
+    """Forty tokens, an adapter and what is shown in them decide what is cached."""
+    scheduler = side()
+    prompt = said(request({"do_remote_decode": True}), range(40), **computed)
+    scheduler.on_new_request(prompt)
+    scheduler.build_connector_meta(step(new=[("r", [1, 2, 3], 0, 40)]))
+    prompt.status = STATUS.FINISHED_LENGTH_CAPPED
+    _, params = scheduler.request_finished(prompt)
+    assert params is not None
+    scheduler = side()
+    coming = said(request(params, tokens=80), range(80), **asked)
+    scheduler.on_new_request(coming)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == ((40, True) if loads else (0, False))
 
 
 @pytest.mark.parametrize(

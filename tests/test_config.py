@@ -63,13 +63,18 @@ def test_chunks_are_cut_for_the_arena_unless_somebody_says(arena, chunk):
 
 
 def test_the_order_of_sources(environment, toml):
-    path = toml('window = 2\nmodel = "file"\nengine = "file"\n[fabric]\nnum_workers = 2\nmax_descriptors = 2\n')
+    path = toml(
+        'window = 2\nmodel = "file"\nengine = "file"\n'
+        '[fabric]\nnum_workers = 2\nmax_descriptors = 2\nbackend_params = {UCX = {file = "1"}}\n'
+    )
     environment(KVXFER_MODEL="variable", KVXFER_ENGINE="variable", KVXFER_FABRIC__NUM_WORKERS="3")
-    config = Config.load(path, engine="argument", fabric={"devices": ["mlx5_0"]})
+    params = {"UCX": {"argument": "2"}}  # one setting, from one source
+    config = Config.load(path, engine="argument", fabric={"devices": ["mlx5_0"], "backend_params": params})
     assert (config.engine, config.model, config.window, config.copy_ctas) == ("argument", "variable", 2, 24)
-    assert config.fabric == FabricConfig(devices=("mlx5_0",), num_workers=3, max_descriptors=2)
+    fabric = FabricConfig(devices=("mlx5_0",), num_workers=3, max_descriptors=2, backend_params=params)
+    assert config.fabric == fabric
     said = {
-        "argument": {"engine", "fabric.devices"},
+        "argument": {"engine", "fabric.devices", "fabric.backend_params"},
         "KVXFER_MODEL": {"model"},
         "KVXFER_FABRIC__NUM_WORKERS": {"fabric.num_workers"},
         str(path): {"window", "fabric.max_descriptors"},

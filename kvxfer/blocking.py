@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never, overload
+from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never
 
 from kvxfer.config import Config
 from kvxfer.copy.port import as_event
@@ -50,6 +50,7 @@ from kvxfer.transfers import (
     Transfer,
     TransferState,
     follow,
+    follow_from,
     given_seconds,
     layer_range,
     see_through,
@@ -231,25 +232,6 @@ class LoopThread:
             raise _closed_error()
         return outcome.result()
 
-    @overload
-    def moved(self, error: MemoryInDoubtError) -> MemoryInDoubtError: ...
-    @overload
-    def moved(self, error: KvxferError) -> KvxferError: ...
-
-    def moved(self, error: KvxferError) -> KvxferError:
-        """An error of this loop as another loop, or none, may have it: `settled()` finds its way back."""
-        if not isinstance(error, MemoryInDoubtError):
-            return error
-        moved = MemoryInDoubtError(
-            str(error),
-            settled=lambda: self.awaits(error.settled()),
-            peer=error.peer,
-            transfer=error.transfer,
-            blocks=error.blocks,
-        )
-        moved.__cause__, moved.report = error.__cause__, error.report
-        return moved
-
     # --- the end
 
     def close(self, timeout: float) -> bool:
@@ -283,12 +265,6 @@ def state_under_way(transfer: Progress) -> TransferState:
     """State of a transfer whose end is not known outside of its loop yet: never one that says that it has ended."""
     state = transfer.state
     return state if TransferState.FAILED < state < TransferState.DONE else TransferState.MOVING
-
-
-async def withdraw(offer: Offer) -> None:
-    """Withdraw an offer whose end somebody else looks at."""
-    with suppress(MemoryInDoubtError):
-        await offer.withdraw()
 
 
 def _closed_error() -> ClosedError:
@@ -345,7 +321,7 @@ class OwnLoopWorker(Worker):
         event = after if options.get("streaming") else as_event(after, geometry)
 
         def make() -> OwnLoopOffer:
-            return OwnLoopOffer(self._inner.offer(request, blocks, after=event, **options), thread, geometry)
+            return OwnLoopOffer(self._inner.offer(request, blocks, after=event, **options), thread)
 
         return thread.call(make)
 
@@ -418,36 +394,33 @@ for _method in ("__init__", "offer", "start_fetch"):  # whose arguments `help` s
 class OwnLoopOffer(Offer):
     """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop."""
 
-    def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
-        super().__init__(inner._entry)  # noqa: SLF001 - of its own class
-        self._inner = inner
+    def __init__(self, there: Offer, thread: LoopThread) -> None:
+        super().__init__(there._entry)  # noqa: SLF001 - of its own class
         self._thread = thread
-        self._geometry = geometry
         self._ended: Final[Future[Ending]] = Future()
-        inner.wait_end().add_done_callback(self._over)
+        there.wait_end().add_done_callback(self._over)
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """See `Offer.extend`."""
-        self._thread.call(lambda: self._inner.extend(blocks, tokens=tokens))
+        self._thread.call(partial(super().extend, blocks, tokens=tokens))
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
         """See `Offer.ready`."""
-        event = as_event(after, self._geometry)
-        self._thread.call(lambda: self._inner.ready(layers=layers, tokens=tokens, after=event))
+        event = as_event(after, self._entry.site.geometry)
+        self._thread.call(partial(super().ready, layers=layers, tokens=tokens, after=event))
 
     def finish(self, payload: bytes = b"") -> None:
         """See `Offer.finish`."""
-        self._thread.call(lambda: self._inner.finish(payload))
+        self._thread.call(partial(super().finish, payload))
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """See `Offer.wait_end`."""
-        self._thread.home.own(self)  # nobody would resolve it there
-        return follow(asyncio.wrap_future(self._ended))
+        return follow_from(self._ended, self._thread.home)
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""
         if not self._ended.done():
-            self._thread.submit(withdraw(self._inner))  # goes on though the caller is cancelled
+            self._thread.submit(super().withdraw())  # goes on though the caller is cancelled
         return await self.released()
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:
@@ -455,7 +428,7 @@ class OwnLoopOffer(Offer):
         if error is None:
             self._ended.set_result(ended.result())
         else:
-            self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
+            self._ended.set_exception(error)
 
 
 class OwnLoopTransfer(Transfer):
@@ -512,7 +485,7 @@ def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio
             return
         here.failed_blocks = inner.failed_blocks
         if isinstance(error, KvxferError):
-            here.fail(thread.moved(error), inner.report)
+            here.fail(error, inner.report)
         else:
             here.fail(asyncio.CancelledError(*error.args), inner.report)
 
@@ -832,7 +805,7 @@ class BlockingTransfer:
                 blocks=self._written,
             )
             error.report = self._inner.report if self._inner is not None else None
-        self._outbox.end(self, FetchFailed(self.request, self, self._thread.moved(error)))
+        self._outbox.end(self, FetchFailed(self.request, self, error))
         if isinstance(error, MemoryInDoubtError):
             self._thread.submit(self._outbox.settle(self, error, Settled(self.request, self)))
 
@@ -964,13 +937,12 @@ class BlockingOffer:
 
     def _withdraw(self) -> None:
         if self._inner is not None and not self._done:
-            self._thread.submit(withdraw(self._inner))
+            self._thread.submit(self._inner.withdraw())
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:
         error = ended.exception()
         if isinstance(error, MemoryInDoubtError):
-            moved = self._thread.moved(error)
-            self._outbox.end(self, OfferInDoubt(self.request, self, moved))
+            self._outbox.end(self, OfferInDoubt(self.request, self, error))
             self._thread.submit(self._outbox.settle(self, error, OfferSettled(self.request, self)))
             return
         ending = ended.result()

@@ -12,8 +12,10 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -30,15 +32,15 @@ from kvxfer.errors import (
     TokensError,
 )
 from kvxfer.geometry import Blocks, Span, check_tokens
-from kvxfer.names import MAX_WORLD
+from kvxfer.names import MAX_WORLD, lazy
 from kvxfer.plans.pairs import check_cover, offered_blocks
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.session import Identity
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home
-from kvxfer.site import Quota, Site, resolve
+from kvxfer.site import Quota, Site
 from kvxfer.telemetry import TransferStats, hears_info, logger
-from kvxfer.transfers import follow
+from kvxfer.transfers import follow, follow_from
 
 if TYPE_CHECKING:
     from kvxfer.prefill.sender import Sender
@@ -195,7 +197,6 @@ class Entry:
         self.stats: Final[list[TransferStats]] = []
         self._book = book
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
-        self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()
         # the engine that claimed it, the ranks of it that released it, and until when its lease runs
         self.engine: bytes | None = None
         self.superseded: set[bytes] = set()
@@ -242,7 +243,8 @@ class Entry:
             self._ended.set_result(ending)
         else:
             self.site.custody.settle(self._holder)
-            resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
+            if not self._quiescent.done():  # the worker was not closed meanwhile, and has said that it will not come
+                self._quiescent.set_result(None)
 
     def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.
@@ -272,11 +274,15 @@ class Entry:
             self._quiescent.set_exception(
                 ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
             )
-            self._quiescent.exception()
 
     def block_ids(self) -> dict[str, tuple[int, ...]]:
         """Its blocks by group."""
         return {group: tuple(np.asarray(span.ids).tolist()) for group, span in self.spans.items()}
+
+    @lazy
+    def _quiescent(self) -> "Future[None]":
+        """Resolves when blocks that were in doubt are not. Whoever waits may have another loop."""
+        return Future()
 
     @property
     def _holder(self) -> str:
@@ -292,7 +298,7 @@ class Entry:
         error = MemoryInDoubtError(
             f"the blocks of offer {self.key[0]!r} may still be read by a copy or post of ours, or by {peer}, which is "
             "silent",
-            settled=lambda: asyncio.shield(self._quiescent),
+            settled=partial(follow_from, self._quiescent, Home()),
             peer=peer,
             blocks=blocks,
         )

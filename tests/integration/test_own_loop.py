@@ -184,7 +184,7 @@ async def test_one_that_is_dropped_while_it_moves_is_warned_of(stage, monkeypatc
 
 async def test_cancelling_a_withdrawal_does_not_stop_it(pair):
     offer, busy = pair[0].offer("r", [1], tokens=4), threading.Event()
-    pair[0]._thread.post(busy.wait)  # so that the withdrawal has not begun when it is cancelled
+    pair[0]._served.thread.post(busy.wait)  # so that the withdrawal has not begun when it is cancelled
     task = asyncio.create_task(offer.withdraw())
     await asyncio.sleep(0)
     await end(task)

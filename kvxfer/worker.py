@@ -70,10 +70,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembly",
-    "LoopWatch",
     "Service",
     "Staging",
-    "TransportWatch",
+    "Watch",
     "Worker",
     "assemble",
     "drain_on_signal",
@@ -583,36 +582,27 @@ _CALLER = "code that runs on the same loop did not yield; move it to a thread, o
 _OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"
 
 
-class LoopWatch:
-    """Measures how late a periodic callback runs. Four beats a second cost next to nothing.
+class Watch:
+    """Looks four times a second whether the loop stands still, and whether the transport does.
 
     How late each beat is goes into the metrics, which count those that are very late. The first one that is later still
     is logged; the incident is over, and the next may be logged, once a beat was in time again. A loop that stands still
     for `t` seconds makes a beat late by something between `t - 0.25` and `t`.
 
+    What waits for a post is ended while a call of the transport has not returned for `no_progress_timeout`, or 5 s: a
+    post that makes no progress is given up by the thread that looks after it, and that one is in the call.
+
     Args:
-        now: The worker's clock.
-        at: Calls a function on the loop at a time of this clock.
-        metrics: Where late beats are counted.
-        look: Called with each beat that comes in time.
-        own: Whether the loop has a thread of its own; decides which cause the log line names.
+        site: The worker.
+        roles: What it does for peers.
+        own_loop: Whether the loop has a thread of its own; decides which cause the log line names.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
-        metrics: Metrics,
-        look: Callable[[], None],
-        *,
-        own: bool,
-    ) -> None:
-        self._now: Final = now
-        self._at: Final = at
-        self._metrics: Final = metrics
-        self._look: Final = look
-        self._reason: Final = _OWN if own else _CALLER
-        self._blocked = False
+    def __init__(self, site: Site, roles: Sequence[Prefill | Decode], *, own_loop: bool) -> None:
+        self._site: Final = site
+        self._roles: Final = roles
+        self._reason: Final = _OWN if own_loop else _CALLER
+        self._blocked = self._stalled = False  # whether that has been said of this incident
         self._arm()
 
     def stop(self) -> None:
@@ -620,48 +610,28 @@ class LoopWatch:
         self._timer.cancel()
 
     def _arm(self) -> None:
-        self._due = self._now() + _PERIOD_SECONDS
-        self._timer = self._at(self._due, self._beat)
+        self._due = self._site.now() + _PERIOD_SECONDS
+        self._timer = self._site.call_at(self._due, self._beat)
 
     def _beat(self) -> None:
-        late = self._now() - self._due
-        self._metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
+        late = self._site.now() - self._due
+        self._site.metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
         if late < _LATE_SECONDS:
             self._blocked = False
         if late >= _BLOCKED_SECONDS and not self._blocked:
             self._blocked = True
             _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=self._reason)
         self._arm()  # first: whatever comes of a look, the next beat comes
-        if late < _LATE_SECONDS:
-            self._look()
+        if late < _LATE_SECONDS:  # else the process may have been stopped, and the transport with it
+            self._look_at_transport()
 
-
-class TransportWatch:
-    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`, or 5 s.
-
-    A post that makes no progress is given up by the thread that looks after it. That one is in the call.
-
-    Args:
-        site: The worker.
-        roles: What it does for peers.
-    """
-
-    def __init__(self, site: Site, roles: Sequence[Prefill | Decode]) -> None:
-        self._site: Final = site
-        self._roles: Final = roles
-        self._said = False
-
-    def look(self) -> None:
-        """See for how long the transport has owed something.
-
-        Not right after the loop has stood still itself: the process may have been stopped, and the transport with it.
-        """
+    def _look_at_transport(self) -> None:
         late, limit = self._site.fabric.health()[0], max(self._site.config.no_progress_timeout, _STALLED_SECONDS)
         if late < limit:
-            self._said = False
+            self._stalled = False
             return
-        if not self._said:
-            self._said = True
+        if not self._stalled:
+            self._stalled = True
             _log.error("transport_stalled", lag=late, limit=limit)
         failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
         for role in self._roles:
@@ -694,8 +664,7 @@ class Service:
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
         self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.on_agent_renewed)
-        look = TransportWatch(site, roles).look
-        self._watch: Final = LoopWatch(site.now, site.call_at, site.metrics, look, own=own_loop)
+        self._watch: Final = Watch(site, roles, own_loop=own_loop)
 
     async def listen(self) -> Listener:
         """Let peers connect."""

@@ -8,6 +8,7 @@ What is done runs on the loop that entered it, and is refused elsewhere; copies 
 """
 
 import asyncio
+import math
 import signal
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -245,44 +246,34 @@ class Assembly:
         listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
         return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
-    async def abandon(self, fabric: Fabric | None, mover: Mover | None) -> None:
-        """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
-        timeout = self.config.close_timeout
-        if mover is not None:
-            await mover.close(timeout)
-        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
-        if quiet:
-            self.staging.close()
-        else:
-            _leaked.append(self.tensors)
-            self.staging.leak()
-            self.exports.leak()
-        self.exports.close()
+    async def dismantle(
+        self, fabric: Fabric | None, mover: Mover | None, site: Site | None, timeout: float = math.inf
+    ) -> None:
+        """Stop the threads within `timeout` seconds, and give the memory back. What is not quiescent is leaked.
 
-    async def dismantle(self, site: Site, timeout: float) -> None:
-        """Stop the threads within `timeout` seconds, and give the memory back.
-
-        What is not quiescent is leaked, never freed.
+        Of a site that could not be made, what there is: nobody knows of the memory yet.
         """
-        timeout = min(timeout, site.config.close_timeout)
-        site.send_desk.close()
-        site.receive_desk.close()
-        threads = self.runtime  # those of the site may all be waiting
-        stopped = await site.mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
-        quiet = await _closed(site.fabric, timeout, threads)
-        if stopped:  # else a copy may still write to what is mapped
-            await threads.in_thread(site.mappings.close)
-        if quiet and stopped:
-            site.mover.give_back()
-        site.peer_gates.close()
-        site.processes.close()
-        doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
-        safe = quiet and stopped
-        if not safe or site.custody.snapshot().doubtful_blocks:
+        timeout, threads = min(timeout, self.config.close_timeout), self.runtime  # those of the site may all be waiting
+        if site is not None:
+            site.send_desk.close()
+            site.receive_desk.close()
+        stopped = mover is None or await mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
+        safe = (fabric is None or await _closed(fabric, timeout, threads)) and stopped
+        doubtful_blocks = doubtful_bytes = 0
+        if site is not None:
+            if stopped:  # else a copy may still write to what is mapped
+                await threads.in_thread(site.mappings.close)
+            if safe:
+                site.mover.give_back()
+            site.peer_gates.close()
+            site.processes.close()
+            doubtful_bytes = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
+            doubtful_blocks = site.custody.snapshot().doubtful_blocks
+        if not safe or doubtful_blocks:
             _leaked.append(self.tensors)
             self.exports.leak()
         self.exports.close()
-        if safe and not doubt:
+        if safe and not doubtful_bytes:
             self.staging.close()
         else:
             self.staging.leak()
@@ -378,12 +369,13 @@ async def assemble(parts: Assembly) -> Site:
         fabric = Fabric(transport, runtime, mover)
         await fabric.open()  # a transport that does not work is told from refused memory
         await staging.open(config, geometry, fabric, metrics, place=placement.run)
-        reachable = await _reachable(parts, fabric, geometry, metrics)
-        body = await _body(parts, fabric, geometry, reachable, name=transport.name)
+        reachable = await _reachable(parts, fabric, metrics)
+        in_place = len(reachable[True]) > len(reachable[False])
+        body = await _body(parts, fabric, reachable, name=transport.name, in_place=in_place)
     except BaseException:
-        await see_through(asyncio.create_task(parts.abandon(fabric, mover), name="kvxfer abandon"))
+        await see_through(asyncio.create_task(parts.dismantle(fabric, mover, None), name="kvxfer abandon"))
         raise
-    in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
+    arena, tasks = staging.arena, Tasks()
     site = Site(
         config=config,
         runtime=runtime,
@@ -462,50 +454,43 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     return capabilities
 
 
-async def _reachable(
-    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics
-) -> dict[bool, list[object]]:
-    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then."""
-    blocks = await _register_blocks(parts, fabric, geometry, metrics)
-    return {False: list(parts.staging.reachable), True: [*parts.staging.reachable, *blocks]}
+async def _reachable(parts: Assembly, fabric: Fabric, metrics: Metrics) -> dict[bool, list[object]]:
+    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then.
 
-
-async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
-    """Register the caller's blocks, if routes are wanted that need it.
-
-    Returns:
-        The registration, if there is one. Blocks that the transport refuses can still be staged; where the settings
-        leave that open, they are.
+    Those are registered where routes are wanted that need it. Blocks that the transport refuses can still be staged;
+    where the settings leave that open, they are.
 
     Raises:
         FabricError: If the transport refuses them, and the settings ask for such a route or leave no other.
     """
-    config = parts.config
+    config, found = parts.config, list(parts.staging.reachable)
+    reachable = {False: found, True: found}
     if config.trust == "none" or config.route == "staged":
-        return []
+        return reachable
     try:
-        return [await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))]
+        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, parts.geometry)))
     except FabricError as error:
         if config.route != "auto" or not config.arena_bytes:
             raise
         metrics.memory_refused["blocks"] += 1
         _log.warning("blocks_not_registered", reason=str(error), route="staged")
-        return []
+    else:
+        reachable[True] = [*found, blocks]
+    return reachable
 
 
 async def _body(
-    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, reachable: Mapping[bool, Sequence[object]], *, name: str
+    parts: Assembly, fabric: Fabric, reachable: Mapping[bool, Sequence[object]], *, name: str, in_place: bool
 ) -> dict[bool, bytes]:
     """What peers are told, encoded, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
-    staging = parts.staging
-    exports, blocks = parts.exports, len(reachable[True]) > len(reachable[False])
-    await exports.open(parts.config, geometry, parts.runtime, in_place=blocks)
+    staging, exports, geometry = parts.staging, parts.exports, parts.geometry
+    await exports.open(parts.config, geometry, parts.runtime, in_place=in_place)
     metadata = {known: await asyncio.wrap_future(fabric.metadata(tokens)) for known, tokens in reachable.items()}
     limit = parts.config.chunk_bytes
-    if staging.receiving is not None and not blocks:
+    if staging.receiving is not None and not in_place:
         limit = min(limit, parts.config.send_bytes)
 
     def encoded(trusted: bool) -> bytes:
@@ -513,7 +498,7 @@ async def _body(
             wire.AgentBody(
                 fabric=name,
                 metadata=metadata[trusted],
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and blocks),
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
                 staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
                 host=here(),
@@ -1285,7 +1270,7 @@ class Worker:
         site = service.site
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
         await service.end(until)
-        await self._assembly.dismantle(site, max(0.0, until - site.now()))
+        await self._assembly.dismantle(site.fabric, site.mover, site, max(0.0, until - site.now()))
         await site.tasks.drain(site.config.close_timeout)  # memory of peers is unmapped when the last link is gone
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 

@@ -54,7 +54,7 @@ from kvxfer.transfers import (
     layer_range,
     see_through,
 )
-from kvxfer.worker import Assembly, Service, Worker, given_config, given_groups
+from kvxfer.worker import Assembly, Service, Worker, check_offer, given_config, given_groups
 
 __all__ = [
     "MAX_EVENTS",
@@ -1198,13 +1198,12 @@ class BlockingWorker:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
         worker = self._open
-        if not streaming and (blocks is None or tokens is None):
-            raise RequestError("an offer needs blocks= and tokens=, or streaming=True")
-        held = None if tokens is None else token_count(tokens)
-        if held is not None:
+        check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)
+        spans = None
+        if blocks is not None and tokens is not None:
+            held = token_count(tokens)
             check_tokens(held)
-        spans = None if blocks is None else offered_blocks(blocks, worker.geometry)
-        if spans is not None and held is not None:
+            spans = offered_blocks(blocks, worker.geometry)
             check_cover(spans, worker.geometry, held, complete=not streaming)
         event = None if streaming else as_event(after, worker.geometry)
         offer = BlockingOffer(request, attempt, worker, self._outbox)

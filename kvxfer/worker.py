@@ -76,6 +76,7 @@ __all__ = [
     "Watch",
     "Worker",
     "assemble",
+    "check_offer",
     "drain_on_signal",
     "given_config",
     "given_groups",
@@ -329,6 +330,18 @@ def given_groups(groups: Any) -> tuple[Group, ...]:
         GeometryError: If they are no `Group`s.
     """
     return _given(groups, Group, "groups", "describe each group: [kvxfer.Group(name, null_block=...)]")
+
+
+def check_offer(blocks: Any, tokens: Any, *, after: Any, streaming: bool, payload: bytes) -> None:
+    """See whether what a caller offers goes together.
+
+    Raises:
+        RequestError: If it does not.
+    """
+    if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
+        raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
+    if streaming and (payload or after is not None):
+        raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
 
 
 def _given(items: Any, kind: type[_T], name: str, advice: str) -> tuple[_T, ...]:
@@ -1084,10 +1097,7 @@ class Worker:
         book = service.prefill.book
         if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
-        if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
-            raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
-        if streaming and (payload or after is not None):
-            raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
+        check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)
         entry = book.open(request, attempt)
         offer = Offer(entry)
         try:

@@ -446,7 +446,6 @@ def _nearest(name: str, known: list[str], shared: str = "") -> str:
 _PEM: Final = "-----BEGIN"
 _CERTIFICATE: Final = b"-----BEGIN CERTIFICATE-----"
 _KEY: Final = b"PRIVATE KEY-----"
-_ENCRYPTED: Final = b"ENCRYPTED"
 
 
 def _parse_path(value: object) -> object:
@@ -555,18 +554,20 @@ def _load(config: TlsConfig) -> Contexts:
 
 def _load_chain(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
     _read_pem("certificate", certificate, _CERTIFICATE)
-    held = _read_pem("key" if key else "certificate", key or certificate, _KEY)
-    if _ENCRYPTED in held:
+    _read_pem("key" if key else "certificate", key or certificate, _KEY)
+
+    def no_passphrase() -> NoReturn:  # without this, OpenSSL would ask on the terminal
         raise ConfigError(
             f"tls.key {key or certificate} is encrypted, and nobody is there to type a passphrase; store it without "
             "one (`openssl pkey -in FILE -out NEW`), readable by this user alone"
         )
+
     where = f"tls.certificate {certificate} with " + (f"tls.key {key}" if key else "the key in it")
-    _translated(where, context.load_cert_chain, certificate, key, _no_passphrase)
+    _translated(where, context.load_cert_chain, certificate, key, no_passphrase)
 
 
-def _read_pem(name: str, path: Path, marker: bytes) -> bytes:
-    """What a file holds, which must be PEM of the right kind."""
+def _read_pem(name: str, path: Path, marker: bytes) -> None:
+    """See whether a file can be read, and is PEM of the right kind."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -579,7 +580,6 @@ def _read_pem(name: str, path: Path, marker: bytes) -> bytes:
         kind = "certificate" if marker is _CERTIFICATE else "private key"
         advice = "; name the file of the key with tls.key" if name == "certificate" and marker is _KEY else ""
         raise ConfigError(f"tls.{name} is {str(path)!r}, which holds no {kind} in PEM form{advice}")
-    return content
 
 
 def _translated(where: str, load: Callable[..., None], *arguments: Any) -> None:
@@ -591,11 +591,6 @@ def _translated(where: str, load: Callable[..., None], *arguments: Any) -> None:
         raise ConfigError(f"{where} cannot be used: {error.reason or error}; replace the file") from error
     except OSError as error:  # it went away since it was looked at
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}; correct the path") from error
-
-
-def _no_passphrase() -> NoReturn:
-    """Asked for a passphrase; without this, OpenSSL would ask on the terminal."""
-    raise ConfigError("the private key for TLS is encrypted; store it without a passphrase")
 
 
 def _stamp(path: Path | None) -> object:

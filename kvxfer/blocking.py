@@ -982,9 +982,6 @@ def _abandoned(what: str, blocks: Mapping[str, Sequence[int]]) -> MemoryInDoubtE
 
 # --- the worker
 
-_kept: Final[list[ServedWorker]] = []
-"""Workers whose tensors a silent peer may still touch. They are never let go."""
-
 
 class BlockingWorker:
     """One rank's transfer service, for engines that step and poll. Safe from any thread.
@@ -1100,7 +1097,6 @@ class BlockingWorker:
                 self._outbox.abandon()
             doubtful: int = state["custody"].doubtful_blocks
             if doubtful:
-                _kept.append(worker)
                 _log.warning("memory_leaked", blocks=doubtful, reason="a silent peer may still touch it")
             if interrupt is not None:
                 raise interrupt

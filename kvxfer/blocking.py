@@ -245,19 +245,10 @@ class ServedWorker(Worker):
         """What it is made of, and what runs on its loop, for whoever reads of it what may be read in any thread."""
         return self._assembly, self._service
 
-    def begin_fetch(
-        self,
-        ticket: Mapping[str, Any] | Ticket,
-        blocks: Blocks,
-        *,
-        tokens: range,
-        after: Any = None,
-        timeout: float | None = None,
-        keep: bool = False,
-    ) -> Progress:
+    def begin_fetch(self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, **options: Any) -> Progress:
         """`start_fetch` for whoever holds the fetch for its caller."""
         decode, parsed = self._shown(ticket)
-        return decode.start(parsed, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
+        return decode.start(parsed, blocks, **options)
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""

@@ -326,11 +326,7 @@ class OwnLoopWorker(Worker):
         """See `Worker.claim`."""
         thread = self._served.thread
         there = thread.call(partial(self._served.claim, ticket))
-
-        def close() -> None:
-            thread.post(there.close)
-
-        return Claim(there.ticket, close)
+        return Claim(there.ticket, partial(thread.post, there.close))
 
     def start_fetch(
         self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, *, after: Any = None, **options: Any
@@ -440,7 +436,7 @@ class OwnLoopTransfer(Transfer):
         super().__init__(here, Home(loop))
         self._inner = inner
         self._thread = thread
-        inner.outcome.add_done_callback(partial(_over, inner, thread, here))  # nothing here keeps what is dropped
+        inner.outcome.add_done_callback(partial(_over, inner, here))  # nothing here keeps what is dropped
 
     @property
     def state(self) -> TransferState:
@@ -458,7 +454,7 @@ class OwnLoopTransfer(Transfer):
 
     async def _landed(self, wanted: range) -> None:
         if self.done or not await self._thread.awaits(_landed(self._inner, wanted)):
-            await asyncio.shield(self.outcome)
+            await self.outcome
 
 
 async def _landed(inner: Progress, wanted: range) -> bool:
@@ -472,7 +468,7 @@ async def _landed(inner: Progress, wanted: range) -> bool:
     return True
 
 
-def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
+def _over(inner: Progress, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
     """A transfer has ended. Runs on the worker's loop; the outcome is set for good, and may be read from the other."""
 
     def end() -> None:
@@ -481,10 +477,7 @@ def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio
             here.succeed(outcome.result())
             return
         here.failed_blocks = inner.failed_blocks
-        if isinstance(error, KvxferError):
-            here.fail(error, inner.report)
-        else:
-            here.fail(asyncio.CancelledError(*error.args), inner.report)
+        here.fail(error if isinstance(error, KvxferError) else asyncio.CancelledError(*error.args), inner.report)
 
     with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
         here.loop.call_soon_threadsafe(end)
@@ -1227,9 +1220,6 @@ class BlockingWorker:
             while made:
                 made.pop().close()
 
-        def stop() -> None:
-            worker.thread.post(close)
-
         def begin() -> None:
             try:
                 made.append(worker.claim(parsed))
@@ -1237,7 +1227,7 @@ class BlockingWorker:
                 _log.warning("claim_failed", request=parsed.request, attempt=parsed.attempt, error=str(error))
 
         self._post(worker, begin)
-        return Claim(parsed, stop)
+        return Claim(parsed, partial(worker.thread.post, close))
 
     def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """No fetch will come: every prefill rank frees the request's blocks at once.

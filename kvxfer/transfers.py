@@ -187,7 +187,7 @@ class Claim:
     """
 
     def __init__(
-        self, ticket: Ticket, close: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+        self, ticket: Ticket, close: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.ticket: Final = ticket
         self._close = close

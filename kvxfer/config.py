@@ -95,6 +95,8 @@ _DURATIONS: Final = {
 _CPUS: Final = 100_000  # more than a kernel can be built for
 _SHOWN_CHARACTERS: Final = 80
 _PATH_CHARACTERS: Final = 4096
+_HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
+"""Settings whose values never appear in a message."""
 _NOT_CALLED: Final = "default_factory_not_called"
 """What pydantic says of a default that is made of other settings when one of them is wrong: that one is named."""
 _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
@@ -120,20 +122,18 @@ class SettingsGroup(BaseModel):
 
     Attributes:
         prefix: What stands before the names of its settings, with the dot.
-        hidden: Settings whose values never appear in a message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
     prefix: ClassVar[str]
-    hidden: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **arguments: Any) -> None:
         _lay_over({}, {}, type(self), arguments, "argument")
         try:
             super().__init__(**arguments)
         except ValidationError as error:
-            raise translate(error, hidden=self.hidden, prefix=self.prefix) from error
+            raise translate(error, prefix=self.prefix) from error
 
 
 def parse_size(value: object) -> object:
@@ -308,33 +308,27 @@ def _in_file(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def translate(
-    error: ValidationError,
-    *,
-    origins: Mapping[str, str] | None = None,
-    hidden: frozenset[str] = frozenset(),
-    prefix: str = "",
-) -> ConfigError:
+def translate(error: ValidationError, *, origins: Mapping[str, str] | None = None, prefix: str = "") -> ConfigError:
     """Say every problem of a pydantic error as field, value, origin and what to do.
 
-    Values of `hidden` settings never appear. `prefix` stands before each name, for a nested model made by itself.
+    Values of secret settings never appear. `prefix` stands before each name, for a nested model made by itself.
     """
     sentences = [
-        _sentence(details, origins or {}, hidden, prefix)
+        _sentence(details, origins or {}, prefix)
         for details in error.errors(include_url=False)
         if details["type"] != _NOT_CALLED
     ]
     return ConfigError("; ".join(dict.fromkeys(sentences)))
 
 
-def _sentence(details: ErrorDetails, origins: Mapping[str, str], hidden: frozenset[str], prefix: str) -> str:
+def _sentence(details: ErrorDetails, origins: Mapping[str, str], prefix: str) -> str:
     context = details.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
     name = prefix + ".".join(str(part) for part in details["loc"])
     origin = next((origins[known] for known in origins if name == known or name.startswith(f"{known}.")), None)
-    secret = any(name == known or name.startswith(f"{known}.") for known in hidden)
+    secret = any(name == known or name.startswith(f"{known}.") for known in _HIDDEN)
     shown = "hidden" if secret else _shown(details["input"])
     given = f"{name} is {shown}" + (f" (from {origin})" if origin and origin != "argument" else "")
     return f"{given}: {cause if cause is not None else _advice(details['type'], context, details['msg'])}"
@@ -614,7 +608,6 @@ _HEARTBEAT_SECONDS: Final = 2.0
 _MANY: Final = 4096
 _SAMPLED_EVERY: Final = 16
 _SECRET_CHARACTERS: Final = 16
-_HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
 
@@ -683,7 +676,6 @@ class FabricConfig(SettingsGroup):
     """Settings of the transport below (NIXL)."""
 
     prefix = "fabric."
-    hidden = _HIDDEN
 
     def __init__(self, **arguments: Any) -> None:  # type checkers would refuse `"8MiB"` where a field is an int
         super().__init__(**arguments)
@@ -834,7 +826,7 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise translate(error, origins=origins, hidden=_HIDDEN) from error
+            raise translate(error, origins=origins) from error
         self._origins = origins
 
     @classmethod

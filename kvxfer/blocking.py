@@ -412,8 +412,7 @@ class OwnLoopOffer(Offer):
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""
-        if not self._ended.done():
-            self._thread.submit(super().withdraw())  # goes on though the caller is cancelled
+        self._thread.post(self._entry.withdraw)  # goes on though the caller is cancelled
         return await self.released()
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:

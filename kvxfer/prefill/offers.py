@@ -227,6 +227,10 @@ class Entry:
             transfer.stop(failure)
         self.end_if_unread()
 
+    def withdraw(self, why: str = "the offer was withdrawn") -> None:
+        """Its owner takes it back. Idempotent."""
+        self.end(Withdrawn(), Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, why))
+
     def end_if_unread(self) -> None:
         """End if nothing reads the blocks any more."""
         if self.state is not OfferState.ENDING or self.transfers or self.ending is None:
@@ -460,8 +464,7 @@ class Offer:
 
     async def withdraw(self) -> Ending:
         """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
-        failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn")
-        self._home.own(self._entry).end(Withdrawn(), failure)
+        self._home.own(self._entry).withdraw()
         return await self.released()
 
     def _is_open(self, what: str) -> bool:

@@ -80,7 +80,6 @@ __all__ = [
     "drain_on_signal",
     "given_config",
     "given_groups",
-    "given_tensors",
     "overview",
 ]
 
@@ -148,7 +147,8 @@ class Staging:
                 await self._give_up(fabric)
                 self.refused[kind] = str(error)
                 if kind == kinds[-1]:
-                    raise type(error)(_refusals(self.refused)) from error
+                    every = (f"an arena of kind {kind!r} was refused: {why}" for kind, why in self.refused.items())
+                    raise type(error)("; ".join(every)) from error
                 metrics.memory_refused[kind] += 1
                 _log.warning("arena_fell_back", kind=kind, value=kinds[number + 1], reason=str(error))
             else:
@@ -206,10 +206,6 @@ def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
     return (kind,)
 
 
-def _refusals(refused: dict[Kind, str]) -> str:
-    return "; ".join(f"an arena of kind {kind!r} was refused: {reason}" for kind, reason in refused.items())
-
-
 # --- put together and taken apart
 
 _COMPILED: Final = ("kvxfer.copy.machine", "kvxfer.copy.template")
@@ -244,7 +240,9 @@ class Assembly:
             ConfigError: If `config` is no `Config`, or a setting is wrong.
             GeometryError: If `tensors` or `groups` hold something else, or cannot be expressed.
         """
-        listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
+        advice = "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
+        listed = _given(tensors, CacheTensor, "tensors", advice)
+        groups, config = given_groups(groups), given_config(config)
         return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
     async def dismantle(
@@ -285,14 +283,13 @@ async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
 
     Calls of it may never return: a driver waits in some of them for all that is queued on a GPU.
     """
-    closing = asyncio.ensure_future(fabric.close())
-    await asyncio.wait({closing}, timeout=max(timeout, _UNDO_SECONDS))
+    closing, timeout = asyncio.ensure_future(fabric.close()), max(timeout, _UNDO_SECONDS)
+    await asyncio.wait({closing}, timeout=timeout)
     if not closing.done():
         closing.cancel()
         _log.error("fabric_not_closed", error="a call of the transport does not return")
         return False
-    patience = max(timeout, _UNDO_SECONDS)
-    await runtime.in_thread(lambda: fabric.join(patience))  # it said that it is done, and ends a moment later
+    await runtime.in_thread(lambda: fabric.join(timeout))  # it said that it is done, and ends a moment later
     return closing.result()
 
 
@@ -310,17 +307,6 @@ def given_config(config: Any) -> Config:
             "pass kvxfer.Config(**settings), or leave it out for the environment and the defaults"
         )
     return config
-
-
-def given_tensors(tensors: Any) -> tuple[CacheTensor, ...]:
-    """The cache tensors as a caller passed them.
-
-    Raises:
-        GeometryError: If they are no `CacheTensor`s.
-    """
-    return _given(
-        tensors, CacheTensor, "tensors", "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
-    )
 
 
 def given_groups(groups: Any) -> tuple[Group, ...]:

@@ -39,7 +39,7 @@ from kvxfer.protocol.session import Identity
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home
 from kvxfer.site import Quota, Site
-from kvxfer.telemetry import TransferStats, hears_info, logger
+from kvxfer.telemetry import RequestKey, TransferStats, hears_info, logger
 from kvxfer.transfers import follow, follow_from
 
 if TYPE_CHECKING:
@@ -52,16 +52,12 @@ __all__ = [
     "Expired",
     "Offer",
     "OfferBook",
-    "OfferKey",
     "OfferState",
     "Released",
     "Withdrawn",
 ]
 
 # --- offers
-
-OfferKey: TypeAlias = tuple[str, int]
-"""Request id and attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +177,7 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
 class Entry:
     """An offer as its book has it: what its owner has said, who reads its blocks, and how it ends."""
 
-    def __init__(self, book: "OfferBook", site: Site, key: OfferKey) -> None:
+    def __init__(self, book: "OfferBook", site: Site, key: RequestKey) -> None:
         self.site: Final = site
         self.key: Final = key
         self.tokens = 0  # on offer so far; final once it is finished
@@ -327,7 +323,7 @@ class Offer:
         return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
 
     @property
-    def key(self) -> OfferKey:
+    def key(self) -> RequestKey:
         """Request id and attempt."""
         return self._entry.key
 
@@ -526,12 +522,12 @@ class OfferBook:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._most: Final = site.config.max_offers
-        self._offers: dict[OfferKey, Entry] = {}
-        self._early: dict[OfferKey, Early] = {}
+        self._offers: dict[RequestKey, Entry] = {}
+        self._early: dict[RequestKey, Early] = {}
         self._places: Final = Quota(site.config.max_transfers)  # one a request that somebody was early for
-        self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
-        self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
-        self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
+        self._past: OrderedDict[RequestKey, tuple[float, Code]] = OrderedDict()
+        self._ends: list[tuple[float, RequestKey]] = []  # a heap of when to look at whom
+        self._watched: dict[RequestKey, float] = {}  # the entry of the heap that counts
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf  # when it fires
         self._slept = False
@@ -597,7 +593,7 @@ class OfferBook:
                 self.release(offer.key, who)
         self.watch(offer.key, offer.lease)
 
-    def find(self, key: OfferKey) -> Entry | Code | None:
+    def find(self, key: RequestKey) -> Entry | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
         offer = self._offers.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
@@ -607,7 +603,7 @@ class OfferBook:
         past = self._past.get(key)
         return past[1] if past is not None else None
 
-    def awaited(self, key: OfferKey) -> Awaited | None:
+    def awaited(self, key: RequestKey) -> Awaited | None:
         """Who waits for a request that is not on offer yet. From any thread: it reads, and each read is whole."""
         early = self._early.get(key)
         if early is None:
@@ -617,13 +613,13 @@ class OfferBook:
             return None  # a claim alone: nothing is known of what will be wanted
         return Awaited(min((fetch.protocol.fetch.token_start for fetch in fetches), default=None), early.declined)
 
-    def claim_early(self, key: OfferKey, who: Identity) -> None:
+    def claim_early(self, key: RequestKey, who: Identity) -> None:
         """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""
         early = self._keep_early(key, who.incarnation)
         if early is not None and (who.epoch in early.claims or len(early.claims) < _ENGINES):
             early.claims[who.epoch] = who.world
 
-    def park(self, key: OfferKey, fetch: "Sender") -> bool:
+    def park(self, key: RequestKey, fetch: "Sender") -> bool:
         """Keep a fetch that came before its offer. False if there is no room."""
         early = self._keep_early(key, fetch.peer.identity.incarnation)
         if early is None:
@@ -631,7 +627,7 @@ class OfferBook:
         early.fetches.append(fetch)
         return True
 
-    def unpark(self, key: OfferKey, fetch: "Sender") -> None:
+    def unpark(self, key: RequestKey, fetch: "Sender") -> None:
         """A fetch ended before its offer came."""
         early = self._early.get(key)
         if early is not None and fetch in early.fetches:
@@ -675,7 +671,7 @@ class OfferBook:
         self.watch(offer.key, offer.lease)
         return True
 
-    def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
+    def release(self, key: RequestKey, who: Identity, *, declined: bool = False) -> None:
         """One rank of a decode engine is done with the request; `declined` if it never wanted it."""
         found, engine = self.find(key), who.epoch
         if isinstance(found, Entry):
@@ -716,7 +712,7 @@ class OfferBook:
         for offer in self.offers:
             offer.leave_in_doubt()
 
-    def watch(self, key: OfferKey, until: float) -> None:
+    def watch(self, key: RequestKey, until: float) -> None:
         """Look at a request at `until`, or before: whoever is renewed meanwhile is then watched anew."""
         if self._watched.get(key, math.inf) <= until:
             return
@@ -752,7 +748,7 @@ class OfferBook:
         finally:  # whatever one of them meets, others end
             self._set_timer()
 
-    def _expire_or_watch(self, key: OfferKey, now: float) -> None:
+    def _expire_or_watch(self, key: RequestKey, now: float) -> None:
         """End what has run out, or watch it on."""
         offer, early = self._offers.get(key), self._early.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
@@ -770,7 +766,7 @@ class OfferBook:
             for fetch in early.fetches:
                 fetch.refuse(Code.NEVER_OFFERED, reason)
 
-    def _keep_early(self, key: OfferKey, peer: bytes) -> Early | None:
+    def _keep_early(self, key: RequestKey, peer: bytes) -> Early | None:
         """Where to keep what a peer says before the offer comes; None if there is no room for it."""
         early = self._early.get(key)
         if early is None and self._places.take(peer):
@@ -778,7 +774,7 @@ class OfferBook:
             self.watch(key, early.until)
         return early
 
-    def _forget_early(self, key: OfferKey) -> Early | None:
+    def _forget_early(self, key: RequestKey) -> Early | None:
         early = self._early.pop(key, None)
         if early is not None:
             self._places.give(early.peer)

@@ -600,7 +600,7 @@ def _stamp(path: Path | None) -> object:
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-_SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
+_SHARE_ALIGNMENT: Final = 512  # as `kvxfer.memory` has it, which a test compares
 _CHUNK_BYTES: Final = 32 * MIB
 _IN_PLACE_CHUNK_BYTES: Final = 256 * MIB
 _CLOSE_SECONDS: Final = 5.0
@@ -668,8 +668,13 @@ def _usual_chunk(given: Mapping[str, Any]) -> int:
     arena: int = given.get("arena_bytes", 0)
     if not arena:
         return _CHUNK_BYTES
-    share = arena // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+    share = _send_share(arena)
     return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, max(share // 4, min(share, _CHUNK_BYTES // 2))))
+
+
+def _send_share(arena: int) -> int:
+    """Bytes for sending, of an arena of so many."""
+    return arena // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
 
 
 class FabricConfig(SettingsGroup):
@@ -845,16 +850,12 @@ class Config(BaseModel):
     @property
     def send_bytes(self) -> int:
         """Bytes of the arena for sending."""
-        return self._usable_bytes // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+        return _send_share(self.arena_bytes)
 
     @property
     def receive_bytes(self) -> int:
-        """Bytes of the arena for receiving."""
-        return self._usable_bytes - self.send_bytes
-
-    @property
-    def _usable_bytes(self) -> int:
-        return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+        """Bytes of the arena for receiving, which lie behind those."""
+        return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT - self.send_bytes
 
     @property
     def sums_every(self) -> int:

@@ -41,7 +41,7 @@ from kvxfer.fabric import Memory, Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
 from kvxfer.mapped.host import Windows, elsewhere, here, may_be_elsewhere, own_number
-from kvxfer.memory.books import Arena, Custody
+from kvxfer.memory.books import Custody, Share
 from kvxfer.memory.device import Backing, Kind, allocate, pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.peers.connections import Listener, Peers, Streams
@@ -107,7 +107,7 @@ class Staging:
     def __init__(self) -> None:
         self.kind: Kind | None = None  # of the memory; None without an arena
         self.refused: dict[Kind, str] = {}  # kinds that were tried before and could not be had, with the reason
-        self.arena = Arena.split(0, 0)
+        self.shares = _shares(0, 0, 0)
         # where gathers put what is written to peers, as descriptors name it
         self.sending: wire.MemorySpan | None = None
         self.receiving: wire.MemorySpan | None = None  # where peers write, as they see it
@@ -170,10 +170,9 @@ class Staging:
             _log.warning("memory_leaked", bytes=backing.length, reason="it may still be written")
 
     async def _register(self, config: Config, geometry: CacheGeometry, fabric: Fabric, backing: Backing) -> None:
-        self.arena = Arena.split(backing.address, config.arena_bytes)
+        self.shares = _shares(backing.address, config.send_bytes, config.receive_bytes)
         kind, device = ("DRAM", 0) if backing.kind in {"cpu", "pinned"} else ("VRAM", geometry.device)
-        shares = (self.arena.sending, self.arena.receiving)
-        spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in shares]
+        spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in self.shares]
         for span in spans:  # apart, since what this side gathers into is nobody else's
             memory = Memory(span.kind, span.device, span.address, span.length)
             self.reachable.append(await asyncio.wrap_future(fabric.register([memory])))
@@ -186,6 +185,12 @@ class Staging:
         for token in tokens:
             await asyncio.wrap_future(fabric.deregister(token))
         self.close()
+
+
+def _shares(base: int, send_bytes: int, receive_bytes: int) -> tuple[Share, Share]:
+    """The books of the share for sending, and of the one for receiving behind it."""
+    sending = Share("send", base=base, capacity=send_bytes)
+    return sending, Share("receive", base=base + send_bytes, capacity=receive_bytes)
 
 
 def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
@@ -374,15 +379,15 @@ async def assemble(parts: Assembly) -> Site:
     except BaseException:
         await see_through(asyncio.create_task(parts.dismantle(fabric, mover, None), name="kvxfer abandon"))
         raise
-    arena, tasks = staging.arena, Tasks()
+    (sending, receiving), tasks = staging.shares, Tasks()
     site = Site(
         config=config,
         runtime=runtime,
         loop=loop,
         geometry=geometry,
         custody=Custody(),
-        send_desk=Desk(arena.sending, runtime.now, loop, metrics),
-        receive_desk=Desk(arena.receiving, runtime.now, loop, metrics),
+        send_desk=Desk(sending, runtime.now, loop, metrics),
+        receive_desk=Desk(receiving, runtime.now, loop, metrics),
         plans=PairPlans(geometry),
         estimates=Estimates(profile_of(geometry.kind)),
         fabric=fabric,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never, overload
+from typing import Any, Final, Self, TypeAlias, TypeVar, assert_never
 
 from kvxfer.config import Config
 from kvxfer.copy.port import as_event
@@ -27,7 +27,6 @@ from kvxfer.errors import (
     BusyError,
     ClosedError,
     Code,
-    ForkedError,
     KvxferError,
     MemoryInDoubtError,
     PeerError,
@@ -50,11 +49,12 @@ from kvxfer.transfers import (
     Transfer,
     TransferState,
     follow,
+    follow_from,
     given_seconds,
     layer_range,
     see_through,
 )
-from kvxfer.worker import Assembly, Service, Worker, given_config, given_groups, given_tensors
+from kvxfer.worker import Assembly, Service, Worker, check_offer, given_config, given_groups
 
 __all__ = [
     "MAX_EVENTS",
@@ -84,47 +84,6 @@ __all__ = [
 # handed in runs in the order in which it was handed in, whichever way it came.
 
 _T = TypeVar("_T")
-
-
-class ServedWorker(Worker):
-    """A worker that runs on a `LoopThread`.
-
-    The thread serves nobody else, so it is kept where the worker's other threads are.
-    """
-
-    _own_loop = True
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        self._assembly.placement.bind()
-        return self
-
-    @property
-    def made(self) -> tuple[Assembly, Service | None]:
-        """What it is made of, and what runs on its loop, for whoever reads of it what may be read in any thread."""
-        return self._assembly, self._service
-
-    def begin_fetch(
-        self,
-        ticket: Mapping[str, Any] | Ticket,
-        blocks: Blocks,
-        *,
-        tokens: range,
-        after: Any = None,
-        timeout: float | None = None,
-        keep: bool = False,
-    ) -> Progress:
-        """`start_fetch` for whoever holds the fetch for its caller."""
-        decode, parsed = self._shown(ticket)
-        return decode.start(parsed, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
-
-    def awaited(self, request: str, attempt: int) -> Awaited | None:
-        """What decode ranks have said of a request that is not on offer yet. From any thread."""
-        return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
-
-    def hurry(self) -> None:
-        """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""
-        self._hurry()
 
 
 class LoopThread:
@@ -169,15 +128,14 @@ class LoopThread:
         """Run a coroutine on the loop. Returns at once; the future is cancelled if the loop closes before its end."""
         try:
             self.home.own(self)
-        except ForkedError:
+            with self._lock:
+                if self._closed:
+                    raise _closed_error()
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._futures.add(future)
+        except KvxferError:
             work.close()
             raise
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise _closed_error()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
 
@@ -231,25 +189,6 @@ class LoopThread:
             raise _closed_error()
         return outcome.result()
 
-    @overload
-    def moved(self, error: MemoryInDoubtError) -> MemoryInDoubtError: ...
-    @overload
-    def moved(self, error: KvxferError) -> KvxferError: ...
-
-    def moved(self, error: KvxferError) -> KvxferError:
-        """An error of this loop as another loop, or none, may have it: `settled()` finds its way back."""
-        if not isinstance(error, MemoryInDoubtError):
-            return error
-        moved = MemoryInDoubtError(
-            str(error),
-            settled=lambda: self.awaits(error.settled()),
-            peer=error.peer,
-            transfer=error.transfer,
-            blocks=error.blocks,
-        )
-        moved.__cause__, moved.report = error.__cause__, error.report
-        return moved
-
     # --- the end
 
     def close(self, timeout: float) -> bool:
@@ -279,16 +218,51 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
 
+class ServedWorker(Worker):
+    """A worker on a loop in a thread of its own. Whoever has it hands in what is to run there.
+
+    The thread serves nobody else, so it is kept where the worker's other threads are.
+    """
+
+    _own_loop = True
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.thread: Final = LoopThread()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._assembly.placement.bind()
+        return self
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """What it holds."""
+        return self._assembly.geometry
+
+    @property
+    def made(self) -> tuple[Assembly, Service | None]:
+        """What it is made of, and what runs on its loop, for whoever reads of it what may be read in any thread."""
+        return self._assembly, self._service
+
+    def begin_fetch(self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, **options: Any) -> Progress:
+        """`start_fetch` for whoever holds the fetch for its caller."""
+        decode, parsed = self._shown(ticket)
+        return decode.start(parsed, blocks, **options)
+
+    def awaited(self, request: str, attempt: int) -> Awaited | None:
+        """What decode ranks have said of a request that is not on offer yet. From any thread."""
+        return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
+
+    def hurry(self) -> None:
+        """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""
+        self._hurry()
+
+
 def state_under_way(transfer: Progress) -> TransferState:
     """State of a transfer whose end is not known outside of its loop yet: never one that says that it has ended."""
     state = transfer.state
     return state if TransferState.FAILED < state < TransferState.DONE else TransferState.MOVING
-
-
-async def withdraw(offer: Offer) -> None:
-    """Withdraw an offer whose end somebody else looks at."""
-    with suppress(MemoryInDoubtError):
-        await offer.withdraw()
 
 
 def _closed_error() -> ClosedError:
@@ -312,24 +286,23 @@ class OwnLoopWorker(Worker):
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
-        self._thread: LoopThread | None = None
         super().__init__(*given, **options)
-        parts = self._assembly
-        self._inner: Final = ServedWorker(
-            parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime
-        )
+        self._inner: ServedWorker | None = None
 
     async def __aenter__(self) -> Self:
-        if self._thread is not None:
+        if self._inner is not None:
             raise ClosedError("a worker is entered once")
-        thread = self._thread = LoopThread()
-        opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
+        parts = self._assembly
+        inner = self._inner = ServedWorker(
+            parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime
+        )
+        opening = asyncio.create_task(inner.thread.awaits(inner.__aenter__()), name="kvxfer open")
         try:
             await see_through(opening)  # to its end, so that closing finds all that is to be given back
         except BaseException:
             await self.aclose(drain=False)
             raise
-        self._assembly, self._service = self._inner.made  # of which `card`, `engine` and others read, in any thread
+        self._assembly, self._service = inner.made  # of which `card`, `engine` and others read, in any thread
         return self
 
     def __repr__(self) -> str:
@@ -337,78 +310,74 @@ class OwnLoopWorker(Worker):
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """See `Worker.join`."""
-        self._served[0].call(lambda: self._inner.join(card, key=key))
+        self._served.thread.call(partial(self._served.join, card, key=key))
 
     def offer(self, request: str, blocks: Blocks | None = None, *, after: Any = None, **options: Any) -> Offer:
         """See `Worker.offer`."""
-        thread, geometry = self._served
-        event = after if options.get("streaming") else as_event(after, geometry)
+        inner = self._served
+        event = after if options.get("streaming") else as_event(after, inner.geometry)
 
         def make() -> OwnLoopOffer:
-            return OwnLoopOffer(self._inner.offer(request, blocks, after=event, **options), thread, geometry)
+            return OwnLoopOffer(inner.offer(request, blocks, after=event, **options), inner.thread)
 
-        return thread.call(make)
+        return inner.thread.call(make)
 
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
         """See `Worker.claim`."""
-        thread, _ = self._served
-        inner = thread.call(lambda: self._inner.claim(ticket))
-
-        def close() -> None:
-            thread.post(inner.close)
-
-        return Claim(inner.ticket, close)
+        thread = self._served.thread
+        there = thread.call(partial(self._served.claim, ticket))
+        return Claim(there.ticket, partial(thread.post, there.close))
 
     def start_fetch(
         self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, *, after: Any = None, **options: Any
     ) -> Transfer:
         """See `Worker.start_fetch`."""
-        thread, geometry = self._served
-        loop, event = asyncio.get_running_loop(), as_event(after, geometry)
+        inner, loop = self._served, asyncio.get_running_loop()
+        event = as_event(after, inner.geometry)
 
         def start() -> OwnLoopTransfer:
-            return OwnLoopTransfer(self._inner.begin_fetch(ticket, blocks, after=event, **options), thread, loop)
+            return OwnLoopTransfer(inner.begin_fetch(ticket, blocks, after=event, **options), inner.thread, loop)
 
-        return thread.call(start)
+        return inner.thread.call(start)
 
     async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """See `Worker.decline`."""
-        await self._served[0].awaits(self._inner.decline(ticket))
+        await self._served.thread.awaits(self._served.decline(ticket))
 
     def describe(self) -> dict[str, Any]:
         """See `Worker.describe`."""
-        return self._served[0].call(self._inner.describe)
+        return self._served.thread.call(self._served.describe)
 
     def begin_drain(self) -> None:
         """See `Worker.begin_drain`."""
-        self._served[0].call(self._inner.begin_drain)
+        self._served.thread.call(self._served.begin_drain)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """See `Worker.drain`."""
-        return await self._served[0].awaits(self._inner.drain(timeout))
+        return await self._served.thread.awaits(self._served.drain(timeout))
 
     async def aclose(self, *, drain: bool = True) -> None:
         """See `Worker.aclose`. The thread has ended when it returns."""
-        thread = self._thread
-        if thread is None:
+        inner = self._inner
+        if inner is None:
             return
         if self._closing is None:
-            self._closing = asyncio.create_task(self._shut(thread, drain=drain), name="kvxfer close")
-        await see_through(self._closing, lambda: thread.post(self._inner.hurry))
+            self._closing = asyncio.create_task(self._shut(inner, drain=drain), name="kvxfer close")
+        await see_through(self._closing, lambda: inner.thread.post(inner.hurry))
 
-    async def _shut(self, thread: LoopThread, *, drain: bool) -> None:
+    async def _shut(self, inner: ServedWorker, *, drain: bool) -> None:
         timeout = self.config.close_timeout
         try:
-            await thread.awaits(self._inner.aclose(drain=drain))
+            await inner.thread.awaits(inner.aclose(drain=drain))
         finally:
-            if not await thread.aclose(timeout):
+            if not await inner.thread.aclose(timeout):
                 _log.error("loop_thread_stuck", timeout=timeout)
 
     @property
-    def _served(self) -> tuple[LoopThread, CacheGeometry]:
-        if self._thread is None:
+    def _served(self) -> ServedWorker:
+        if self._inner is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._thread, self._assembly.geometry
+        return self._inner
 
 
 for _method in ("__init__", "offer", "start_fetch"):  # whose arguments `help` shows, as those of `Worker`
@@ -418,36 +387,32 @@ for _method in ("__init__", "offer", "start_fetch"):  # whose arguments `help` s
 class OwnLoopOffer(Offer):
     """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop."""
 
-    def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
-        super().__init__(inner._entry)  # noqa: SLF001 - of its own class
-        self._inner = inner
+    def __init__(self, there: Offer, thread: LoopThread) -> None:
+        super().__init__(there._entry)  # noqa: SLF001 - of its own class
         self._thread = thread
-        self._geometry = geometry
         self._ended: Final[Future[Ending]] = Future()
-        inner.wait_end().add_done_callback(self._over)
+        there.wait_end().add_done_callback(self._over)
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """See `Offer.extend`."""
-        self._thread.call(lambda: self._inner.extend(blocks, tokens=tokens))
+        self._thread.call(partial(super().extend, blocks, tokens=tokens))
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
         """See `Offer.ready`."""
-        event = as_event(after, self._geometry)
-        self._thread.call(lambda: self._inner.ready(layers=layers, tokens=tokens, after=event))
+        event = as_event(after, self._entry.site.geometry)
+        self._thread.call(partial(super().ready, layers=layers, tokens=tokens, after=event))
 
     def finish(self, payload: bytes = b"") -> None:
         """See `Offer.finish`."""
-        self._thread.call(lambda: self._inner.finish(payload))
+        self._thread.call(partial(super().finish, payload))
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """See `Offer.wait_end`."""
-        self._thread.home.own(self)  # nobody would resolve it there
-        return follow(asyncio.wrap_future(self._ended))
+        return follow_from(self._ended, self._thread.home)
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""
-        if not self._ended.done():
-            self._thread.submit(withdraw(self._inner))  # goes on though the caller is cancelled
+        self._thread.post(self._entry.withdraw)  # goes on though the caller is cancelled
         return await self.released()
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:
@@ -455,7 +420,7 @@ class OwnLoopOffer(Offer):
         if error is None:
             self._ended.set_result(ended.result())
         else:
-            self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
+            self._ended.set_exception(error)
 
 
 class OwnLoopTransfer(Transfer):
@@ -470,7 +435,7 @@ class OwnLoopTransfer(Transfer):
         super().__init__(here, Home(loop))
         self._inner = inner
         self._thread = thread
-        inner.outcome.add_done_callback(partial(_over, inner, thread, here))  # nothing here keeps what is dropped
+        inner.outcome.add_done_callback(partial(_over, inner, here))  # nothing here keeps what is dropped
 
     @property
     def state(self) -> TransferState:
@@ -488,7 +453,7 @@ class OwnLoopTransfer(Transfer):
 
     async def _landed(self, wanted: range) -> None:
         if self.done or not await self._thread.awaits(_landed(self._inner, wanted)):
-            await asyncio.shield(self.outcome)
+            await self.outcome
 
 
 async def _landed(inner: Progress, wanted: range) -> bool:
@@ -502,7 +467,7 @@ async def _landed(inner: Progress, wanted: range) -> bool:
     return True
 
 
-def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
+def _over(inner: Progress, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
     """A transfer has ended. Runs on the worker's loop; the outcome is set for good, and may be read from the other."""
 
     def end() -> None:
@@ -511,10 +476,7 @@ def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio
             here.succeed(outcome.result())
             return
         here.failed_blocks = inner.failed_blocks
-        if isinstance(error, KvxferError):
-            here.fail(thread.moved(error), inner.report)
-        else:
-            here.fail(asyncio.CancelledError(*error.args), inner.report)
+        here.fail(error if isinstance(error, KvxferError) else asyncio.CancelledError(*error.args), inner.report)
 
     with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
         here.loop.call_soon_threadsafe(end)
@@ -832,7 +794,7 @@ class BlockingTransfer:
                 blocks=self._written,
             )
             error.report = self._inner.report if self._inner is not None else None
-        self._outbox.end(self, FetchFailed(self.request, self, self._thread.moved(error)))
+        self._outbox.end(self, FetchFailed(self.request, self, error))
         if isinstance(error, MemoryInDoubtError):
             self._thread.submit(self._outbox.settle(self, error, Settled(self.request, self)))
 
@@ -859,11 +821,11 @@ class BlockingOffer:
     is over change nothing.
     """
 
-    def __init__(self, request: str, attempt: int, service: "_Service", outbox: Outbox) -> None:
+    def __init__(self, request: str, attempt: int, worker: ServedWorker, outbox: Outbox) -> None:
         self.request: Final = request
         self.attempt: Final = attempt  # which attempt at this id
-        self._service = service
-        self._thread = service.thread
+        self._worker = worker
+        self._thread = worker.thread
         self._outbox = outbox
         self._inner: Offer | None = None
         self._failure: KvxferError | None = None
@@ -885,7 +847,7 @@ class BlockingOffer:
         Raises:
             TicketError: If the worker has not joined its engine yet.
         """
-        return self._service.worker.engine.ticket(self.request, attempt=self.attempt)
+        return self._worker.engine.ticket(self.request, attempt=self.attempt)
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """Add blocks and the tokens that they hold; see `Offer.extend`.
@@ -897,7 +859,7 @@ class BlockingOffer:
         """
         self._check_unfinished("extend")
         check_tokens(tokens)
-        spans = offered_blocks(blocks, self._service.geometry)
+        spans = offered_blocks(blocks, self._worker.geometry)
         self._step(lambda offer: offer.extend(spans, tokens=tokens))
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
@@ -908,7 +870,7 @@ class BlockingOffer:
             RequestError: If the offer is finished.
         """
         self._check_unfinished("mark ready")
-        event = as_event(after, self._service.geometry)
+        event = as_event(after, self._worker.geometry)
         try:
             which = None if layers is None else tuple(layers)
         except TypeError as error:
@@ -964,13 +926,12 @@ class BlockingOffer:
 
     def _withdraw(self) -> None:
         if self._inner is not None and not self._done:
-            self._thread.submit(withdraw(self._inner))
+            self._thread.submit(self._inner.withdraw())
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:
         error = ended.exception()
         if isinstance(error, MemoryInDoubtError):
-            moved = self._thread.moved(error)
-            self._outbox.end(self, OfferInDoubt(self.request, self, moved))
+            self._outbox.end(self, OfferInDoubt(self.request, self, error))
             self._thread.submit(self._outbox.settle(self, error, OfferSettled(self.request, self)))
             return
         ending = ended.result()
@@ -1004,18 +965,6 @@ def _abandoned(what: str, blocks: Mapping[str, Sequence[int]]) -> MemoryInDoubtE
 
 # --- the worker
 
-_kept: Final[list[ServedWorker]] = []
-"""Workers whose tensors a silent peer may still touch. They are never let go."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Service:
-    """What there is while tensors are registered."""
-
-    thread: LoopThread
-    worker: ServedWorker
-    geometry: CacheGeometry
-
 
 class BlockingWorker:
     """One rank's transfer service, for engines that step and poll. Safe from any thread.
@@ -1048,7 +997,7 @@ class BlockingWorker:
         *,
         runtime: Runtime | None = None,
     ) -> None:
-        self._service: _Service | None = None
+        self._worker: ServedWorker | None = None  # while tensors are registered
         self._config: Final = given_config(config)
         self._groups: Final = given_groups(groups)
         self._transport: Final = transport
@@ -1066,11 +1015,11 @@ class BlockingWorker:
         self.close(drain=error is None)
 
     def __del__(self) -> None:
-        if self._service is not None:
+        if self._worker is not None:
             warnings.warn(f"{self!r} was never closed: use `with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "registered" if self._service is not None else "not registered"
+        state = "closed" if self._closed else "registered" if self._worker is not None else "not registered"
         return f"<kvxfer.BlockingWorker {self._config.engine}[{self._config.rank}/{self._config.world}] {state}>"
 
     # --- memory
@@ -1090,19 +1039,18 @@ class BlockingWorker:
         with self._lifecycle:
             if self._closed:
                 raise ClosedError("this worker was closed: make another one")
-            if self._service is not None:
+            if self._worker is not None:
                 raise RequestError("tensors are registered already: call unregister() first")
-            given = given_tensors(tensors)
-            geometry = CacheGeometry.of(given, self._groups)
             transport = self._transport() if self._transport is not None else None
-            worker = ServedWorker(given, self._config, groups=self._groups, transport=transport, runtime=self._runtime)
-            thread = LoopThread()
+            worker = ServedWorker(
+                tensors, self._config, groups=self._groups, transport=transport, runtime=self._runtime
+            )
             try:
-                thread.wait(worker.__aenter__())
+                worker.thread.wait(worker.__aenter__())
             except BaseException:
-                thread.close(self._config.close_timeout)
+                worker.thread.close(self._config.close_timeout)
                 raise
-            self._service = _Service(thread, worker, geometry)
+            self._worker = worker
 
     def unregister(self, *, drain: bool = True) -> bool:
         """Take the tensors back, as for an engine that goes to sleep. Blocks, at most `config.bounds()["close"]`.
@@ -1120,19 +1068,18 @@ class BlockingWorker:
             process lives, and their memory must not be used for anything else. Harmless if nothing is registered.
         """
         with self._lifecycle:
-            service, self._service = self._service, None
-            if service is None:
+            worker, self._worker = self._worker, None
+            if worker is None:
                 return True
             try:
-                interrupt = service.thread.finish(service.worker.aclose(drain=drain), service.worker.hurry)
-                state = service.thread.call(service.worker.describe)
+                interrupt = worker.thread.finish(worker.aclose(drain=drain), worker.hurry)
+                state = worker.thread.call(worker.describe)
             finally:
-                if not service.thread.close(self._config.close_timeout):
+                if not worker.thread.close(self._config.close_timeout):
                     _log.error("loop_thread_stuck", timeout=self._config.close_timeout)
                 self._outbox.abandon()
             doubtful: int = state["custody"].doubtful_blocks
             if doubtful:
-                _kept.append(service.worker)
                 _log.warning("memory_leaked", blocks=doubtful, reason="a silent peer may still touch it")
             if interrupt is not None:
                 raise interrupt
@@ -1153,8 +1100,8 @@ class BlockingWorker:
         Raises:
             ClosedError: If nothing is registered.
         """
-        service = self._open
-        self._post(service, service.worker.begin_drain)
+        worker = self._open
+        self._post(worker, worker.begin_drain)
 
     @property
     def idle(self) -> bool:
@@ -1175,7 +1122,7 @@ class BlockingWorker:
         Raises:
             ClosedError: If nothing is registered.
         """
-        return self._open.worker.card
+        return self._open.card
 
     @property
     def engine(self) -> Issuer:
@@ -1185,12 +1132,12 @@ class BlockingWorker:
             ClosedError: If nothing is registered.
             TicketError: If it has not joined yet.
         """
-        return self._open.worker.engine
+        return self._open.engine
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks, after each `register`; see `Worker.join`. Waits for the service to do so."""
-        service = self._open
-        service.thread.call(lambda: service.worker.join(card, key=key))
+        worker = self._open
+        worker.thread.call(partial(worker.join, card, key=key))
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """The service's state as plain data, as `Worker.describe` has it. Does not wait.
@@ -1198,7 +1145,7 @@ class BlockingWorker:
         Raises:
             ClosedError: If nothing is registered.
         """
-        return self._open.worker.describe_soon()
+        return self._open.describe_soon()
 
     def occupy(self, ctas: int) -> None:
         """Let copies on the GPU occupy so many thread blocks from now on; see `Worker.occupy`. Does not wait.
@@ -1207,7 +1154,7 @@ class BlockingWorker:
             ConfigError: If it is out of range.
             ClosedError: If nothing is registered.
         """
-        self._open.worker.occupy(ctas)
+        self._open.occupy(ctas)
 
     # --- prefill
 
@@ -1229,26 +1176,19 @@ class BlockingWorker:
         Raises:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
-        service = self._open
-        if not streaming and (blocks is None or tokens is None):
-            raise RequestError("an offer needs blocks= and tokens=, or streaming=True")
-        held = None if tokens is None else token_count(tokens)
-        if held is not None:
+        worker = self._open
+        check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)
+        spans = None
+        if blocks is not None and tokens is not None:
+            held = token_count(tokens)
             check_tokens(held)
-        spans = None if blocks is None else offered_blocks(blocks, service.geometry)
-        if spans is not None and held is not None:
-            check_cover(spans, service.geometry, held, complete=not streaming)
-        event = None if streaming else as_event(after, service.geometry)
-        offer = BlockingOffer(request, attempt, service, self._outbox)
-        self._begin(
-            service,
-            offer,
-            lambda: offer.begin(
-                lambda: service.worker.offer(
-                    request, spans, tokens=tokens, after=event, attempt=attempt, streaming=streaming, payload=payload
-                )
-            ),
-        )
+            spans = offered_blocks(blocks, worker.geometry)
+            check_cover(spans, worker.geometry, held, complete=not streaming)
+        event = None if streaming else as_event(after, worker.geometry)
+        offer = BlockingOffer(request, attempt, worker, self._outbox)
+        make = partial(worker.offer, request, spans, tokens=tokens, after=event, attempt=attempt)
+        make = partial(make, streaming=streaming, payload=payload)
+        self._begin(worker, offer, partial(offer.begin, make))
         return offer
 
     def awaited(self, request: str, *, attempt: int = 0) -> Awaited | None:
@@ -1259,7 +1199,7 @@ class BlockingWorker:
         Raises:
             ClosedError: If nothing is registered.
         """
-        return self._open.worker.awaited(request, attempt)
+        return self._open.awaited(request, attempt)
 
     # --- decode
 
@@ -1272,24 +1212,21 @@ class BlockingWorker:
             TicketError: If the ticket is malformed.
             ClosedError: If nothing is registered.
         """
-        service, parsed = self._open, Ticket.parse(ticket)
+        worker, parsed = self._open, Ticket.parse(ticket)
         made: list[Claim] = []
 
         def close() -> None:
             while made:
                 made.pop().close()
 
-        def stop() -> None:
-            service.thread.post(close)
-
         def begin() -> None:
             try:
-                made.append(service.worker.claim(parsed))
+                made.append(worker.claim(parsed))
             except (BusyError, ClosedError) as error:
                 _log.warning("claim_failed", request=parsed.request, attempt=parsed.attempt, error=str(error))
 
-        self._post(service, begin)
-        return Claim(parsed, stop)
+        self._post(worker, begin)
+        return Claim(parsed, partial(worker.thread.post, close))
 
     def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """No fetch will come: every prefill rank frees the request's blocks at once.
@@ -1300,8 +1237,8 @@ class BlockingWorker:
             TicketError: If the ticket is malformed.
             ClosedError: If nothing is registered.
         """
-        service, parsed = self._open, Ticket.parse(ticket)
-        service.thread.submit(_decline(service.worker, parsed))
+        worker, parsed = self._open, Ticket.parse(ticket)
+        worker.thread.submit(_decline(worker, parsed))
 
     def start_fetch(
         self,
@@ -1320,18 +1257,13 @@ class BlockingWorker:
         Raises:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
-        service, parsed = self._open, Ticket.parse(ticket)
-        spans, written = wanted_blocks(blocks, service.geometry, tokens)
-        event, limit = as_event(after, service.geometry), given_seconds(timeout, None)
+        worker, parsed = self._open, Ticket.parse(ticket)
+        spans, written = wanted_blocks(blocks, worker.geometry, tokens)
+        event, limit = as_event(after, worker.geometry), given_seconds(timeout, None)
         ids = {group: blocks.tolist() for group, blocks in written.items()}
-        transfer = BlockingTransfer(parsed.request, ids, service.thread, self._outbox)
-        self._begin(
-            service,
-            transfer,
-            lambda: transfer.begin(
-                lambda: service.worker.begin_fetch(parsed, spans, tokens=tokens, after=event, timeout=limit, keep=keep)
-            ),
-        )
+        transfer = BlockingTransfer(parsed.request, ids, worker.thread, self._outbox)
+        start = partial(worker.begin_fetch, parsed, spans, tokens=tokens, after=event, timeout=limit, keep=keep)
+        self._begin(worker, transfer, partial(transfer.begin, start))
         return transfer
 
     # --- what became of it
@@ -1350,24 +1282,24 @@ class BlockingWorker:
     # --- inside
 
     @property
-    def _open(self) -> _Service:
-        service = self._service
-        if service is None:
+    def _open(self) -> ServedWorker:
+        worker = self._worker
+        if worker is None:
             state = "was closed" if self._closed else "has no tensors: call register() first"
             raise ClosedError(f"this worker {state}")
-        return service
+        return worker
 
-    def _begin(self, service: _Service, handle: _Handle, callback: Callable[[], None]) -> None:
+    def _begin(self, worker: ServedWorker, handle: _Handle, callback: Callable[[], None]) -> None:
         """Let a fetch or an offer begin."""
         self._outbox.add(handle)
         try:
-            self._post(service, callback)
+            self._post(worker, callback)
         except ClosedError:
             if self._outbox.discard(handle):  # else it was given up with all others, and its event says so
                 raise
 
-    def _post(self, service: _Service, callback: Callable[[], None]) -> None:
-        if not service.thread.post(callback):
+    def _post(self, worker: ServedWorker, callback: Callable[[], None]) -> None:
+        if not worker.thread.post(callback):
             raise ClosedError("this worker has just given up its tensors: call register() first")
 
 

@@ -15,7 +15,7 @@ import re
 import ssl
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
@@ -53,7 +53,6 @@ __all__ = [
     "Contexts",
     "Credentials",
     "FabricConfig",
-    "Reading",
     "Setting",
     "SettingsGroup",
     "TlsConfig",
@@ -64,17 +63,14 @@ __all__ = [
     "parse_names",
     "parse_optional",
     "parse_size",
-    "read_arguments",
-    "read_environment",
-    "read_file",
     "shown_path",
     "translate",
 ]
 
 # --- where settings come from
 #
-# There are three readings: arguments, environment and file, the best first. Each checks every name, and remembers the
-# origin of every value, so that `kvxfer config` and error messages can name the variable or the file.
+# What each source gives is laid over what worse ones gave, one setting by one. Every name is checked, and where each
+# value comes from is remembered, so that `kvxfer config` and error messages can name the variable or the file.
 
 PREFIX: Final = "KVXFER_"
 """Every environment variable that begins with this (in any case) must be a setting, or name the file of them."""
@@ -99,6 +95,8 @@ _DURATIONS: Final = {
 _CPUS: Final = 100_000  # more than a kernel can be built for
 _SHOWN_CHARACTERS: Final = 80
 _PATH_CHARACTERS: Final = 4096
+_HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
+"""Settings whose values never appear in a message."""
 _NOT_CALLED: Final = "default_factory_not_called"
 """What pydantic says of a default that is made of other settings when one of them is wrong: that one is named."""
 _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
@@ -119,38 +117,23 @@ _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
 }
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one source says.
-
-    Attributes:
-        values: Nested by setting, not yet validated.
-        origins: Dotted name of each setting that is given, with where it is given.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
-    origins: dict[str, str] = field(default_factory=dict[str, str])
-
-
 class SettingsGroup(BaseModel):
     """Settings below one name, such as `fabric`; also made by itself and given as one value.
 
     Attributes:
         prefix: What stands before the names of its settings, with the dot.
-        hidden: Settings whose values never appear in a message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
     prefix: ClassVar[str]
-    hidden: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **arguments: Any) -> None:
-        read_arguments(type(self), arguments)
+        _lay_over({}, {}, type(self), arguments, "argument")
         try:
             super().__init__(**arguments)
         except ValidationError as error:
-            raise translate(error, hidden=self.hidden, prefix=self.prefix) from error
+            raise translate(error, prefix=self.prefix) from error
 
 
 def parse_size(value: object) -> object:
@@ -245,59 +228,64 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from leaves(inner, f"{prefix}{name}.")
 
 
-def read_arguments(model: type[BaseModel], arguments: Mapping[str, Any]) -> Reading:
-    """The arguments as a reading; a nested model counts with the fields that were set on it.
+def _given(
+    model: type[BaseModel], file: object, arguments: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """What file, environment and arguments give, nested by setting and not yet validated, and where; the best last.
 
     Raises:
-        ConfigError: If a name is unknown.
+        ConfigError: If a variable is not the name of a setting, or the file cannot be read.
     """
-    values = {
-        name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-        for name, value in arguments.items()
-    }
-    return Reading(values, dict(_origins(model, values, "argument")))
+    if file is None:
+        named = (value for name, value in os.environ.items() if name.upper() == _FILE_VARIABLE)
+        file = parse_optional(next(named, None))
+    if file is not None:
+        if not isinstance(file, str | os.PathLike):
+            raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file")
+        path = Path(cast("str | os.PathLike[str]", file))
+        yield _in_file(path), str(path)
+    yield from _in_environment(model)
+    yield arguments, "argument"
 
 
-def read_environment(model: type[BaseModel], environ: Mapping[str, str]) -> Reading:
-    """Every `KVXFER_*` variable as a reading. Names are compared without regard to case.
+def _in_environment(model: type[BaseModel]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Every `KVXFER_*` variable. Names are compared without regard to case.
 
     Raises:
         ConfigError: If a variable is not the name of a setting, or is given twice in different case.
     """
-    reading = Reading()
     known = {PREFIX + name.upper().replace(".", _NESTED): name for name, _ in leaves(model)}
     groups = {PREFIX + name.upper(): name for name, declared in model.model_fields.items() if _nested(declared)}
     seen: dict[str, str] = {}
     given = sorted(
         (name.upper() not in groups, name)
-        for name in environ
+        for name in os.environ
         if name.upper().startswith(PREFIX) and name.upper() != _FILE_VARIABLE
     )
     for _, variable in given:  # a whole group first, so that its single settings win over it
-        upper = variable.upper()
-        if upper in seen and environ[variable] != environ[seen[upper]]:
+        upper, value = variable.upper(), os.environ[variable]
+        if upper in seen and value != os.environ[seen[upper]]:
             raise ConfigError(f"{variable} and {seen[upper]} are both set, to different values; unset one of them")
         seen[upper] = variable
         if upper in groups:
-            group = groups[upper]
-            values = {group: _group(variable, environ[variable])}
-            reading.origins.update(_origins(model, values, variable))
-            reading.values.update(values)
+            yield {groups[upper]: _group(variable, value)}, variable
         elif upper in known:
-            _insert(reading.values, known[upper], environ[variable])
-            reading.origins[known[upper]] = variable
+            *path, name = known[upper].split(".")
+            values: dict[str, Any] = {name: value}
+            for outer in reversed(path):
+                values = {outer: values}
+            yield values, variable
         else:
             raise ConfigError(
                 f"environment variable {variable} is not a setting; {_nearest(upper, [*known, *groups], PREFIX)}"
             )
-    return reading
 
 
-def read_file(model: type[BaseModel], path: Path) -> Reading:
-    """A TOML or JSON file (by its suffix) as a reading.
+def _in_file(path: Path) -> dict[str, Any]:
+    """A TOML or JSON file (by its suffix).
 
     Raises:
-        ConfigError: If the file cannot be read or parsed, or a name in it is unknown.
+        ConfigError: If the file cannot be read or parsed.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
@@ -317,37 +305,30 @@ def read_file(model: type[BaseModel], path: Path) -> Reading:
         raise ConfigError(f"configuration file {path} cannot be parsed: {error}; correct it there") from error
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} holds a {type(values).__name__}; it must hold names and values")
-    values = cast("dict[str, Any]", values)
-    return Reading(values, dict(_origins(model, values, str(path))))
+    return cast("dict[str, Any]", values)
 
 
-def translate(
-    error: ValidationError,
-    *,
-    origins: Mapping[str, str] | None = None,
-    hidden: frozenset[str] = frozenset(),
-    prefix: str = "",
-) -> ConfigError:
+def translate(error: ValidationError, *, origins: Mapping[str, str] | None = None, prefix: str = "") -> ConfigError:
     """Say every problem of a pydantic error as field, value, origin and what to do.
 
-    Values of `hidden` settings never appear. `prefix` stands before each name, for a nested model made by itself.
+    Values of secret settings never appear. `prefix` stands before each name, for a nested model made by itself.
     """
     sentences = [
-        _sentence(details, origins or {}, hidden, prefix)
+        _sentence(details, origins or {}, prefix)
         for details in error.errors(include_url=False)
         if details["type"] != _NOT_CALLED
     ]
     return ConfigError("; ".join(dict.fromkeys(sentences)))
 
 
-def _sentence(details: ErrorDetails, origins: Mapping[str, str], hidden: frozenset[str], prefix: str) -> str:
+def _sentence(details: ErrorDetails, origins: Mapping[str, str], prefix: str) -> str:
     context = details.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
     name = prefix + ".".join(str(part) for part in details["loc"])
     origin = next((origins[known] for known in origins if name == known or name.startswith(f"{known}.")), None)
-    secret = any(name == known or name.startswith(f"{known}.") for known in hidden)
+    secret = any(name == known or name.startswith(f"{known}.") for known in _HIDDEN)
     shown = "hidden" if secret else _shown(details["input"])
     given = f"{name} is {shown}" + (f" (from {origin})" if origin and origin != "argument" else "")
     return f"{given}: {cause if cause is not None else _advice(details['type'], context, details['msg'])}"
@@ -404,20 +385,33 @@ def _nested(declared: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _origins(
-    model: type[BaseModel], values: Mapping[str, Any], origin: str, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Check every name of one reading, and say where each setting was given."""
-    for name, value in values.items():
+def _lay_over(
+    values: dict[str, Any],
+    origins: dict[str, str],
+    model: type[BaseModel],
+    given: Mapping[str, Any],
+    origin: str,
+    prefix: str = "",
+) -> None:
+    """Let what a better source gives win, one by one also within a group, and note where each setting was given.
+
+    A nested model counts with the fields that were set on it.
+
+    Raises:
+        ConfigError: If a name is unknown.
+    """
+    for name, value in given.items():
         declared = model.model_fields.get(name)
         if declared is None:
             nearest = _nearest(f"{prefix}{name}", [known for known, _ in leaves(model, prefix)])
             raise ConfigError(f"{_place(origin)}{f'{prefix}{name}'!r} is not a setting; {nearest}")
+        plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
         inner = _nested(declared)
         if inner is None:
-            yield prefix + name, origin
-        elif isinstance(value, Mapping):
-            yield from _origins(inner, cast("Mapping[str, Any]", value), origin, f"{prefix}{name}.")
+            values[name], origins[prefix + name] = plain, origin
+        elif isinstance(plain, Mapping):
+            group, names = values.setdefault(name, {}), cast("Mapping[str, Any]", plain)
+            _lay_over(group, origins, inner, names, origin, f"{prefix}{name}.")
         else:
             raise ConfigError(
                 f"{_place(origin)}{name} is {_shown(value)}; it is a group of settings: give names and values"
@@ -435,13 +429,6 @@ def _nearest(name: str, known: list[str], shared: str = "") -> str:
     return f"did you mean {shared}{near[0]}?" if near else "`kvxfer config` prints all settings"
 
 
-def _insert(values: dict[str, Any], dotted: str, value: object) -> None:
-    *path, last = dotted.split(".")
-    for name in path:
-        values = values.setdefault(name, {})
-    values[last] = value
-
-
 # --- TLS
 #
 # Only TLS 1.3 is spoken. Both ends are ranks of kvxfer, so nothing older needs to be understood; what 1.3 leaves out
@@ -453,7 +440,6 @@ def _insert(values: dict[str, Any], dotted: str, value: object) -> None:
 _PEM: Final = "-----BEGIN"
 _CERTIFICATE: Final = b"-----BEGIN CERTIFICATE-----"
 _KEY: Final = b"PRIVATE KEY-----"
-_ENCRYPTED: Final = b"ENCRYPTED"
 
 
 def _parse_path(value: object) -> object:
@@ -562,18 +548,20 @@ def _load(config: TlsConfig) -> Contexts:
 
 def _load_chain(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
     _read_pem("certificate", certificate, _CERTIFICATE)
-    held = _read_pem("key" if key else "certificate", key or certificate, _KEY)
-    if _ENCRYPTED in held:
+    _read_pem("key" if key else "certificate", key or certificate, _KEY)
+
+    def no_passphrase() -> NoReturn:  # without this, OpenSSL would ask on the terminal
         raise ConfigError(
             f"tls.key {key or certificate} is encrypted, and nobody is there to type a passphrase; store it without "
             "one (`openssl pkey -in FILE -out NEW`), readable by this user alone"
         )
+
     where = f"tls.certificate {certificate} with " + (f"tls.key {key}" if key else "the key in it")
-    _translated(where, context.load_cert_chain, certificate, key, _no_passphrase)
+    _translated(where, context.load_cert_chain, certificate, key, no_passphrase)
 
 
-def _read_pem(name: str, path: Path, marker: bytes) -> bytes:
-    """What a file holds, which must be PEM of the right kind."""
+def _read_pem(name: str, path: Path, marker: bytes) -> None:
+    """See whether a file can be read, and is PEM of the right kind."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -586,7 +574,6 @@ def _read_pem(name: str, path: Path, marker: bytes) -> bytes:
         kind = "certificate" if marker is _CERTIFICATE else "private key"
         advice = "; name the file of the key with tls.key" if name == "certificate" and marker is _KEY else ""
         raise ConfigError(f"tls.{name} is {str(path)!r}, which holds no {kind} in PEM form{advice}")
-    return content
 
 
 def _translated(where: str, load: Callable[..., None], *arguments: Any) -> None:
@@ -598,11 +585,6 @@ def _translated(where: str, load: Callable[..., None], *arguments: Any) -> None:
         raise ConfigError(f"{where} cannot be used: {error.reason or error}; replace the file") from error
     except OSError as error:  # it went away since it was looked at
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}; correct the path") from error
-
-
-def _no_passphrase() -> NoReturn:
-    """Asked for a passphrase; without this, OpenSSL would ask on the terminal."""
-    raise ConfigError("the private key for TLS is encrypted; store it without a passphrase")
 
 
 def _stamp(path: Path | None) -> object:
@@ -618,7 +600,7 @@ def _stamp(path: Path | None) -> object:
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-_SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
+_SHARE_ALIGNMENT: Final = 512  # as `kvxfer.memory` has it, which a test compares
 _CHUNK_BYTES: Final = 32 * MIB
 _IN_PLACE_CHUNK_BYTES: Final = 256 * MIB
 _CLOSE_SECONDS: Final = 5.0
@@ -626,7 +608,6 @@ _HEARTBEAT_SECONDS: Final = 2.0
 _MANY: Final = 4096
 _SAMPLED_EVERY: Final = 16
 _SECRET_CHARACTERS: Final = 16
-_HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
 
@@ -687,15 +668,19 @@ def _usual_chunk(given: Mapping[str, Any]) -> int:
     arena: int = given.get("arena_bytes", 0)
     if not arena:
         return _CHUNK_BYTES
-    share = arena // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+    share = _send_share(arena)
     return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, max(share // 4, min(share, _CHUNK_BYTES // 2))))
+
+
+def _send_share(arena: int) -> int:
+    """Bytes for sending, of an arena of so many."""
+    return arena // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
 
 
 class FabricConfig(SettingsGroup):
     """Settings of the transport below (NIXL)."""
 
     prefix = "fabric."
-    hidden = _HIDDEN
 
     def __init__(self, **arguments: Any) -> None:  # type checkers would refuse `"8MiB"` where a field is an int
         super().__init__(**arguments)
@@ -841,13 +826,12 @@ class Config(BaseModel):
     def __init__(self, config_file: Any = None, **arguments: Any) -> None:
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
-        for reading in _readings(type(self), config_file, arguments):
-            _lay_over(values, reading.values)
-            origins |= reading.origins
+        for given, origin in _given(type(self), config_file, arguments):
+            _lay_over(values, origins, type(self), given, origin)
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise translate(error, origins=origins, hidden=_HIDDEN) from error
+            raise translate(error, origins=origins) from error
         self._origins = origins
 
     @classmethod
@@ -866,16 +850,12 @@ class Config(BaseModel):
     @property
     def send_bytes(self) -> int:
         """Bytes of the arena for sending."""
-        return self._usable_bytes // 2 // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+        return _send_share(self.arena_bytes)
 
     @property
     def receive_bytes(self) -> int:
-        """Bytes of the arena for receiving."""
-        return self._usable_bytes - self.send_bytes
-
-    @property
-    def _usable_bytes(self) -> int:
-        return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+        """Bytes of the arena for receiving, which lie behind those."""
+        return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT - self.send_bytes
 
     @property
     def sums_every(self) -> int:
@@ -1020,28 +1000,6 @@ class Config(BaseModel):
                 f"the send share of the arena is 0 bytes (arena_bytes {self.arena_bytes}; shares are multiples of "
                 f"{_SHARE_ALIGNMENT} bytes): raise arena_bytes"
             )
-
-
-def _readings(model: type[BaseModel], file: object, arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
-    """File, environment and arguments, the best last."""
-    given, environment = read_arguments(model, arguments), read_environment(model, os.environ)
-    if file is None:
-        named = (value for name, value in os.environ.items() if name.upper() == _FILE_VARIABLE)
-        file = parse_optional(next(named, None))
-    if file is None:
-        return environment, given
-    if not isinstance(file, str | os.PathLike):
-        raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file")
-    return read_file(model, Path(cast("str | os.PathLike[str]", file))), environment, given
-
-
-def _lay_over(values: dict[str, Any], better: Mapping[str, Any]) -> None:
-    """Let values of a better source win, one by one also within a group."""
-    for name, value in better.items():
-        if isinstance(value, dict) and isinstance(values.get(name), dict):
-            _lay_over(values[name], cast("dict[str, Any]", value))
-        else:
-            values[name] = value
 
 
 def _masked(value: Any) -> Any:

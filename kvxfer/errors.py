@@ -616,6 +616,8 @@ class MemoryInDoubtError(TransferError):
     async def settled(self) -> None:
         """Return once there is evidence that no peer can touch the blocks any more; they are the caller's again.
 
+        It may be awaited on any loop of the process.
+
         Raises:
             UsageError: If this error came from another process; only there is it known.
         """

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Self, TypeVar, overload
 
@@ -143,8 +142,6 @@ SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final 
 MAX_PORT: Final = 65_535
 _PORT_DIGITS: Final = 5
 _SHOWN_CHARACTERS: Final = 80
-_JUDGED: Final = 1024
-"""Endpoints and patterns of which it is remembered whether they fit: every fetch asks for those of its ticket."""
 _ANYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 
 
@@ -203,7 +200,6 @@ class Endpoint:
         return f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
 
 
-@lru_cache(maxsize=_JUDGED)
 def is_admitted(text: str, pattern: str) -> bool:
     """Whether an endpoint, as a ticket has it, is one of those that a pattern stands for.
 

@@ -294,11 +294,7 @@ class Placement:
 
 
 def place(
-    affinity: Literal["auto", "off"] | tuple[int, ...],
-    device: int | None,
-    *,
-    bus_id: Callable[[int], str],
-    sysfs: Path = _SYSFS,
+    affinity: Literal["auto", "off"] | tuple[int, ...], device: int | None, *, bus_id: Callable[[int], str]
 ) -> Placement:
     """Choose CPUs for an `affinity`, among those that this process may use; `bus_id` says where a GPU is, by sysfs.
 
@@ -308,13 +304,14 @@ def place(
     if affinity == "off":
         return Placement(why="affinity is off")
     if affinity != "auto":
-        return _given(affinity, allowed_cpus())
+        return _given(affinity)
     if device is None:
         return Placement(why="the cache is not on a GPU")
-    return _next_to(device, allowed_cpus(), sysfs, bus_id)
+    return _next_to(device, bus_id)
 
 
-def _given(cpus: tuple[int, ...], allowed: frozenset[int]) -> Placement:
+def _given(cpus: tuple[int, ...]) -> Placement:
+    allowed = allowed_cpus()
     if outside := sorted(frozenset(cpus) - allowed):
         raise ConfigError(
             f"affinity names CPUs that this process may not use: {_listed(outside)}; it may use "
@@ -326,12 +323,13 @@ def _given(cpus: tuple[int, ...], allowed: frozenset[int]) -> Placement:
     return placement
 
 
-def _next_to(device: int, allowed: frozenset[int], sysfs: Path, bus_id: Callable[[int], str]) -> Placement:
+def _next_to(device: int, bus_id: Callable[[int], str]) -> Placement:
     """CPUs of the GPU's node, if that leaves a choice. Nothing fails here: threads may run anywhere, only slower."""
     try:
-        node, near = _node(sysfs, bus_id(device))
+        node, near = _node(bus_id(device))
     except (KvxferError, OSError, ValueError) as error:
         return Placement(why=f"the NUMA node of GPU {device} is not known: {error}")
+    allowed = allowed_cpus()
     chosen = near & allowed
     placement = Placement(chosen, f"they are on NUMA node {node}, where GPU {device} is")
     if not chosen:
@@ -343,17 +341,17 @@ def _next_to(device: int, allowed: frozenset[int], sysfs: Path, bus_id: Callable
     return placement
 
 
-def _node(sysfs: Path, bus_id: str) -> tuple[int, frozenset[int]]:
+def _node(bus_id: str) -> tuple[int, frozenset[int]]:
     """The NUMA node of a PCI device, and its CPUs.
 
     Raises:
         OSError: If the kernel does not show them.
         ValueError: If it knows of no node.
     """
-    node = int((sysfs / "bus/pci/devices" / bus_id / "numa_node").read_text())
+    node = int((_SYSFS / "bus/pci/devices" / bus_id / "numa_node").read_text())
     if node < 0:
         raise ValueError(f"the system gives none for {bus_id}")
-    return node, frozenset(cpu_numbers((sysfs / f"devices/system/node/node{node}/cpulist").read_text()))
+    return node, frozenset(cpu_numbers((_SYSFS / f"devices/system/node/node{node}/cpulist").read_text()))
 
 
 def _listed(cpus: "list[int] | tuple[int, ...]") -> str:

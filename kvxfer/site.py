@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -609,31 +609,22 @@ class Site:
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.note_fenced(peer, fenced=True)
         self.processes.on_session(peer, pidfd)
-        self._compare_chunks(peer, trusted=trusted, sending=sending)
-        least = self.plans.least_chunk_bytes(peer, sending=sending)
+        least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
+        there, excluded = peer.body.max_chunk_bytes or here, ""
+        if not self.plans.bound_chunks(peer, min(here, there), sending=sending) and self._both_stage(peer):
+            excluded = (
+                f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
+                f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)"
+            )
         if least and not self.routes(peer, trusted=trusted, sending=sending):
-            self._no_route(peer, trusted=trusted, sending=sending)
+            if not excluded:
+                self._no_route(peer, trusted=trusted, sending=sending)
+            raise MismatchError(excluded, peer=peer.name, fields={"chunk_bytes": (str(here), str(there))})
+        if excluded:
+            _log.warning("route_excluded", peer=peer.name, route="staged", reason=excluded)
         self.metrics.sessions_opened["send" if sending else "receive"] += 1
         self.lanes.wanted(peer)
         self.warm(peer, trusted=trusted, sending=sending)
-
-    def _compare_chunks(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
-        """Leave out the route `staged` where not even the smallest chunk has room at both sides.
-
-        Raises:
-            MismatchError: If there is no other.
-        """
-        least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
-        there = peer.body.max_chunk_bytes or here
-        if self.plans.bound_chunks(peer, min(here, there), sending=sending) or not self._both_stage(peer):
-            return
-        reason = (
-            f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
-            f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)"
-        )
-        if not self.routes(peer, trusted=trusted, sending=sending):
-            raise MismatchError(reason, peer=peer.name, fields={"chunk_bytes": (str(here), str(there))})
-        _log.warning("route_excluded", peer=peer.name, route="staged", reason=reason)
 
     def routes(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> list[Route]:
         """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
@@ -642,7 +633,7 @@ class Site:
             return [route for route in Route if means.can(route)]
         return acceptable(self.config.route, means)
 
-    def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
+    def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> NoReturn:
         """Name why there is no route.
 
         Raises:

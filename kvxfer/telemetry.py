@@ -78,14 +78,9 @@ def _plain(value: object) -> str:
 
 
 def logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose events reach the stdlib logger `kvxfer.<name>`, filtered by its level.
-
-    Args:
-        name: Module below `kvxfer`, with or without the leading `kvxfer.`.
-    """
-    full = name if name == "kvxfer" or name.startswith("kvxfer.") else f"kvxfer.{name}"
+    """A logger whose events reach the stdlib logger of this name, `kvxfer` or below it, filtered by its level."""
     wrapped = structlog.wrap_logger(
-        logging.getLogger(full),
+        logging.getLogger(name),
         processors=[structlog.stdlib.filter_by_level, _to_record],
         wrapper_class=structlog.stdlib.BoundLogger,
         context_class=dict,

@@ -30,6 +30,7 @@ __all__ = [
     "Transfer",
     "TransferState",
     "follow",
+    "follow_from",
     "given_seconds",
     "layer_range",
     "see_through",
@@ -82,6 +83,15 @@ def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":
     else:
         future.add_done_callback(tell)
     return follower
+
+
+def follow_from(future: "Future[_T]", home: Home) -> "asyncio.Future[_T]":
+    """The same of one that ends in whatever thread, for any loop of the process in which that is.
+
+    Raises:
+        ForkedError: If this process was forked off that one: nobody would tell it.
+    """
+    return follow(asyncio.wrap_future(home.read(future)))
 
 
 def given_seconds(seconds: Any, default: _T) -> float | _T:
@@ -177,7 +187,7 @@ class Claim:
     """
 
     def __init__(
-        self, ticket: Ticket, close: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+        self, ticket: Ticket, close: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.ticket: Final = ticket
         self._close = close

@@ -8,6 +8,7 @@ What is done runs on the loop that entered it, and is refused elsewhere; copies 
 """
 
 import asyncio
+import math
 import signal
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ from kvxfer.fabric import Memory, Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
 from kvxfer.mapped.host import Windows, elsewhere, here, may_be_elsewhere, own_number
-from kvxfer.memory.books import Arena, Custody
+from kvxfer.memory.books import Custody, Share
 from kvxfer.memory.device import Backing, Kind, allocate, pci_bus_id
 from kvxfer.names import MAX_CTAS
 from kvxfer.peers.connections import Listener, Peers, Streams
@@ -70,16 +71,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembly",
-    "LoopWatch",
     "Service",
     "Staging",
-    "TransportWatch",
+    "Watch",
     "Worker",
     "assemble",
+    "check_offer",
     "drain_on_signal",
     "given_config",
     "given_groups",
-    "given_tensors",
     "overview",
 ]
 
@@ -107,7 +107,7 @@ class Staging:
     def __init__(self) -> None:
         self.kind: Kind | None = None  # of the memory; None without an arena
         self.refused: dict[Kind, str] = {}  # kinds that were tried before and could not be had, with the reason
-        self.arena = Arena.split(0, 0)
+        self.shares = _shares(0, 0, 0)
         # where gathers put what is written to peers, as descriptors name it
         self.sending: wire.MemorySpan | None = None
         self.receiving: wire.MemorySpan | None = None  # where peers write, as they see it
@@ -147,7 +147,8 @@ class Staging:
                 await self._give_up(fabric)
                 self.refused[kind] = str(error)
                 if kind == kinds[-1]:
-                    raise type(error)(_refusals(self.refused)) from error
+                    every = (f"an arena of kind {kind!r} was refused: {why}" for kind, why in self.refused.items())
+                    raise type(error)("; ".join(every)) from error
                 metrics.memory_refused[kind] += 1
                 _log.warning("arena_fell_back", kind=kind, value=kinds[number + 1], reason=str(error))
             else:
@@ -169,10 +170,9 @@ class Staging:
             _log.warning("memory_leaked", bytes=backing.length, reason="it may still be written")
 
     async def _register(self, config: Config, geometry: CacheGeometry, fabric: Fabric, backing: Backing) -> None:
-        self.arena = Arena.split(backing.address, config.arena_bytes)
+        self.shares = _shares(backing.address, config.send_bytes, config.receive_bytes)
         kind, device = ("DRAM", 0) if backing.kind in {"cpu", "pinned"} else ("VRAM", geometry.device)
-        shares = (self.arena.sending, self.arena.receiving)
-        spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in shares]
+        spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in self.shares]
         for span in spans:  # apart, since what this side gathers into is nobody else's
             memory = Memory(span.kind, span.device, span.address, span.length)
             self.reachable.append(await asyncio.wrap_future(fabric.register([memory])))
@@ -185,6 +185,12 @@ class Staging:
         for token in tokens:
             await asyncio.wrap_future(fabric.deregister(token))
         self.close()
+
+
+def _shares(base: int, send_bytes: int, receive_bytes: int) -> tuple[Share, Share]:
+    """The books of the share for sending, and of the one for receiving behind it."""
+    sending = Share("send", base=base, capacity=send_bytes)
+    return sending, Share("receive", base=base + send_bytes, capacity=receive_bytes)
 
 
 def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
@@ -203,10 +209,6 @@ def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
             f"'auto' or one of {sorted(_REACHED[device])}"
         )
     return (kind,)
-
-
-def _refusals(refused: dict[Kind, str]) -> str:
-    return "; ".join(f"an arena of kind {kind!r} was refused: {reason}" for kind, reason in refused.items())
 
 
 # --- put together and taken apart
@@ -243,47 +245,39 @@ class Assembly:
             ConfigError: If `config` is no `Config`, or a setting is wrong.
             GeometryError: If `tensors` or `groups` hold something else, or cannot be expressed.
         """
-        listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
+        advice = "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
+        listed = _given(tensors, CacheTensor, "tensors", advice)
+        groups, config = given_groups(groups), given_config(config)
         return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
-    async def abandon(self, fabric: Fabric | None, mover: Mover | None) -> None:
-        """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
-        timeout = self.config.close_timeout
-        if mover is not None:
-            await mover.close(timeout)
-        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
-        if quiet:
-            self.staging.close()
-        else:
-            _leaked.append(self.tensors)
-            self.staging.leak()
-            self.exports.leak()
-        self.exports.close()
+    async def dismantle(
+        self, fabric: Fabric | None, mover: Mover | None, site: Site | None, timeout: float = math.inf
+    ) -> None:
+        """Stop the threads within `timeout` seconds, and give the memory back. What is not quiescent is leaked.
 
-    async def dismantle(self, site: Site, timeout: float) -> None:
-        """Stop the threads within `timeout` seconds, and give the memory back.
-
-        What is not quiescent is leaked, never freed.
+        Of a site that could not be made, what there is: nobody knows of the memory yet.
         """
-        timeout = min(timeout, site.config.close_timeout)
-        site.send_desk.close()
-        site.receive_desk.close()
-        threads = self.runtime  # those of the site may all be waiting
-        stopped = await site.mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
-        quiet = await _closed(site.fabric, timeout, threads)
-        if stopped:  # else a copy may still write to what is mapped
-            await threads.in_thread(site.mappings.close)
-        if quiet and stopped:
-            site.mover.give_back()
-        site.peer_gates.close()
-        site.processes.close()
-        doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
-        safe = quiet and stopped
-        if not safe or site.custody.snapshot().doubtful_blocks:
+        timeout, threads = min(timeout, self.config.close_timeout), self.runtime  # those of the site may all be waiting
+        if site is not None:
+            site.send_desk.close()
+            site.receive_desk.close()
+        stopped = mover is None or await mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
+        safe = (fabric is None or await _closed(fabric, timeout, threads)) and stopped
+        doubtful_blocks = doubtful_bytes = 0
+        if site is not None:
+            if stopped:  # else a copy may still write to what is mapped
+                await threads.in_thread(site.mappings.close)
+            if safe:
+                site.mover.give_back()
+            site.peer_gates.close()
+            site.processes.close()
+            doubtful_bytes = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
+            doubtful_blocks = site.custody.snapshot().doubtful_blocks
+        if not safe or doubtful_blocks:
             _leaked.append(self.tensors)
             self.exports.leak()
         self.exports.close()
-        if safe and not doubt:
+        if safe and not doubtful_bytes:
             self.staging.close()
         else:
             self.staging.leak()
@@ -294,14 +288,13 @@ async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
 
     Calls of it may never return: a driver waits in some of them for all that is queued on a GPU.
     """
-    closing = asyncio.ensure_future(fabric.close())
-    await asyncio.wait({closing}, timeout=max(timeout, _UNDO_SECONDS))
+    closing, timeout = asyncio.ensure_future(fabric.close()), max(timeout, _UNDO_SECONDS)
+    await asyncio.wait({closing}, timeout=timeout)
     if not closing.done():
         closing.cancel()
         _log.error("fabric_not_closed", error="a call of the transport does not return")
         return False
-    patience = max(timeout, _UNDO_SECONDS)
-    await runtime.in_thread(lambda: fabric.join(patience))  # it said that it is done, and ends a moment later
+    await runtime.in_thread(lambda: fabric.join(timeout))  # it said that it is done, and ends a moment later
     return closing.result()
 
 
@@ -321,17 +314,6 @@ def given_config(config: Any) -> Config:
     return config
 
 
-def given_tensors(tensors: Any) -> tuple[CacheTensor, ...]:
-    """The cache tensors as a caller passed them.
-
-    Raises:
-        GeometryError: If they are no `CacheTensor`s.
-    """
-    return _given(
-        tensors, CacheTensor, "tensors", "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
-    )
-
-
 def given_groups(groups: Any) -> tuple[Group, ...]:
     """The groups as a caller passed them.
 
@@ -339,6 +321,18 @@ def given_groups(groups: Any) -> tuple[Group, ...]:
         GeometryError: If they are no `Group`s.
     """
     return _given(groups, Group, "groups", "describe each group: [kvxfer.Group(name, null_block=...)]")
+
+
+def check_offer(blocks: Any, tokens: Any, *, after: Any, streaming: bool, payload: bytes) -> None:
+    """See whether what a caller offers goes together.
+
+    Raises:
+        RequestError: If it does not.
+    """
+    if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
+        raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
+    if streaming and (payload or after is not None):
+        raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
 
 
 def _given(items: Any, kind: type[_T], name: str, advice: str) -> tuple[_T, ...]:
@@ -379,20 +373,21 @@ async def assemble(parts: Assembly) -> Site:
         fabric = Fabric(transport, runtime, mover)
         await fabric.open()  # a transport that does not work is told from refused memory
         await staging.open(config, geometry, fabric, metrics, place=placement.run)
-        reachable = await _reachable(parts, fabric, geometry, metrics)
-        body = await _body(parts, fabric, geometry, reachable, name=transport.name)
+        reachable = await _reachable(parts, fabric, metrics)
+        in_place = len(reachable[True]) > len(reachable[False])
+        body = await _body(parts, fabric, reachable, name=transport.name, in_place=in_place)
     except BaseException:
-        await see_through(asyncio.create_task(parts.abandon(fabric, mover), name="kvxfer abandon"))
+        await see_through(asyncio.create_task(parts.dismantle(fabric, mover, None), name="kvxfer abandon"))
         raise
-    in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
+    (sending, receiving), tasks = staging.shares, Tasks()
     site = Site(
         config=config,
         runtime=runtime,
         loop=loop,
         geometry=geometry,
         custody=Custody(),
-        send_desk=Desk(arena.sending, runtime.now, loop, metrics),
-        receive_desk=Desk(arena.receiving, runtime.now, loop, metrics),
+        send_desk=Desk(sending, runtime.now, loop, metrics),
+        receive_desk=Desk(receiving, runtime.now, loop, metrics),
         plans=PairPlans(geometry),
         estimates=Estimates(profile_of(geometry.kind)),
         fabric=fabric,
@@ -463,50 +458,43 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     return capabilities
 
 
-async def _reachable(
-    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics
-) -> dict[bool, list[object]]:
-    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then."""
-    blocks = await _register_blocks(parts, fabric, geometry, metrics)
-    return {False: list(parts.staging.reachable), True: [*parts.staging.reachable, *blocks]}
+async def _reachable(parts: Assembly, fabric: Fabric, metrics: Metrics) -> dict[bool, list[object]]:
+    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then.
 
-
-async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
-    """Register the caller's blocks, if routes are wanted that need it.
-
-    Returns:
-        The registration, if there is one. Blocks that the transport refuses can still be staged; where the settings
-        leave that open, they are.
+    Those are registered where routes are wanted that need it. Blocks that the transport refuses can still be staged;
+    where the settings leave that open, they are.
 
     Raises:
         FabricError: If the transport refuses them, and the settings ask for such a route or leave no other.
     """
-    config = parts.config
+    config, found = parts.config, list(parts.staging.reachable)
+    reachable = {False: found, True: found}
     if config.trust == "none" or config.route == "staged":
-        return []
+        return reachable
     try:
-        return [await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))]
+        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, parts.geometry)))
     except FabricError as error:
         if config.route != "auto" or not config.arena_bytes:
             raise
         metrics.memory_refused["blocks"] += 1
         _log.warning("blocks_not_registered", reason=str(error), route="staged")
-        return []
+    else:
+        reachable[True] = [*found, blocks]
+    return reachable
 
 
 async def _body(
-    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, reachable: Mapping[bool, Sequence[object]], *, name: str
+    parts: Assembly, fabric: Fabric, reachable: Mapping[bool, Sequence[object]], *, name: str, in_place: bool
 ) -> dict[bool, bytes]:
     """What peers are told, encoded, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
-    staging = parts.staging
-    exports, blocks = parts.exports, len(reachable[True]) > len(reachable[False])
-    await exports.open(parts.config, geometry, parts.runtime, in_place=blocks)
+    staging, exports, geometry = parts.staging, parts.exports, parts.geometry
+    await exports.open(parts.config, geometry, parts.runtime, in_place=in_place)
     metadata = {known: await asyncio.wrap_future(fabric.metadata(tokens)) for known, tokens in reachable.items()}
     limit = parts.config.chunk_bytes
-    if staging.receiving is not None and not blocks:
+    if staging.receiving is not None and not in_place:
         limit = min(limit, parts.config.send_bytes)
 
     def encoded(trusted: bool) -> bytes:
@@ -514,7 +502,7 @@ async def _body(
             wire.AgentBody(
                 fabric=name,
                 metadata=metadata[trusted],
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and blocks),
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
                 staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
                 host=here(),
@@ -583,36 +571,27 @@ _CALLER = "code that runs on the same loop did not yield; move it to a thread, o
 _OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"
 
 
-class LoopWatch:
-    """Measures how late a periodic callback runs. Four beats a second cost next to nothing.
+class Watch:
+    """Looks four times a second whether the loop stands still, and whether the transport does.
 
     How late each beat is goes into the metrics, which count those that are very late. The first one that is later still
     is logged; the incident is over, and the next may be logged, once a beat was in time again. A loop that stands still
     for `t` seconds makes a beat late by something between `t - 0.25` and `t`.
 
+    What waits for a post is ended while a call of the transport has not returned for `no_progress_timeout`, or 5 s: a
+    post that makes no progress is given up by the thread that looks after it, and that one is in the call.
+
     Args:
-        now: The worker's clock.
-        at: Calls a function on the loop at a time of this clock.
-        metrics: Where late beats are counted.
-        look: Called with each beat that comes in time.
-        own: Whether the loop has a thread of its own; decides which cause the log line names.
+        site: The worker.
+        roles: What it does for peers.
+        own_loop: Whether the loop has a thread of its own; decides which cause the log line names.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
-        metrics: Metrics,
-        look: Callable[[], None],
-        *,
-        own: bool,
-    ) -> None:
-        self._now: Final = now
-        self._at: Final = at
-        self._metrics: Final = metrics
-        self._look: Final = look
-        self._reason: Final = _OWN if own else _CALLER
-        self._blocked = False
+    def __init__(self, site: Site, roles: Sequence[Prefill | Decode], *, own_loop: bool) -> None:
+        self._site: Final = site
+        self._roles: Final = roles
+        self._reason: Final = _OWN if own_loop else _CALLER
+        self._blocked = self._stalled = False  # whether that has been said of this incident
         self._arm()
 
     def stop(self) -> None:
@@ -620,48 +599,28 @@ class LoopWatch:
         self._timer.cancel()
 
     def _arm(self) -> None:
-        self._due = self._now() + _PERIOD_SECONDS
-        self._timer = self._at(self._due, self._beat)
+        self._due = self._site.now() + _PERIOD_SECONDS
+        self._timer = self._site.call_at(self._due, self._beat)
 
     def _beat(self) -> None:
-        late = self._now() - self._due
-        self._metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
+        late = self._site.now() - self._due
+        self._site.metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
         if late < _LATE_SECONDS:
             self._blocked = False
         if late >= _BLOCKED_SECONDS and not self._blocked:
             self._blocked = True
             _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=self._reason)
         self._arm()  # first: whatever comes of a look, the next beat comes
-        if late < _LATE_SECONDS:
-            self._look()
+        if late < _LATE_SECONDS:  # else the process may have been stopped, and the transport with it
+            self._look_at_transport()
 
-
-class TransportWatch:
-    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`, or 5 s.
-
-    A post that makes no progress is given up by the thread that looks after it. That one is in the call.
-
-    Args:
-        site: The worker.
-        roles: What it does for peers.
-    """
-
-    def __init__(self, site: Site, roles: Sequence[Prefill | Decode]) -> None:
-        self._site: Final = site
-        self._roles: Final = roles
-        self._said = False
-
-    def look(self) -> None:
-        """See for how long the transport has owed something.
-
-        Not right after the loop has stood still itself: the process may have been stopped, and the transport with it.
-        """
+    def _look_at_transport(self) -> None:
         late, limit = self._site.fabric.health()[0], max(self._site.config.no_progress_timeout, _STALLED_SECONDS)
         if late < limit:
-            self._said = False
+            self._stalled = False
             return
-        if not self._said:
-            self._said = True
+        if not self._stalled:
+            self._stalled = True
             _log.error("transport_stalled", lag=late, limit=limit)
         failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
         for role in self._roles:
@@ -694,8 +653,7 @@ class Service:
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
         self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.on_agent_renewed)
-        look = TransportWatch(site, roles).look
-        self._watch: Final = LoopWatch(site.now, site.call_at, site.metrics, look, own=own_loop)
+        self._watch: Final = Watch(site, roles, own_loop=own_loop)
 
     async def listen(self) -> Listener:
         """Let peers connect."""
@@ -1130,10 +1088,7 @@ class Worker:
         book = service.prefill.book
         if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
-        if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
-            raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
-        if streaming and (payload or after is not None):
-            raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
+        check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)
         entry = book.open(request, attempt)
         offer = Offer(entry)
         try:
@@ -1316,7 +1271,7 @@ class Worker:
         site = service.site
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
         await service.end(until)
-        await self._assembly.dismantle(site, max(0.0, until - site.now()))
+        await self._assembly.dismantle(site.fabric, site.mover, site, max(0.0, until - site.now()))
         await site.tasks.drain(site.config.close_timeout)  # memory of peers is unmapped when the last link is gone
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 

@@ -210,13 +210,16 @@ def test_a_wrong_fetch_is_refused_at_once(pair, blocks, tokens, error):
     assert pair.decode.poll() == []
 
 
-@pytest.mark.parametrize(("blocks", "tokens", "error"), [
-    ([BLOCKS], 16, errors.BlocksError), ([1], 17, errors.BlocksError), ([1], 0, errors.TokensError),
-    (None, 16, errors.RequestError), ([1], None, errors.RequestError),
+@pytest.mark.parametrize(("blocks", "tokens", "more", "error"), [
+    ([BLOCKS], 16, {}, errors.BlocksError), ([1], 17, {}, errors.BlocksError), ([1], 0, {}, errors.TokensError),
+    (None, 16, {}, errors.RequestError), ([1], None, {}, errors.RequestError),
+    ([1], None, {"streaming": True}, errors.RequestError),
+    ([1], 16, {"streaming": True, "after": READY}, errors.RequestError),
+    ([1], 16, {"streaming": True, "payload": b"first token"}, errors.RequestError),
 ])  # fmt: skip
-def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, error):
+def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, more, error):
     with pytest.raises(error):
-        pair.prefill.offer("r", blocks, tokens=tokens)
+        pair.prefill.offer("r", blocks, tokens=tokens, **more)
     pair.prefill.offer("r", [1], tokens=16)  # the id was not used up
     assert pair.prefill.poll() == []
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import kvxfer
 from kvxfer.config import Config, FabricConfig, leaves
 from kvxfer.errors import ConfigError, TicketError
-from kvxfer.memory.books import Arena
+from kvxfer.memory.books import ALIGNMENT
 from kvxfer.names import MAX_WORLD
 from kvxfer.tickets import RankCard
 
@@ -63,13 +63,18 @@ def test_chunks_are_cut_for_the_arena_unless_somebody_says(arena, chunk):
 
 
 def test_the_order_of_sources(environment, toml):
-    path = toml('window = 2\nmodel = "file"\nengine = "file"\n[fabric]\nnum_workers = 2\nmax_descriptors = 2\n')
+    path = toml(
+        'window = 2\nmodel = "file"\nengine = "file"\n'
+        '[fabric]\nnum_workers = 2\nmax_descriptors = 2\nbackend_params = {UCX = {file = "1"}}\n'
+    )
     environment(KVXFER_MODEL="variable", KVXFER_ENGINE="variable", KVXFER_FABRIC__NUM_WORKERS="3")
-    config = Config.load(path, engine="argument", fabric={"devices": ["mlx5_0"]})
+    params = {"UCX": {"argument": "2"}}  # one setting, from one source
+    config = Config.load(path, engine="argument", fabric={"devices": ["mlx5_0"], "backend_params": params})
     assert (config.engine, config.model, config.window, config.copy_ctas) == ("argument", "variable", 2, 24)
-    assert config.fabric == FabricConfig(devices=("mlx5_0",), num_workers=3, max_descriptors=2)
+    fabric = FabricConfig(devices=("mlx5_0",), num_workers=3, max_descriptors=2, backend_params=params)
+    assert config.fabric == fabric
     said = {
-        "argument": {"engine", "fabric.devices"},
+        "argument": {"engine", "fabric.devices", "fabric.backend_params"},
         "KVXFER_MODEL": {"model"},
         "KVXFER_FABRIC__NUM_WORKERS": {"fabric.num_workers"},
         str(path): {"window", "fabric.max_descriptors"},
@@ -302,10 +307,12 @@ def test_an_engine_has_no_more_ranks_than_its_card_may_name():
 
 
 @pytest.mark.parametrize("size", ["100MiB", 100_000_001, 0, 1536, "64MiB"])
-def test_shares_are_those_that_the_arena_makes(size):
+def test_shares_are_aligned_halves_of_the_arena(size):
     config = Config(arena_bytes=size)
-    arena = Arena.split(0, config.arena_bytes)
-    assert (config.send_bytes, config.receive_bytes) == (arena.sending.capacity, arena.receiving.capacity)
+    send, receive = config.send_bytes, config.receive_bytes
+    assert send % ALIGNMENT == receive % ALIGNMENT == 0
+    assert 0 <= config.arena_bytes - send - receive < ALIGNMENT
+    assert 0 <= receive - send <= ALIGNMENT
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ class Machine:
 
     def __init__(self, root, monkeypatch):
         self.root, self._monkeypatch = root, monkeypatch
+        monkeypatch.setattr(module, "_SYSFS", root)
         self.refuses = False
         monkeypatch.setattr(module, "bind", self._bind)
         self.allow(range(8))
@@ -39,7 +40,7 @@ class Machine:
         return self
 
     def place(self, affinity: Any = "auto", device: int | None = 1):
-        return place(affinity, device, sysfs=self.root, bus_id=self._bus_id)
+        return place(affinity, device, bus_id=self._bus_id)
 
     def _bus_id(self, device):
         if device != 1:

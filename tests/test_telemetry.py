@@ -18,7 +18,7 @@ from kvxfer.telemetry import Intervals, TransferStats, join_logs, logger, overhe
 def test_without_configuration_nothing_is_said():
     code = (
         "from kvxfer.telemetry import logger\n"
-        "log = logger('test')\n"
+        "log = logger('kvxfer.test')\n"
         "log.error('peer_lost', peer='a')\n"
         "try: 1 / 0\n"
         "except ZeroDivisionError: log.exception('task_failed')\n"
@@ -45,8 +45,8 @@ def test_lines_go_where_those_of_another_logger_go_and_with_a_name(ours, capsys)
     theirs.setLevel(logging.INFO)
     for _ in range(2):
         join_logs("an engine")
-        logger("link").info("peer_lost", peer="100%s")
-        logger("link").debug("peer_lost", peer="b")
+        logger("kvxfer.link").info("peer_lost", peer="100%s")
+        logger("kvxfer.link").debug("peer_lost", peer="b")
     assert capsys.readouterr().out == "INFO kvxfer.link peer_lost peer=100%s\n" * 2
 
 
@@ -64,7 +64,7 @@ def test_who_has_configured_our_lines_keeps_them(ours):
 
 def test_a_record_is_readable_and_carries_the_data(caplog):
     caplog.set_level(logging.INFO, logger="kvxfer")
-    logger("link").bind(rank=1).info(
+    logger("kvxfer.link").bind(rank=1).info(
         "peer_lost", peer="a b", reason="100%s", bytes=5, lag=1 / 3, error='x="y"', path=""
     )
     (record,) = caplog.records
@@ -79,13 +79,13 @@ def test_a_record_is_readable_and_carries_the_data(caplog):
 
 
 def test_a_line_cannot_be_forged(caplog):
-    logger("link").warning("peer_lost", reason="gone\nkvxfer all_good", peer="\x1b[31m")
+    logger("kvxfer.link").warning("peer_lost", reason="gone\nkvxfer all_good", peer="\x1b[31m")
     assert "\n" not in caplog.records[0].getMessage()
     assert "\x1b" not in caplog.records[0].getMessage()
 
 
 def test_a_value_is_cut_where_somebody_else_chose_how_long_it_is(caplog):
-    logger("link").warning("peer_lost", reason="\x1b" + 5_000_000 * "x", peer="p")
+    logger("kvxfer.link").warning("peer_lost", reason="\x1b" + 5_000_000 * "x", peer="p")
     (record,) = caplog.records
     assert len(record.getMessage()) < 5000
     assert len(record.kvxfer["reason"]) < 5000

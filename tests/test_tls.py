@@ -5,6 +5,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from kvxfer import Config, ConfigError
 from kvxfer.config import Credentials, TlsConfig
@@ -62,7 +63,9 @@ def test_damaged_pem(ours):
 @pytest.mark.timeout(10)  # OpenSSL would wait for somebody to type
 def test_an_encrypted_key(ours):
     key = Path(ours["key"])
-    key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nMII=\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    plain = serialization.load_pem_private_key(key.read_bytes(), None)
+    form, kept = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"a passphrase")
+    key.write_bytes(plain.private_bytes(serialization.Encoding.PEM, form, kept))
     assert f"tls.key {key} is encrypted" in refusal(**ours)
 
 

@@ -8,6 +8,8 @@ import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct, field
@@ -35,11 +37,12 @@ from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import ROUTE_NAMES, Route, Status
 from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving
+from kvxfer.runtime import Home
 from kvxfer.safety.doubt import Exposure
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import FetchResult, Progress, TransferState, short
+from kvxfer.transfers import FetchResult, Progress, TransferState, follow_from, short
 
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
@@ -327,7 +330,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
-            error = doubt_error(self, error, lambda: asyncio.shield(self._settled), silent, who)
+            error = doubt_error(self, error, partial(follow_from, self._settled, Home()), silent, who)
         elif not self.spared.done():
             site.custody.release(self.id)
         error, report = report_on(self, self._standing, error, elapsed=stats.duration, route=stats.route)
@@ -473,9 +476,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     # --- what becomes of its request, and of what it leaves in doubt
 
     @lazy
-    def _settled(self) -> "asyncio.Future[None]":
-        """Resolves when blocks that were in doubt are not."""
-        return self.site.loop.create_future()
+    def _settled(self) -> "Future[None]":
+        """Resolves when blocks that were in doubt are not. Whoever waits may have another loop."""
+        return Future()
 
     @property
     def doubtful(self) -> bool:
@@ -500,4 +503,3 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             self._settled.set_exception(
                 ClosedError(f"the worker was closed while blocks of {self.id} were in doubt: never reuse them")
             )
-            self._settled.exception()

@@ -349,7 +349,14 @@ class Decode:
     # --- what callers do
 
     def start(
-        self, ticket: Ticket, blocks: Blocks, *, tokens: range, after: Any, timeout: float | None, keep: bool
+        self,
+        ticket: Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any = None,
+        timeout: float | None = None,
+        keep: bool = False,
     ) -> Progress:
         """Begin a fetch. Everything that can be checked here is checked before anything is sent.
 

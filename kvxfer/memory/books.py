@@ -21,12 +21,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvxfer.errors import ArenaError, BlocksError, ConfigError
+from kvxfer.errors import ArenaError, BlocksError
 
 __all__ = [
     "ALIGNMENT",
     "TRANSITIONS",
-    "Arena",
     "Custody",
     "CustodySnapshot",
     "Extent",
@@ -615,40 +614,6 @@ class Share:
             writing_bytes=account.get(ExtentState.WRITING, 0),
             quarantined_bytes=account.get(ExtentState.QUARANTINED, 0),
             waiting_requests=self._queue.waiting(peer),
-        )
-
-
-# --- the arena
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Arena:
-    """The books of the whole arena. It neither allocates nor frees memory: `kvxfer.memory.device.allocate` does."""
-
-    sending: Share  # where gathers put what is written to peers
-    receiving: Share  # where peers write
-
-    @classmethod
-    def split(cls, base: int, capacity: int) -> "Arena":
-        """Halve an allocation: the share for sending first, the share for receiving behind it.
-
-        Args:
-            base: Address of the first byte. If it is not aligned, the bytes up to the next aligned one stay unused.
-            capacity: Bytes of the allocation. 0 switches the staged route off: every request is refused.
-
-        Raises:
-            ConfigError: The capacity is negative, or positive and too small for a single aligned extent.
-        """
-        first = base + -base % ALIGNMENT
-        usable = (capacity - (first - base)) // ALIGNMENT * ALIGNMENT if capacity else 0
-        if capacity and usable <= 0:
-            raise ConfigError(
-                f"arena_bytes={capacity} holds no extent of {ALIGNMENT} bytes; 0 switches the staged route off"
-            )
-        sending = usable // 2 // ALIGNMENT * ALIGNMENT
-        return cls(
-            sending=Share("send", base=first, capacity=sending),
-            receiving=Share("receive", base=first + sending, capacity=usable - sending),
         )
 
 

@@ -12,8 +12,10 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -30,15 +32,15 @@ from kvxfer.errors import (
     TokensError,
 )
 from kvxfer.geometry import Blocks, Span, check_tokens
-from kvxfer.names import MAX_WORLD
+from kvxfer.names import MAX_WORLD, lazy
 from kvxfer.plans.pairs import check_cover, offered_blocks
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.session import Identity
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home
-from kvxfer.site import Quota, Site, resolve
-from kvxfer.telemetry import TransferStats, hears_info, logger
-from kvxfer.transfers import follow
+from kvxfer.site import Quota, Site
+from kvxfer.telemetry import RequestKey, TransferStats, hears_info, logger
+from kvxfer.transfers import follow, follow_from
 
 if TYPE_CHECKING:
     from kvxfer.prefill.sender import Sender
@@ -50,16 +52,12 @@ __all__ = [
     "Expired",
     "Offer",
     "OfferBook",
-    "OfferKey",
     "OfferState",
     "Released",
     "Withdrawn",
 ]
 
 # --- offers
-
-OfferKey: TypeAlias = tuple[str, int]
-"""Request id and attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
 class Entry:
     """An offer as its book has it: what its owner has said, who reads its blocks, and how it ends."""
 
-    def __init__(self, book: "OfferBook", site: Site, key: OfferKey) -> None:
+    def __init__(self, book: "OfferBook", site: Site, key: RequestKey) -> None:
         self.site: Final = site
         self.key: Final = key
         self.tokens = 0  # on offer so far; final once it is finished
@@ -195,7 +193,6 @@ class Entry:
         self.stats: Final[list[TransferStats]] = []
         self._book = book
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
-        self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()
         # the engine that claimed it, the ranks of it that released it, and until when its lease runs
         self.engine: bytes | None = None
         self.superseded: set[bytes] = set()
@@ -226,6 +223,10 @@ class Entry:
             transfer.stop(failure)
         self.end_if_unread()
 
+    def withdraw(self, why: str = "the offer was withdrawn") -> None:
+        """Its owner takes it back. Idempotent."""
+        self.end(Withdrawn(), Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, why))
+
     def end_if_unread(self) -> None:
         """End if nothing reads the blocks any more."""
         if self.state is not OfferState.ENDING or self.transfers or self.ending is None:
@@ -242,7 +243,8 @@ class Entry:
             self._ended.set_result(ending)
         else:
             self.site.custody.settle(self._holder)
-            resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
+            if not self._quiescent.done():  # the worker was not closed meanwhile, and has said that it will not come
+                self._quiescent.set_result(None)
 
     def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.
@@ -272,11 +274,15 @@ class Entry:
             self._quiescent.set_exception(
                 ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
             )
-            self._quiescent.exception()
 
     def block_ids(self) -> dict[str, tuple[int, ...]]:
         """Its blocks by group."""
         return {group: tuple(np.asarray(span.ids).tolist()) for group, span in self.spans.items()}
+
+    @lazy
+    def _quiescent(self) -> "Future[None]":
+        """Resolves when blocks that were in doubt are not. Whoever waits may have another loop."""
+        return Future()
 
     @property
     def _holder(self) -> str:
@@ -292,7 +298,7 @@ class Entry:
         error = MemoryInDoubtError(
             f"the blocks of offer {self.key[0]!r} may still be read by a copy or post of ours, or by {peer}, which is "
             "silent",
-            settled=lambda: asyncio.shield(self._quiescent),
+            settled=partial(follow_from, self._quiescent, Home()),
             peer=peer,
             blocks=blocks,
         )
@@ -317,7 +323,7 @@ class Offer:
         return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
 
     @property
-    def key(self) -> OfferKey:
+    def key(self) -> RequestKey:
         """Request id and attempt."""
         return self._entry.key
 
@@ -454,8 +460,7 @@ class Offer:
 
     async def withdraw(self) -> Ending:
         """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
-        failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn")
-        self._home.own(self._entry).end(Withdrawn(), failure)
+        self._home.own(self._entry).withdraw()
         return await self.released()
 
     def _is_open(self, what: str) -> bool:
@@ -517,12 +522,12 @@ class OfferBook:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._most: Final = site.config.max_offers
-        self._offers: dict[OfferKey, Entry] = {}
-        self._early: dict[OfferKey, Early] = {}
+        self._offers: dict[RequestKey, Entry] = {}
+        self._early: dict[RequestKey, Early] = {}
         self._places: Final = Quota(site.config.max_transfers)  # one a request that somebody was early for
-        self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
-        self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
-        self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
+        self._past: OrderedDict[RequestKey, tuple[float, Code]] = OrderedDict()
+        self._ends: list[tuple[float, RequestKey]] = []  # a heap of when to look at whom
+        self._watched: dict[RequestKey, float] = {}  # the entry of the heap that counts
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf  # when it fires
         self._slept = False
@@ -588,7 +593,7 @@ class OfferBook:
                 self.release(offer.key, who)
         self.watch(offer.key, offer.lease)
 
-    def find(self, key: OfferKey) -> Entry | Code | None:
+    def find(self, key: RequestKey) -> Entry | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
         offer = self._offers.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
@@ -598,7 +603,7 @@ class OfferBook:
         past = self._past.get(key)
         return past[1] if past is not None else None
 
-    def awaited(self, key: OfferKey) -> Awaited | None:
+    def awaited(self, key: RequestKey) -> Awaited | None:
         """Who waits for a request that is not on offer yet. From any thread: it reads, and each read is whole."""
         early = self._early.get(key)
         if early is None:
@@ -608,13 +613,13 @@ class OfferBook:
             return None  # a claim alone: nothing is known of what will be wanted
         return Awaited(min((fetch.protocol.fetch.token_start for fetch in fetches), default=None), early.declined)
 
-    def claim_early(self, key: OfferKey, who: Identity) -> None:
+    def claim_early(self, key: RequestKey, who: Identity) -> None:
         """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""
         early = self._keep_early(key, who.incarnation)
         if early is not None and (who.epoch in early.claims or len(early.claims) < _ENGINES):
             early.claims[who.epoch] = who.world
 
-    def park(self, key: OfferKey, fetch: "Sender") -> bool:
+    def park(self, key: RequestKey, fetch: "Sender") -> bool:
         """Keep a fetch that came before its offer. False if there is no room."""
         early = self._keep_early(key, fetch.peer.identity.incarnation)
         if early is None:
@@ -622,7 +627,7 @@ class OfferBook:
         early.fetches.append(fetch)
         return True
 
-    def unpark(self, key: OfferKey, fetch: "Sender") -> None:
+    def unpark(self, key: RequestKey, fetch: "Sender") -> None:
         """A fetch ended before its offer came."""
         early = self._early.get(key)
         if early is not None and fetch in early.fetches:
@@ -666,7 +671,7 @@ class OfferBook:
         self.watch(offer.key, offer.lease)
         return True
 
-    def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
+    def release(self, key: RequestKey, who: Identity, *, declined: bool = False) -> None:
         """One rank of a decode engine is done with the request; `declined` if it never wanted it."""
         found, engine = self.find(key), who.epoch
         if isinstance(found, Entry):
@@ -707,7 +712,7 @@ class OfferBook:
         for offer in self.offers:
             offer.leave_in_doubt()
 
-    def watch(self, key: OfferKey, until: float) -> None:
+    def watch(self, key: RequestKey, until: float) -> None:
         """Look at a request at `until`, or before: whoever is renewed meanwhile is then watched anew."""
         if self._watched.get(key, math.inf) <= until:
             return
@@ -743,7 +748,7 @@ class OfferBook:
         finally:  # whatever one of them meets, others end
             self._set_timer()
 
-    def _expire_or_watch(self, key: OfferKey, now: float) -> None:
+    def _expire_or_watch(self, key: RequestKey, now: float) -> None:
         """End what has run out, or watch it on."""
         offer, early = self._offers.get(key), self._early.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
@@ -761,7 +766,7 @@ class OfferBook:
             for fetch in early.fetches:
                 fetch.refuse(Code.NEVER_OFFERED, reason)
 
-    def _keep_early(self, key: OfferKey, peer: bytes) -> Early | None:
+    def _keep_early(self, key: RequestKey, peer: bytes) -> Early | None:
         """Where to keep what a peer says before the offer comes; None if there is no room for it."""
         early = self._early.get(key)
         if early is None and self._places.take(peer):
@@ -769,7 +774,7 @@ class OfferBook:
             self.watch(key, early.until)
         return early
 
-    def _forget_early(self, key: OfferKey) -> Early | None:
+    def _forget_early(self, key: RequestKey) -> Early | None:
         early = self._early.pop(key, None)
         if early is not None:
             self._places.give(early.peer)

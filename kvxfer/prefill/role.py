@@ -10,7 +10,7 @@ from typing import Final
 from kvxfer.errors import Code, ProtocolError
 from kvxfer.mapped.host import elsewhere
 from kvxfer.peers.link import Link
-from kvxfer.prefill.offers import Entry, OfferBook, Withdrawn
+from kvxfer.prefill.offers import Entry, OfferBook
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
@@ -349,9 +349,8 @@ class Prefill:
 
     def withdraw_all(self) -> None:
         """Take every offer back; for shutdown."""
-        failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
         for offer in self.book.offers:
-            offer.end(Withdrawn(), failure)
+            offer.withdraw("the prefill worker is closing")
         self.refuse_parked()
         ends = [offer.wait_end() for offer in self.book.offers]
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours

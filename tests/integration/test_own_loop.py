@@ -184,7 +184,7 @@ async def test_one_that_is_dropped_while_it_moves_is_warned_of(stage, monkeypatc
 
 async def test_cancelling_a_withdrawal_does_not_stop_it(pair):
     offer, busy = pair[0].offer("r", [1], tokens=4), threading.Event()
-    pair[0]._thread.post(busy.wait)  # so that the withdrawal has not begun when it is cancelled
+    pair[0]._served.thread.post(busy.wait)  # so that the withdrawal has not begun when it is cancelled
     task = asyncio.create_task(offer.withdraw())
     await asyncio.sleep(0)
     await end(task)
@@ -193,18 +193,20 @@ async def test_cancelling_a_withdrawal_does_not_stop_it(pair):
         assert isinstance(await offer.released(), Withdrawn)
 
 
-async def test_memory_in_doubt_settles_from_the_callers_loop(stage):
-    pair = await stage.pair(Cache(), Cache(), loop="own", route="direct", **SOON)
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_that_memory_in_doubt_has_settled_is_heard_on_any_loop(stage, loop):
+    pair = await stage.pair(Cache(), Cache(), loop=loop, route="direct", **SOON)
     _, transfer = await stage.in_flight(*pair, to="decode")
     task = asyncio.ensure_future(result(transfer))
     await asyncio.sleep(0)
     task.cancel()
     doubt = await raised(task, errors.MemoryInDoubtError)
     assert not transfer.memory_safe
-    settled = asyncio.ensure_future(doubt.settled())
-    assert not (await asyncio.wait({settled}, timeout=0.05))[0]
+    waiting = [doubt.settled(), asyncio.to_thread(asyncio.run, doubt.settled())]
+    settled = [asyncio.ensure_future(each) for each in waiting]
+    assert not (await asyncio.wait(settled, timeout=0.05))[0]
     stage.network.release("decode")
-    await settled
+    await asyncio.gather(*settled)
     assert transfer.memory_safe
 
 

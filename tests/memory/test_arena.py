@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.errors import ArenaError, ConfigError
+from kvxfer.errors import ArenaError
 from kvxfer.memory import books as memory
 from kvxfer.memory.books import Gaps
 
@@ -277,27 +277,8 @@ class TestQuarantine:
         assert served[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
         assert served[8:] == list("bcdefg")
 
-
-class TestArena:
-    @given(base=st.integers(0, 1 << 47), capacity=st.integers(1 << 10, 1 << 40))
-    def test_any_split_stays_inside_and_is_aligned(self, base, capacity):
-        arena = memory.Arena.split(base, capacity)
-        for share in (arena.sending, arena.receiving):
-            assert share.base % memory.ALIGNMENT == share.capacity % memory.ALIGNMENT == 0
-        assert base <= arena.sending.base
-        assert arena.sending.base + arena.sending.capacity == arena.receiving.base
-        assert arena.receiving.base + arena.receiving.capacity <= base + capacity
-        assert arena.sending.capacity + arena.receiving.capacity > capacity - 2 * memory.ALIGNMENT
-        assert 0 <= arena.receiving.capacity - arena.sending.capacity <= memory.ALIGNMENT
-
     def test_without_bytes_it_is_off_and_says_so(self):
-        arena = memory.Arena.split(0, 0)
-        for share in (arena.sending, arena.receiving):
-            with pytest.raises(ArenaError, match="arena_bytes=0"):
-                share.request("a", 1)
-            assert share.advance() == []
-
-    @pytest.mark.parametrize(("base", "capacity"), [(0, 100), (0, -1), (511, 512)])
-    def test_what_cannot_be_split_is_refused(self, base, capacity):
-        with pytest.raises(ConfigError):
-            memory.Arena.split(base, capacity)
+        share = make(0)
+        with pytest.raises(ArenaError, match="arena_bytes=0"):
+            share.request("a", 1)
+        assert share.advance() == []

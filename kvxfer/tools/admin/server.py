@@ -25,8 +25,7 @@ from kvxfer.errors import ConfigError, RequestError
 from kvxfer.names import Endpoint
 from kvxfer.telemetry import logger
 from kvxfer.tools.admin.app import app
-from kvxfer.tools.admin.health import Limits
-from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched
+from kvxfer.tools.admin.look import PATIENCE_SECONDS, Limits, Watched
 
 __all__ = ["AdminServer", "serve"]
 

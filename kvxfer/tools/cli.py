@@ -332,17 +332,19 @@ def doctor(
 
     examination = Examination(progress, device=device)
     if listen is not None:
-        outcome = examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+        examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+    elif peer is not None:
+        examination.peer(peer)
     else:
-        outcome = examination.local() if peer is None else examination.peer(peer)
+        examination.local()
     if as_json:
-        typer.echo(json.dumps(outcome.to_json(), indent=2))
+        typer.echo(json.dumps(examination.to_json(), indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
-        console.print(table(outcome.findings))
-        console.print(f"\n{verdict(outcome.findings)}", markup=False)
-    if outcome.exit_code:
-        raise typer.Exit(outcome.exit_code)
+        console.print(table(examination.found))
+        console.print(f"\n{verdict(examination.found)}", markup=False)
+    if examination.exit_code:
+        raise typer.Exit(examination.exit_code)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import pytest
 from kvxfer.errors import UsageError
 from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
 from kvxfer.tools.bench.caches import Slab, draw
-from kvxfer.tools.bench.cells import draw_unwritten
 from kvxfer.tools.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
+from kvxfer.tools.bench.matrix import draw_unwritten
 
 EVERY = [*map(plain, PIECES), *NAMED.values()]
 

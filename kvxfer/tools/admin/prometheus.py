@@ -21,6 +21,7 @@ _State: TypeAlias = Mapping[str, Any]
 _Find: TypeAlias = Callable[[_State], Any]
 _IDENTITY: Final = ("engine", "rank")
 _SIDES: Final = ("receive", "send")
+_STATES: Final = ("free", "reserved", "writing", "quarantined")
 _BOUNDS: Final = (*(repr(bound) for bound in SECONDS), "+Inf")
 
 
@@ -81,7 +82,6 @@ _GAUGES: Final[Mapping[str, tuple[str, str, _Find]]] = {
     "kvxfer_arena_waiting_bytes": ("Bytes that wait for a share.", "share", _by_share("waiting_bytes")),
     "kvxfer_arena_waiting_requests": ("Requests that wait for a share.", "share", _by_share("waiting_requests")),
 }  # fmt: skip
-_STATES: Final = ("free", "reserved", "writing", "quarantined")
 _COUNTERS: Final[Mapping[str, tuple[str, str, _Find]]] = {
     "kvxfer_transfers": (
         "Transfers that ended, by outcome.",

@@ -28,7 +28,7 @@ from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
-from kvxfer.tools.bench.report import Report, Table
+from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples
 
 __all__ = ["Rivals", "find"]
@@ -55,7 +55,7 @@ class Rivals:
     seconds: float = 30.0  # when one piece size of a rival has taken so long, it is not repeated further
     sabotage: str = ""  # as in the matrix
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure kvxfer, then one rival after the other, each in processes of its own.
 
         Raises:
@@ -76,7 +76,7 @@ class Rivals:
             repetitions=self.repetitions,
             cell_seconds=self.seconds,
             sabotage=self.sabotage,
-        ).run(head, lambda label, cells, _: on_step(label, cells, total))
+        ).run(lambda label, cells, _: on_step(label, cells, total))
         done = len(self.routes) * len(self.pieces)
         found: list[dict[str, Any]] = []
         skipped: list[dict[str, str]] = []
@@ -90,7 +90,7 @@ class Rivals:
                 else:
                     found += self._measure(_Task(self, name, variant, module.PROCESSES))
                 done += len(self.pieces)
-        return _report(head, ours, found, skipped)
+        return _report(ours.data, found, skipped)
 
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
         bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
@@ -202,7 +202,7 @@ def _source(side: Side, task: _Task) -> None:
         if not both:
             side.send(None)
         rival.close()
-        side.report(_row(task, piece, count, Samples.of(took, 1), difference))
+        side.report(_row(task, piece, count, Samples(took, 1), difference))
         del rival, source, sink
     if not both:
         side.send(None)
@@ -280,8 +280,8 @@ def _row(task: _Task, piece: int, count: int, samples: Samples, difference: str)
     }
 
 
-def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], skipped: list[dict[str, str]]) -> Report:
-    cells: list[dict[str, Any]] = [{"rival": f"kvxfer {cell['route']}", **cell} for cell in ours.data["cells"]] + found
+def _report(ours: dict[str, Any], found: list[dict[str, Any]], skipped: list[dict[str, str]]) -> Report:
+    cells: list[dict[str, Any]] = [{"rival": f"kvxfer {cell['route']}", **cell} for cell in ours["cells"]] + found
     best = {
         piece: max((one["gbps"] for one in found if one["piece_bytes"] == piece), default=None)
         for piece in {one["piece_bytes"] for one in cells}
@@ -296,12 +296,12 @@ def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], ski
     size = max((one["request_bytes"] for one in cells), default=0)
     notes = ["in brackets: times the fastest rival at this piece size; kvxfer is the whole `await fetch`"]
     notes += [f"skipped: {one['rival']}: {one['reason']}" for one in skipped]
-    notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours.data["skipped"]]
+    notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours["skipped"]]
     title = f"{size // MIB} MiB in scattered pieces, GB/s, median"
     headings = ["", *(_named(piece) for piece in pieces)]
     wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
-    data = {"cells": cells, "skipped": skipped, "skipped_cells": ours.data["skipped"], "noise": ours.data["noise"]}
-    return Report("rivals", head, data, [Table(title, headings, rows, notes)], wrong)
+    data = {"cells": cells, "skipped": skipped, "skipped_cells": ours["skipped"], "noise": ours["noise"]}
+    return Report(data, title, headings, rows, notes, wrong)
 
 
 def _named(piece: int) -> str:

@@ -9,7 +9,7 @@ of the other. What an engine does once (registering, listing all blocks) is not 
 is. kvxfer does the same work by each of its routes, in caches whose pieces have that size.
 """
 
-import importlib.util
+import importlib
 import random
 import sys
 import time
@@ -37,7 +37,6 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 PIECES: Final = (8 * KIB, 32 * KIB, 2 * MIB)
 _ROW: Final = DIM * ITEM_BYTES
-_PACKAGE: Final = "kvxfer_rivals"
 _ROOM: Final = 1 << 30
 
 
@@ -111,7 +110,7 @@ def find(given: Path | None) -> Path:
     Raises:
         UsageError: If it is not there, with how to get it.
     """
-    folder = given or Path(kvxfer.__file__).parents[1] / "benchmarks" / "rivals"
+    folder = (given or Path(kvxfer.__file__).parents[1] / "benchmarks" / "rivals").resolve()
     if not (folder / "__init__.py").is_file():
         raise UsageError(
             f"{folder} does not hold the rivals' code, which is not part of the installed package: take the folder "
@@ -137,15 +136,10 @@ class _Task:
 
 def _load(folder: Path) -> dict[str, ModuleType]:
     """The rivals' modules by name, in the order in which the package lists them."""
-    if _PACKAGE not in sys.modules:
-        file = folder / "__init__.py"
-        found = importlib.util.spec_from_file_location(_PACKAGE, file, submodule_search_locations=[str(folder)])
-        if found is None or found.loader is None:
-            raise UsageError(f"{file} cannot be imported")
-        sys.modules[_PACKAGE] = module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    names: Sequence[str] = sys.modules[_PACKAGE].MODULES
-    return {name: importlib.import_module(f"{_PACKAGE}.{name}") for name in names}
+    if (place := str(folder.parent)) not in sys.path:
+        sys.path.insert(0, place)
+    names: Sequence[str] = importlib.import_module(folder.name).MODULES
+    return {name: importlib.import_module(f"{folder.name}.{name}") for name in names}
 
 
 # --- in a rival's processes
@@ -173,7 +167,7 @@ def _pool(piece: int, count: int, device: str, *, source: bool) -> Cache:
     return Cache([tensor], "block token head dim", range(piece // _ROW), poison)
 
 
-def _source(side: Side, task: _Task) -> None:
+async def _source(side: Side, task: _Task) -> None:
     """Lead: each piece size, and of each all repetitions."""
     spec, module = task.spec, task.load()
     both = task.processes == 1
@@ -227,7 +221,7 @@ def _turn(side: Side, spec: Rivals, rival: Any, work: _Work, sink: Cache | None)
     return (seconds if theirs is None else theirs), difference
 
 
-def _sink(side: Side, task: _Task) -> None:
+async def _sink(side: Side, task: _Task) -> None:
     """Follow: a pool for each piece size, and a check of each repetition."""
     module, spec = task.load(), task.spec
     while (sizes := side.receive()) is not None:

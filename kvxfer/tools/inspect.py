@@ -60,13 +60,13 @@ class Item:
     value: int
 
 
-def scan(data: bytes | memoryview, at: int = 0) -> Iterator[Item]:
-    """Yield the value that begins at `at`, and everything in it, in the order of the bytes.
+def scan(data: bytes | memoryview) -> Iterator[Item]:
+    """Yield the first value, and everything in it, in the order of the bytes.
 
     Raises:
         ScanError: Where the bytes are no MessagePack.
     """
-    left, indices = [1], [0]  # entries still to come, and the next index, of every open container
+    at, left, indices = 0, [1], [0]  # entries still to come, and the next index, of every open container
     while left:
         if not left[-1]:
             left.pop()

@@ -40,14 +40,14 @@ class Interference:
     device: Kind
     routes: tuple[str, ...]
     ctas: tuple[int, ...] = CTAS  # on a CPU there are none
-    request_bytes: int = 0  # 0: 512 MiB, on a CPU 32 MiB
+    request_bytes: int | None = None  # 512 MiB, on a CPU 32 MiB
     seconds: float = 2.0  # how long a victim's speed is taken, each time
     turns: int = 3  # how often, without and with transfers
 
     def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
         total = len(self.routes) * len(self.settings) * len(self.victims)
-        return _report(measure(_decode, self, self.device, total, on_step))
+        return _report(measure(_decode, self, total, on_step))
 
     @property
     def settings(self) -> tuple[int | None, ...]:
@@ -63,7 +63,8 @@ class Interference:
     @property
     def blocks(self) -> int:
         """Blocks of a request."""
-        return max(1, _LAYOUT.blocks(self.request_bytes or (32 if self.device == "cpu" else 512) * MIB))
+        usual = (32 if self.device == "cpu" else 512) * MIB
+        return max(1, _LAYOUT.blocks(usual if self.request_bytes is None else self.request_bytes))
 
 
 async def _decode(side: Side, spec: Interference) -> None:

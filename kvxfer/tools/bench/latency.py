@@ -46,7 +46,7 @@ class Latency:
 
     def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        return _report(measure(_decode, self, self.device, len(BLOCKS) * len(self.routes), on_step, uvloop=self.uvloop))
+        return _report(measure(_decode, self, len(BLOCKS) * len(self.routes), on_step, uvloop=self.uvloop))
 
 
 async def _decode(side: Side, spec: Latency) -> None:

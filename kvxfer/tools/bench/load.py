@@ -49,7 +49,7 @@ class Load:
     def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
         total = len(self.routes) * len(self.concurrency)
-        return _report(measure(_decode, self, self.device, total, on_step, uvloop=self.uvloop))
+        return _report(measure(_decode, self, total, on_step, uvloop=self.uvloop))
 
     def blocks(self, slot: int) -> int:
         """Blocks of each fetch of a slot."""

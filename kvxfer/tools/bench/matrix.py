@@ -97,7 +97,7 @@ class Matrix:
     def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
         order = {cell: at for at, cell in enumerate(self.cells())}
-        found = measure(_decode, self, self.device, len(order), on_step, uvloop=self.uvloop)
+        found = measure(_decode, self, len(order), on_step, uvloop=self.uvloop)
         return _report(sorted(found, key=lambda one: order[one[0]]))
 
 

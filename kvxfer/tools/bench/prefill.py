@@ -23,7 +23,7 @@ from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer
 from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import Body, Side, collect
-from kvxfer.tools.bench.device import Kind, sides
+from kvxfer.tools.bench.device import sides
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.reference import Card, ReferenceKind, Source, Target
 from kvxfer.tools.bench.samples import Samples
@@ -41,11 +41,11 @@ _TICK_SECONDS: Final = 0.005
 
 
 def measure(
-    decode: Body, spec: Any, device: Kind, total: int, on_step: Callable[[str, int, int], None], *, uvloop: bool = False
+    decode: Body, spec: Any, total: int, on_step: Callable[[str, int, int], None], *, uvloop: bool = False
 ) -> list[Any]:
     """Run a decode process and its prefill process to their end: what the former reports, see `collect`."""
     bodies = {"prefill": _follow, "decode": decode}
-    return collect(bodies, spec, total, on_step, devices=sides(device), uvloop=uvloop)
+    return collect(bodies, spec, total, on_step, devices=sides(spec.device), uvloop=uvloop)
 
 
 async def ask(
@@ -100,7 +100,6 @@ class Prefill:
         self._kept: Final = kept  # to the end
         self._opened: Final = AsyncExitStack()  # likewise, until the worker is closed
         kept.push_async_exit(self._opened)
-        self._victim: Victim | None = None
         self._slab: Slab
         self._reference: Source
         self._worker: kvxfer.Worker
@@ -160,19 +159,17 @@ class Prefill:
         return time.thread_time()
 
     async def disturb(self, kind: str) -> None:
-        """Have such a victim go round, if there is to be one."""
-        self._victim = Victim(kind, self._side.device) if kind else None
-        if self._victim is not None:
-            await self._victim.rate(0.0)
+        """Have such a victim go round."""
+        self._victim = Victim(kind, self._side.device)
+        await self._victim.rate(0.0)
 
     async def rate(self, seconds: float) -> float:
         """How often a second the victim goes round."""
-        return 0.0 if self._victim is None else await self._victim.rate(seconds)
+        return await self._victim.rate(seconds)
 
     async def calm(self) -> None:
-        """End the victim, if there is one."""
-        if self._victim is not None:
-            await self._victim.stop()
+        """End the victim."""
+        await self._victim.stop()
 
     async def refer(self, kind: ReferenceKind, nbytes: int) -> float:
         """Copy so many bytes to the target of references: seconds."""

@@ -49,14 +49,18 @@ def _perform(
         raise typer.Exit(code)
 
 
-def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+def _size(option: str, text: str) -> int:
     from kvxfer.config import parse_size
     from kvxfer.errors import UsageError
 
     try:
-        return tuple(int(str(parse_size(one))) for one in text.split(",")) if text else None
+        return int(str(parse_size(text)))
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from error
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    return tuple(_size(option, one) for one in text.split(",")) if text else None
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -195,7 +199,6 @@ def rivals(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.rivals import Rivals, find
 
-    sizes = _sizes("--size", size)
     _perform(
         "rivals",
         Rivals,
@@ -204,7 +207,7 @@ def rivals(
         {"pieces": (8 << 10,), "size": 16 << 20, "repetitions": 3} if quick else {},
         folder=find(rivals_dir),
         pieces=_sizes("--pieces", pieces),
-        size=sizes and sizes[0],
+        size=_size("--size", size) if size else None,
         routes=known_routes(routes),
         only=tuple(only or ()),
         repetitions=repetitions,
@@ -227,7 +230,6 @@ def interference(
     from kvxfer.tools.bench.interference import Interference
     from kvxfer.tools.bench.matrix import known_routes
 
-    sizes = _sizes("--size", size)
     _perform(
         "interference",
         Interference,
@@ -236,7 +238,7 @@ def interference(
         {"seconds": 0.2, "turns": 2} if quick else {},
         routes=known_routes(routes or ("mapped,staged" if quick else None)),
         ctas=_numbers("--ctas", ctas),
-        request_bytes=sizes and sizes[0],
+        request_bytes=_size("--size", size) if size else None,
         seconds=seconds,
         turns=turns,
     )

@@ -3,10 +3,8 @@
 from importlib.util import find_spec
 
 import pytest
-from typer.testing import CliRunner
 
 from kvxfer.errors import UsageError
-from kvxfer.tools import cli
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
@@ -51,10 +49,10 @@ def test_a_route_that_needs_two_processes_is_refused(bench):
 
 
 @pytest.mark.parametrize("place", ["file/results.json", "folder"])
-def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch, tmp_path, place):
+def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch, command, tmp_path, place):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr("kvxfer.tools.bench.scale.Scale.run", lambda *_: pytest.fail("it ran"))
-    done = CliRunner().invoke(cli.app, ["bench", "scale", "--quick", "--json", str(tmp_path / place)])
-    assert isinstance(done.exception, UsageError)
-    assert f"--json {tmp_path / place} cannot be written" in str(done.exception)
+    code, out, err = command("bench", "scale", "--quick", "--json", str(tmp_path / place))
+    assert (code, out) == (2, "")
+    assert f"--json {tmp_path / place} cannot be written" in err

@@ -285,10 +285,7 @@ def _bytes(name: str, value: bytes) -> str:
 def _enum(value: IntEnum, data: bytes, path: tuple[int, ...]) -> str:
     if value or not data:
         return f"{value.name} ({value:d})"
-    try:
-        item = find(data, path)
-    except ScanError:
-        item = None
+    item = find(data, path)  # none where the field is absent
     raw = item.value if item is not None and item.kind == "int" else 0
     return "UNKNOWN (0)" if raw == 0 else f"UNKNOWN ({raw}, not known to this version)"
 

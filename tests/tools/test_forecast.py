@@ -110,11 +110,8 @@ def test_chunks_follow_the_setting():
 
 def test_bandwidths_of_ones_own_take_the_place_of_measured_ones():
     mine = with_bandwidths(H200, "1GB, mapped = 300GB")
-    given = {Route.STAGED: 1e9, Route.DIRECT: 1e9, Route.PULL: 1e9, Route.MAPPED: 3e11}
-    assert {route: cost.bytes_per_s for route, cost in mine.routes.items()} == given
-    assert all(
-        dataclasses.replace(cost, bytes_per_s=given[route]) == mine.routes[route] for route, cost in H200.routes.items()
-    )
+    found = {route: cost.bytes_per_s for route, cost in mine.routes.items()}
+    assert found == {Route.STAGED: 1e9, Route.DIRECT: 1e9, Route.PULL: 1e9, Route.MAPPED: 3e11}
     assert mine.hardware.endswith("staged at 1 GB/s, direct at 1 GB/s, pull at 1 GB/s, mapped at 300 GB/s")
 
 

@@ -166,8 +166,8 @@ def families(looks: Sequence[Look], limits: Limits) -> Iterator[Metric]:
     for name, (text, labels, find) in _HISTOGRAMS.items():
         histogram = HistogramMetricFamily(name, text, labels=[*_IDENTITY, *labels.split()])
         for values, durations in _found(looks, labels, find):
-            cumulative = zip(_BOUNDS, accumulate(durations["counts"]), strict=True)
-            histogram.add_metric(values, list(cumulative), durations["sum"])
+            counts: list[int] = durations["counts"]
+            histogram.add_metric(values, list(zip(_BOUNDS, accumulate(counts), strict=True)), durations["sum"])
         yield histogram
 
 

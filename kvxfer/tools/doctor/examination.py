@@ -18,7 +18,6 @@ from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
 __all__ = ["Examination", "check_pair", "listening", "pasted"]
 
 _DEVICES: Final = ("auto", "cpu", "cuda")
-_SIDES: Final = ("first", "second")
 _SILENCE: Final = 90.0
 """Seconds without any finding after which the two are given up. The first kernels may have to be compiled meanwhile."""
 
@@ -163,7 +162,7 @@ def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> N
 
     one, other = devices
     names = (f"{one} (a)", f"{other} (b)") if one == other else devices
-    bodies, where = dict.fromkeys(_SIDES, _examine), dict(zip(_SIDES, devices, strict=True))
+    bodies, where = {"first": _examine, "second": _examine}, {"first": one, "second": other}
     try:
         conduct(bodies, names, show, devices=where, silence=_SILENCE)
     except (BenchFailedError, OSError) as error:  # the latter: no process could be started, or no folder made
@@ -179,7 +178,7 @@ def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> N
 async def _examine(side: Side, names: tuple[str, str]) -> None:
     from kvxfer.tools.doctor.pair import examine  # this process would load torch only to start others that do so
 
-    first = side.name == _SIDES[0]
+    first = side.name == "first"
     await examine(side, names if first else (names[1], names[0]), first=first)
 
 

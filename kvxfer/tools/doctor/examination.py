@@ -54,24 +54,12 @@ class Examination:
     def peer(self, address: str) -> None:
         """What can be seen from here, and a probe with a side that listens."""
         code, endpoint = pasted(address)
-
-        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
-            from kvxfer.tools.doctor.remote import check_peer
-
-            return check_peer(code, endpoint, device, folder)
-
-        self._with_peer(begin)
+        self._with_peer(lambda remote, device, folder: remote.check_peer(code, endpoint, device, folder))
 
     def listen(self, address: str, say: Callable[[str], None], timeout: float) -> None:
         """What can be seen from here, and a probe with the first that connects."""
         endpoint = listening(address)
-
-        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
-            from kvxfer.tools.doctor.remote import serve_peer
-
-            return serve_peer(endpoint, device, folder, say, timeout)
-
-        self._with_peer(begin)
+        self._with_peer(lambda remote, device, folder: remote.serve_peer(endpoint, device, folder, say, timeout))
 
     def _add(self, finding: Finding) -> None:
         self.found.append(finding)
@@ -126,12 +114,14 @@ class Examination:
         needed = {"torch", "nixl", "settings"}
         return not any(one.name in needed and one.status is Status.FAIL for one in self.found)
 
-    def _with_peer(self, begin: Callable[[str, Path], AsyncGenerator[Finding, None]]) -> None:
+    def _with_peer(self, begin: Callable[[Any, str, Path], AsyncGenerator[Finding, None]]) -> None:
         with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
             let_ucx_tell(Path(folder))  # UCX reads it when it is loaded, which the look at its version does
             device = self._devices(self._look())[0]
             if self._usable:
-                self._run(begin(device, Path(folder)))
+                from kvxfer.tools.doctor import remote  # which loads torch
+
+                self._run(begin(remote, device, Path(folder)))
 
     def _run(self, findings: AsyncGenerator[Finding, None]) -> None:
         async def run() -> None:

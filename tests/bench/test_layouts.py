@@ -22,7 +22,6 @@ def test_pieces_have_the_size_that_the_name_says(layout, size):
     plan = PairPlan(source, target, common(source, target)).bind(ours, theirs, range(blocks * layout.block_tokens))
     pieces = plan.whole.copy().enumerate().nbytes
     assert set(pieces.tolist()) == {layout.piece_bytes}
-    assert pieces.sum() == size
     assert len(pieces) * layout.piece_bytes == size
 
 

@@ -6,9 +6,8 @@ exit code 2, never a traceback; what was looked at and found wrong (frames, the 
 
 import signal
 import sys
-from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -220,7 +219,8 @@ def inspect(
     """Say what control frames mean. The exit code is 1 if some of them cannot be decoded."""
     if (frames is None) == (file is None):
         raise UsageError("give either frames in hexadecimal (or - for stdin) or --file, not both and not neither")
-    from kvxfer.tools.inspect import describe, from_hex
+    from kvxfer.tools.inspect import frames as read_frames
+    from kvxfer.tools.inspect import from_hex
 
     try:
         data = file.read_bytes() if file is not None else from_hex(sys.stdin.read() if frames == "-" else frames or "")
@@ -228,21 +228,15 @@ def inspect(
         raise UsageError(f"{file} cannot be read: {error.strerror}; check the path") from error
     except ValueError as error:
         raise UsageError(f"this is not hexadecimal: {error}") from error
-    damaged = _print_lines(describe(data))
+    damaged: list[int] = []
+    for number, (lines, whole) in enumerate(read_frames(data)):
+        typer.echo("\n".join(lines))
+        damaged += [] if whole else [number]
     if damaged:
         listed = ", ".join(map(str, damaged[:_LISTED])) + (", ..." if len(damaged) > _LISTED else "")
         many = f"frames {listed}" if len(damaged) > 1 else f"frame {listed}"
         sys.stderr.write(f"kvxfer: {many} cannot be decoded; the output says why\n")
         raise typer.Exit(1)
-
-
-def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
-    """Print lines as they come; what their generator returns."""
-    while True:
-        try:
-            typer.echo(next(lines))
-        except StopIteration as end:
-            return cast("list[int]", end.value)
 
 
 @app.command()

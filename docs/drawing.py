@@ -1,17 +1,16 @@
 # ruff: noqa: INP001 - docs is no package; hooks.py and generate_drawings.py find this beside themselves
-"""Draws diagrams as SVG text: sequences, states, stacks of layers, charts.
+"""Draws diagrams as SVG text: sequences, states, stacks of layers.
 
 Nothing is fetched and nothing runs in a browser: a page shows its pictures offline, and a picture that is kept in the
 repository is text that a diff shows.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 
 _INK, _FAINT, _FILL, _PAPER = "#24292f", "#8c959f", "#ddebf7", "#ffffff"
-_SERIES = ("#9dc3e6", "#c55a11", "#548235", "#7030a0")
 _HEAD = f"""\
 <defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">\
 <path d="M0 0 8 4 0 8z" fill="{_INK}"/></marker></defs>"""
@@ -31,11 +30,10 @@ class Canvas:
         """Make room for a point."""
         self.width, self.height = max(self.width, x), max(self.height, y)
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str = _FILL, dash: str = "") -> None:
-        """A rectangle; with `dash` one that is only an outline."""
-        stroke = f'stroke="{_FAINT}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    def box(self, x: float, y: float, width: float, height: float, fill: str = _FILL) -> None:
+        """A rectangle."""
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" {stroke}/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{_FAINT}"/>'
         )
         self.reach(x + width, y + height)
 
@@ -78,7 +76,7 @@ def breadth(text: str) -> float:
 
 @dataclass(frozen=True)
 class Message:
-    """An arrow of a sequence, to itself if both ends are the same."""
+    """An arrow of a sequence, from one to another."""
 
     source: str
     target: str
@@ -88,39 +86,23 @@ class Message:
 
 @dataclass(frozen=True)
 class Note:
-    """What somebody does meanwhile."""
+    """What some do together."""
 
     over: tuple[str, ...]
     text: str
 
 
-@dataclass(frozen=True)
-class Loop:
-    """Steps that are repeated."""
-
-    text: str
-    steps: "Sequence[Step]"
-
-
-Step = Message | Note | Loop
-
-
-def sequence(title: str, people: Mapping[str, str], steps: Sequence[Step], groups: Mapping[str, str]) -> str:
+def sequence(title: str, people: Mapping[str, str], steps: Sequence[Message | Note]) -> str:
     """Who says what to whom, downwards.
 
     Args:
         title: For readers who do not see it.
         people: Name and what is shown, from left to right.
         steps: In their order.
-        groups: What stands above some of the people, by name.
     """
-    flat = list(_flat(steps))
-    at = _places(people, flat)
+    at = _places(people, steps)
     canvas = Canvas()
-    top = 12.0 + (_LINE + 6) * bool(groups)
-    for group in dict.fromkeys(groups.values()):
-        inside = [at[name] for name in people if groups.get(name) == group]
-        canvas.text((min(inside) + max(inside)) / 2, 24, group, strong=True)
+    top = 12.0
     for name, shown in people.items():
         width = breadth(shown) + 20
         canvas.box(at[name] - width / 2, top, width, 26)
@@ -134,78 +116,37 @@ def sequence(title: str, people: Mapping[str, str], steps: Sequence[Step], group
     return canvas.svg(title)
 
 
-def _flat(steps: Iterable[Step]) -> Iterable[Message | Note]:
-    for step in steps:
-        if isinstance(step, Loop):
-            yield from _flat(step.steps)
-        else:
-            yield step
-
-
 def _places(people: Mapping[str, str], steps: Sequence[Message | Note]) -> dict[str, float]:
     """Where each line stands, so that what lies between two has room."""
     names = list(people)
     pairs = list(pairwise(names))
     room = {pair: (breadth(people[pair[0]]) + breadth(people[pair[1]])) / 2 + 40 for pair in pairs}
-    left = breadth(people[names[0]]) / 2 + 10
     for step in steps:
         ends = list(map(names.index, step.over if isinstance(step, Note) else (step.source, step.target)))
         first, last = min(ends), max(ends)
-        width = max(breadth(line) for line in _lines(step.text)) + 28
-        if first < last:
-            needs = dict.fromkeys(pairs[first:last], width / (last - first))
-        elif isinstance(step, Message):
-            needs = dict.fromkeys(pairs[first : first + 1], width + 30)
-        else:
-            needs = dict.fromkeys(pairs[max(0, first - 1) : first + 1], width / 2 + 12)
-            left = max(left, width / 2) if first == 0 else left
-        for pair, need in needs.items():
-            room[pair] = max(room[pair], need)
-    at = {names[0]: 14 + left}
+        for pair in pairs[first:last]:
+            room[pair] = max(room[pair], (breadth(step.text) + 28) / (last - first))
+    at = {names[0]: 14 + breadth(people[names[0]]) / 2 + 10}
     for one, two in pairs:
         at[two] = at[one] + room[one, two]
     return at
 
 
-def _lines(text: str) -> list[str]:
-    return text.replace("<br>", "<br/>").split("<br/>")
-
-
-def _steps(canvas: Canvas, steps: Iterable[Step], at: Mapping[str, float], y: float) -> float:
+def _steps(canvas: Canvas, steps: Iterable[Message | Note], at: Mapping[str, float], y: float) -> float:
     for step in steps:
         match step:
-            case Message(source, target, text) if source == target:
-                x = at[source]
-                canvas.line((x, y - 6), (x + 22, y - 6), (x + 22, y + 8), (x, y + 8), arrow=True)
-                canvas.text(x + 28, y + 5, text, "start")
-                y += 34
             case Message(source, target, text, dashed):
-                lines = _lines(text)
-                for line in lines:
-                    canvas.text((at[source] + at[target]) / 2, y, line)
-                    y += _LINE
+                canvas.text((at[source] + at[target]) / 2, y, text)
+                y += _LINE
                 canvas.line((at[source], y - 9), (at[target], y - 9), dash="5 4" if dashed else "", arrow=True)
                 y += 16
             case Note(over, text):
-                lines = _lines(text)
                 ends = [at[name] for name in over]
-                middle, width = (min(ends) + max(ends)) / 2, max(map(breadth, lines)) + 16
-                width = max(width, max(ends) - min(ends) + 40)
-                canvas.box(middle - width / 2, y - 14, width, _LINE * len(lines) + 6, "#fff8dc")
-                for line in lines:
-                    canvas.text(middle, y, line)
-                    y += _LINE
-                y += 14
-            case Loop(text, inner):
-                begin = y - 14
-                canvas.text(22, y, text, "start", strong=True)
-                mark = len(canvas.parts)
-                y = _steps(canvas, inner, at, y + _LINE + 10)
-                frame = Canvas()
-                frame.box(14, begin, max(at.values()) + 60, y - begin - 8, "none", "3 3")
-                canvas.parts[mark:mark] = frame.parts
-                canvas.reach(frame.width, frame.height)
-                y += 12
+                middle = (min(ends) + max(ends)) / 2
+                width = max(breadth(text) + 16, max(ends) - min(ends) + 40)
+                canvas.box(middle - width / 2, y - 14, width, _LINE + 6, "#fff8dc")
+                canvas.text(middle, y, text)
+                y += _LINE + 14
     return y
 
 
@@ -287,48 +228,3 @@ def _wrapped(text: str, width: float) -> list[str]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines
-
-
-def chart(
-    title: str, categories: Sequence[str], top: float, unit: str, series: Sequence[tuple[str, list[float]]]
-) -> str:
-    """Bars and lines over categories.
-
-    Args:
-        title: Shown above.
-        categories: Names along the bottom.
-        top: The largest value that is shown.
-        unit: Of the values.
-        series: `bar` or `line`, with a value for each category.
-    """
-    canvas, left, low, step = Canvas(), 60.0, 260.0, 110.0
-
-    def scaled(value: float) -> float:
-        return low - 200 * value / top
-
-    canvas.text(14, 26, title, "start", strong=True)
-    canvas.text(14, 48, unit, "start")
-    for part in range(5):
-        value = top * part / 4
-        canvas.line((left, scaled(value)), (left + step * len(categories), scaled(value)), color="#d0d7de")
-        canvas.text(left - 8, scaled(value) + 4, f"{value:g}", "end")
-    middles = [left + step * (place + 0.5) for place in range(len(categories))]
-    for number, (kind, values) in enumerate(series):
-        color = _SERIES[number % len(_SERIES)]
-        _SHAPES[kind](canvas, [(x, scaled(value)) for x, value in zip(middles, values, strict=True)], color, low)
-    for x, name in zip(middles, categories, strict=True):
-        canvas.text(x, low + 20, name)
-    return canvas.svg(title)
-
-
-def _bars(canvas: Canvas, tips: Sequence[tuple[float, float]], color: str, low: float) -> None:
-    for x, y in tips:
-        canvas.box(x - 24, y, 48, low - y, color)
-
-
-def _curve(canvas: Canvas, tips: Sequence[tuple[float, float]], color: str, _low: float) -> None:
-    canvas.line(*tips, color=color)
-    canvas.parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3" fill="{color}"/>' for x, y in tips]
-
-
-_SHAPES: dict[str, Callable[[Canvas, Sequence[tuple[float, float]], str, float], None]] = {"bar": _bars, "line": _curve}

@@ -1,11 +1,7 @@
 # ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_drawings.py` from the top of the tree
-"""Draws docs/drawings/*.svg from what the code says: tables of states, golden conversations, the layers of imports.
-
-With `--check` it only says whether they are current.
-"""
+"""Draws docs/drawings/*.svg from what the code says: tables of states, golden conversations, the layers of imports."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from itertools import groupby
@@ -68,7 +64,7 @@ def _conversations() -> Iterator[tuple[str, str]]:
     by_name = {conversation["name"]: conversation for conversation in vectors["conversations"]}
     for name, title in _DRAWN.items():
         steps = list(_frames(by_name[name]["frames"]))
-        yield f"frames-{name.replace('_', '-')}.svg", sequence(title, _PEOPLE, steps, {})
+        yield f"frames-{name.replace('_', '-')}.svg", sequence(title, _PEOPLE, steps)
 
 
 def _frames(frames: list[dict[str, Any]]) -> Iterator[Message | Note]:
@@ -107,21 +103,15 @@ def _layer(name: str, table: Mapping[str, tuple[set[str], set[str], set[str]]]) 
     return name, lines + ([f"({', '.join(sorted(packages))})"] if packages else [])
 
 
-def main() -> int:
-    """Write the pictures, or compare them."""
+def main() -> None:
+    """Write the pictures."""
     made = drawings()
-    there = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")}
-    if "--check" in sys.argv[1:]:
-        if there != made:
-            sys.stderr.write("docs/drawings is stale: run `make drawings`\n")
-        return int(there != made)
-    FOLDER.mkdir(exist_ok=True)
-    for name in there.keys() - made.keys():
-        (FOLDER / name).unlink()
+    for path in FOLDER.glob("*.svg"):
+        if path.name not in made:
+            path.unlink()
     for name, text in made.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,8 +1,5 @@
 # ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_licences.py` from the top of the tree
-"""Writes docs/licences.md: what kvxfer and its extras require, and the licences that the packages themselves name.
-
-With `--check` it only says whether the page is current.
-"""
+"""Writes docs/licences.md: what kvxfer and its extras require, and the licences that the packages themselves name."""
 
 import re
 import sys
@@ -79,18 +76,12 @@ def licence_of(name: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write the page."""
     try:
-        made = page()
+        PAGE.write_text(page(), encoding="utf-8")
     except PackageNotFoundError as error:
         sys.stderr.write(f"{error} is not installed, so its licence cannot be read\n")
         return 1
-    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if "--check" in sys.argv[1:]:
-        if current != made:
-            sys.stderr.write(f"{PAGE.name} is stale: run `make licences`\n")
-        return int(current != made)
-    PAGE.write_text(made, encoding="utf-8")
     return 0
 
 

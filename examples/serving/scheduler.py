@@ -67,9 +67,6 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._prompts) + len(self._running)
 
-    def __contains__(self, generation: object) -> bool:
-        return generation in self._running or generation in self._prompts
-
     def add(self, generation: Generation) -> None:
         """From the next step on. A generation whose prompt's K and V came from elsewhere joins the batch at once."""
         whole = generation.sequence.tokens and len(generation.pending) == 1

@@ -100,10 +100,9 @@ class Traces:
     a span ends, they do on the loop: they should hand it on, as `BatchSpanProcessor` does.
     """
 
-    def __init__(self, engine: str, rank: int, wall_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, engine: str, rank: int) -> None:
         self._tracer: Final = trace.get_tracer("kvxfer", __version__)
         self._own: Final[Mapping[str, str | int]] = {"kvxfer.engine": engine, "kvxfer.rank": rank}
-        self._wall_ns: Final = wall_ns
         self._fetches: Final[dict[str, tuple[Span, _Clock]]] = {}
         self._offers: Final[dict[RequestKey, _Offered]] = {}
 
@@ -163,7 +162,7 @@ class Traces:
 
     def _clock(self, now: float) -> _Clock:
         """What an instant of the worker's clock is in nanoseconds since the epoch, as both clocks are now."""
-        zero_ns = self._wall_ns() - int(now * 1e9)
+        zero_ns = time.time_ns() - int(now * 1e9)
         return lambda at: zero_ns + int(at * 1e9)
 
     def _about(self, key: RequestKey) -> dict[str, str | int]:

@@ -6,9 +6,8 @@ exit code 2, never a traceback; what was looked at and found wrong (frames, the 
 
 import signal
 import sys
-from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -220,7 +219,8 @@ def inspect(
     """Say what control frames mean. The exit code is 1 if some of them cannot be decoded."""
     if (frames is None) == (file is None):
         raise UsageError("give either frames in hexadecimal (or - for stdin) or --file, not both and not neither")
-    from kvxfer.tools.inspect import describe, from_hex
+    from kvxfer.tools.inspect import frames as read_frames
+    from kvxfer.tools.inspect import from_hex
 
     try:
         data = file.read_bytes() if file is not None else from_hex(sys.stdin.read() if frames == "-" else frames or "")
@@ -228,21 +228,15 @@ def inspect(
         raise UsageError(f"{file} cannot be read: {error.strerror}; check the path") from error
     except ValueError as error:
         raise UsageError(f"this is not hexadecimal: {error}") from error
-    damaged = _print_lines(describe(data))
+    damaged: list[int] = []
+    for number, (lines, whole) in enumerate(read_frames(data)):
+        typer.echo("\n".join(lines))
+        damaged += [] if whole else [number]
     if damaged:
         listed = ", ".join(map(str, damaged[:_LISTED])) + (", ..." if len(damaged) > _LISTED else "")
         many = f"frames {listed}" if len(damaged) > 1 else f"frame {listed}"
         sys.stderr.write(f"kvxfer: {many} cannot be decoded; the output says why\n")
         raise typer.Exit(1)
-
-
-def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
-    """Print lines as they come; what their generator returns."""
-    while True:
-        try:
-            typer.echo(next(lines))
-        except StopIteration as end:
-            return cast("list[int]", end.value)
 
 
 @app.command()
@@ -332,17 +326,19 @@ def doctor(
 
     examination = Examination(progress, device=device)
     if listen is not None:
-        outcome = examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+        examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+    elif peer is not None:
+        examination.peer(peer)
     else:
-        outcome = examination.local() if peer is None else examination.peer(peer)
+        examination.local()
     if as_json:
-        typer.echo(json.dumps(outcome.to_json(), indent=2))
+        typer.echo(json.dumps(examination.to_json(), indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
-        console.print(table(outcome.findings))
-        console.print(f"\n{verdict(outcome.findings)}", markup=False)
-    if outcome.exit_code:
-        raise typer.Exit(outcome.exit_code)
+        console.print(table(examination.found))
+        console.print(f"\n{verdict(examination.found)}", markup=False)
+    if examination.exit_code:
+        raise typer.Exit(examination.exit_code)
 
 
 if __name__ == "__main__":

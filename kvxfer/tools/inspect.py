@@ -11,7 +11,7 @@ Sans-I/O; works on hostile bytes.
 
 import re
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, cast, get_args
@@ -31,7 +31,7 @@ from kvxfer.protocol.framing import (
 )
 from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_f32, unpack_u32
 
-__all__ = ["Item", "describe", "find", "from_hex", "registry_name", "scan"]
+__all__ = ["Item", "find", "frames", "from_hex", "registry_name", "scan"]
 
 _LENGTH: Final = struct.Struct("<I")
 _SHOWN_RANGES: Final = 8
@@ -60,13 +60,13 @@ class Item:
     value: int
 
 
-def scan(data: bytes | memoryview, at: int = 0) -> Iterator[Item]:
-    """Yield the value that begins at `at`, and everything in it, in the order of the bytes.
+def scan(data: bytes | memoryview) -> Iterator[Item]:
+    """Yield the first value, and everything in it, in the order of the bytes.
 
     Raises:
         ScanError: Where the bytes are no MessagePack.
     """
-    left, indices = [1], [0]  # entries still to come, and the next index, of every open container
+    at, left, indices = 0, [1], [0]  # entries still to come, and the next index, of every open container
     while left:
         if not left[-1]:
             left.pop()
@@ -135,40 +135,35 @@ def from_hex(text: str) -> bytes:
     return bytes.fromhex(joined)
 
 
-def describe(data: bytes) -> Generator[str, None, list[int]]:
-    """Yield the lines that describe a sequence of frames.
+def frames(data: bytes) -> Iterator[tuple[list[str], bool]]:
+    """Yield the lines that describe each frame of a sequence, and whether all of it could be decoded.
 
     Never raises: what cannot be decoded is explained, and the frame after it is tried, unless the damage hides where
     that one begins.
-
-    Returns:
-        Numbers of the frames that cannot be decoded.
     """
-    at = 0
-    number = 0
-    damaged: list[int] = []
+    if not data:
+        yield ["no bytes"], True
+    at = number = 0
     while at < len(data):
         left = len(data) - at
         if left < _LENGTH.size:
-            yield f"frame {number} at byte {at}: cut short: {left} of the 4 bytes of its length"
-            return [*damaged, number]
+            yield [f"frame {number} at byte {at}: cut short: {left} of the 4 bytes of its length"], False
+            return
         (size,) = _LENGTH.unpack_from(data, at)
         begin = at + _LENGTH.size
         payload = data[begin : begin + size]
-        yield f"frame {number} at byte {at}: {size} bytes, {_title(payload)}"
+        title = f"frame {number} at byte {at}: {size} bytes, {_title(payload)}"
         if size > SESSION_FRAME_LIMIT:
-            yield f"  ! a length of {size} is over the limit of {SESSION_FRAME_LIMIT}: no frame begins at byte {at}"
-            return [*damaged, number]
+            why = f"  ! a length of {size} is over the limit of {SESSION_FRAME_LIMIT}: no frame begins at byte {at}"
+            yield [title, why], False
+            return
         if len(payload) < size:
-            yield f"  ! cut short at byte {len(data)}: {len(payload)} of {size} bytes are there"
-            return [*damaged, number]
-        if not (yield from _frame(payload, begin)):
-            damaged.append(number)
+            yield [title, f"  ! cut short at byte {len(data)}: {len(payload)} of {size} bytes are there"], False
+            return
+        lines, whole = _frame(payload, begin)
+        yield [title, *lines], whole
         at = begin + size
         number += 1
-    if not number:
-        yield "no bytes"
-    return damaged
 
 
 def _title(payload: bytes) -> str:
@@ -183,31 +178,25 @@ def _title(payload: bytes) -> str:
     )
 
 
-def _frame(payload: bytes, begin: int) -> Generator[str, None, bool]:
+def _frame(payload: bytes, begin: int) -> tuple[list[str], bool]:
     """The lines of one whole frame whose payload begins at byte `begin` of the input; whether all of it was decoded."""
     try:
         message = decode(payload)
     except ProtocolError as error:
-        yield f"  ! {_explain(payload, error, begin)}"
-        return False
+        return [f"  ! {_explain(payload, error, begin)}"], False
     if message is None:
-        return True
+        return [], True
     _, entries, _ = head(payload, 0)
-    yield from _struct(message, payload, entries - 1, (1,), "  ")
-    if isinstance(message, Agent):
-        return (yield from _body(bytes(message.body), "    "))
-    return True
-
-
-def _body(body: bytes, indent: str) -> Generator[str, None, bool]:
+    lines = list(_struct(message, payload, entries - 1, (1,), "  "))
+    if not isinstance(message, Agent):
+        return lines, True
+    body = bytes(message.body)
     try:
         decoded = decode_body(body)
         _, entries, _ = head(body, 0)
     except ProtocolError as error:
-        yield f"{indent}! {_explain(body, error, 0)} of the body"
-        return False
-    yield from _struct(decoded, body, entries, (0,), indent)
-    return True
+        return [*lines, f"    ! {_explain(body, error, 0)} of the body"], False
+    return [*lines, *_struct(decoded, body, entries, (0,), "    ")], True
 
 
 def _struct(value: msgspec.Struct, data: bytes, present: int, first: tuple[int, ...], indent: str) -> Iterator[str]:
@@ -285,10 +274,7 @@ def _bytes(name: str, value: bytes) -> str:
 def _enum(value: IntEnum, data: bytes, path: tuple[int, ...]) -> str:
     if value or not data:
         return f"{value.name} ({value:d})"
-    try:
-        item = find(data, path)
-    except ScanError:
-        item = None
+    item = find(data, path)  # none where the field is absent
     raw = item.value if item is not None and item.kind == "int" else 0
     return "UNKNOWN (0)" if raw == 0 else f"UNKNOWN ({raw}, not known to this version)"
 

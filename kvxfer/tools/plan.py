@@ -59,7 +59,7 @@ def parse_engine(text: str, option: str) -> EngineLayout:
         name, separator, value = (part.strip() for part in term.partition("="))
         if name not in _KEYS:
             raise ConfigError(f"{option} {text}: {name!r} is unknown: {nearest(name, list(_KEYS))}")
-        field, read = _KEYS[name]
+        field, read = name.replace("-", "_"), _KEYS[name]
         if field in given:
             raise ConfigError(f"{option} {text}: {name} is given twice")
         if (read is None) == bool(separator):
@@ -132,17 +132,17 @@ def _layout(text: str) -> str:
     return text
 
 
-_KEYS: Final[Mapping[str, tuple[str, Callable[[str], Any] | None]]] = {
-    "tp": ("tp", _whole),
-    "pp": ("pp", _stages),
-    "cp": ("cp", _whole),
-    "cp-chunk": ("cp_chunk", _whole),
-    "block": ("block", _whole),
-    "kernel-block": ("kernel_block", _whole),
-    "layout": ("layout", _layout),
-    "cross-layer": ("cross_layer", None),
+_KEYS: Final[Mapping[str, Callable[[str], Any] | None]] = {
+    "tp": _whole,
+    "pp": _stages,
+    "cp": _whole,
+    "cp-chunk": _whole,
+    "block": _whole,
+    "kernel-block": _whole,
+    "layout": _layout,
+    "cross-layer": None,
 }
-"""What may be said of an engine: the field of `EngineLayout`, and how its value is read; None for a flag."""
+"""What may be said of an engine, by the fields of `EngineLayout`, and how its value is read; None for a flag."""
 
 
 # --- the forecast

@@ -17,7 +17,7 @@ BODIES = textwrap.dedent(
     import asyncio, os, signal
     from kvxfer.tools.bench.children import Step
 
-    def lead(side, spec):
+    async def lead(side, spec):
         side.report(Step("begun"))
         side.send(spec)
         side.report(Step(f"heard {side.receive()}"))
@@ -33,13 +33,13 @@ BODIES = textwrap.dedent(
     async def raising():
         raise ValueError("no such thing")
 
-    def die(side, spec):
+    async def die(side, spec):
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def wait(side, spec):
         await side.hear()
 
-    def stay(side, spec):
+    async def stay(side, spec):
         side.report(Step("here"))
         signal.pause()
     """

@@ -21,6 +21,12 @@ def test_a_busy_thread_on_either_side(bench):
     assert output.count("yes") == 4
 
 
+@pytest.mark.parametrize("command", ["interference", "rivals"])
+def test_a_size_is_one(bench, command):
+    with pytest.raises(UsageError, match="--size 2MiB,4MiB: "):
+        bench(command, "--device", "cpu", "--size", "2MiB,4MiB")
+
+
 @pytest.mark.parametrize("command", ["matrix", "latency"])
 def test_other_benchmarks_run_beside_one(bench, quick_processes, command):
     small = {"matrix": ["--sizes", "2MiB", "--pieces", "8KiB", "--repetitions", "1"], "latency": ["--fetches", "3"]}

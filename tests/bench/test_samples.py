@@ -10,7 +10,7 @@ from kvxfer.tools.bench.samples import Samples
 
 
 def test_figures_of_a_few():
-    samples = Samples.of([3.0, 1.0, 2.0, 10.0], warmups=2)
+    samples = Samples([3.0, 1.0, 2.0, 10.0], warmups=2)
     assert samples.median == 2.5
     assert [samples.percentile(p) for p in (0, 25, 50, 51, 99, 100)] == [1.0, 1.0, 2.0, 3.0, 10.0, 10.0]
     assert samples.spread == 9 / 2.5
@@ -22,12 +22,12 @@ def test_figures_of_a_few():
 @pytest.mark.parametrize("wrong", [[], [-1.0], [math.inf], [1.0, math.nan]])
 def test_what_is_no_duration_is_refused(wrong):
     with pytest.raises(ValueError, match="no durations"):
-        Samples.of(wrong)
+        Samples(wrong)
 
 
 @given(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=20), st.integers(0, 100))
 def test_a_percentile_is_a_sample_with_so_many_not_above_it(seconds, percent):
-    found = Samples.of(seconds).percentile(percent)
+    found = Samples(seconds).percentile(percent)
     assert found in seconds
     assert sum(one <= found for one in seconds) >= percent / 100 * len(seconds) - 1e-6
     assert sum(one < found for one in seconds) <= percent / 100 * len(seconds) + 1e-6

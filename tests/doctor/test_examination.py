@@ -12,7 +12,7 @@ import pytest
 
 from kvxfer.errors import UnreachableError, UsageError
 from kvxfer.tools.doctor import examination, remote
-from kvxfer.tools.doctor.examination import Examination, Outcome
+from kvxfer.tools.doctor.examination import Examination
 from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, table, warn
 from kvxfer.tools.doctor.machine import Machine
 
@@ -32,10 +32,10 @@ def run(*arguments, **environment):
     [([ok("a", "")], 0), ([warn("a", "", "x"), skipped("b", "")], 0), ([ok("a", ""), fail("b", "", "x")], 1), ([], 0)],
 )
 def test_the_exit_code_says_whether_something_fails(findings, code):
-    outcome = Outcome(tuple(findings))
-    assert outcome.exit_code == code
-    assert outcome.to_json()["ok"] is (code == 0)
-    assert sum(outcome.to_json()["count"].values()) == len(findings)
+    whole = Examination(lambda _: None, found=findings)
+    assert whole.exit_code == code
+    assert whole.to_json()["ok"] is (code == 0)
+    assert sum(whole.to_json()["count"].values()) == len(findings)
 
 
 def test_a_terminal_obeys_nothing_that_a_peer_says():
@@ -49,8 +49,9 @@ def test_a_terminal_obeys_nothing_that_a_peer_says():
 def test_what_cannot_be_imported_is_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(examination, "check_pair", lambda *_: pytest.fail("it was tried"))
     machine = Machine(root=tmp_path, package=lambda _: "", cuda=lambda: "", ucx=lambda: "")
-    outcome = Examination(lambda _: None, machine).local()
-    assert {one.name for one in outcome.findings if one.status is Status.FAIL} == {"torch", "nixl"}
+    whole = Examination(lambda _: None, machine)
+    whole.local()
+    assert {one.name for one in whole.found if one.status is Status.FAIL} == {"torch", "nixl"}
 
 
 def test_a_machine_without_gpus_has_none_to_be_asked_for(tmp_path):
@@ -70,7 +71,9 @@ def test_a_peer_that_fails_is_a_finding(monkeypatch, tmp_path, error):
     monkeypatch.setenv("UCX_LOG_FILE", "")
     monkeypatch.setenv("UCX_LOG_LEVEL", "warn")
     monkeypatch.setenv("UCX_PROTO_INFO", "n")
-    last = Examination(lambda _: None, Machine(root=tmp_path)).peer("code@tcp:x:1").findings[-1]
+    whole = Examination(lambda _: None, Machine(root=tmp_path))
+    whole.peer("code@tcp:x:1")
+    last = whole.found[-1]
     assert (last.name, last.status) == ("peer", Status.FAIL)
     assert str(error) in last.seen
 
@@ -104,8 +107,7 @@ def test_a_process_that_dies_is_a_finding(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     import doctor_bodies  # pyright: ignore[reportMissingImports]
 
-    monkeypatch.setattr(examination, "_first", doctor_bodies.die)
-    monkeypatch.setattr(examination, "_second", doctor_bodies.die)
+    monkeypatch.setattr(examination, "_examine", doctor_bodies.die)
     found = []
     examination.check_pair(("cpu", "cpu"), found.append)
     del sys.modules["doctor_bodies"]

@@ -7,7 +7,8 @@ import pytest
 
 from kvxfer.tools.doctor import trial
 
-NAMES = ["shared memory", "pidfd_getfd", "cross-memory attach"]
+TAKES = {"shared memory": "_take_pages", "pidfd_getfd": "_take_file", "cross-memory attach": "_take_memory"}
+NAMES = list(TAKES)
 
 
 async def both(channels):
@@ -34,10 +35,7 @@ async def test_what_cannot_be_taken(channels, monkeypatch, name):
     def refuse(_):
         raise PermissionError(1, "Operation not permitted")
 
-    attribute = {"shared memory": "_take_pages", "pidfd_getfd": "_take_file", "cross-memory attach": "_take_memory"}[
-        name
-    ]
-    monkeypatch.setattr(trial, attribute, refuse)
+    monkeypatch.setattr(trial, TAKES[name], refuse)
     found = (await both(channels))[name]
     assert found.status == "warn"
     assert "Operation not permitted" in found.seen
@@ -46,8 +44,7 @@ async def test_what_cannot_be_taken(channels, monkeypatch, name):
 
 @pytest.mark.parametrize("name", NAMES[1:])
 async def test_what_is_said_to_be_written_must_have_arrived(channels, monkeypatch, name):
-    attribute = {"pidfd_getfd": "_take_file", "cross-memory attach": "_take_memory"}[name]
-    monkeypatch.setattr(trial, attribute, lambda _: trial.ok(name, "written"))
+    monkeypatch.setattr(trial, TAKES[name], lambda _: trial.ok(name, "written"))
     found = (await both(channels))[name]
     assert found.status == "fail"
     assert "nothing arrived" in found.seen

@@ -13,7 +13,7 @@ from mutation import INVALID, SPOKEN, VALID, Mutator, decoded, frame, pack, piec
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import FrameReader, ScanError, decode, encode, encode_body, fits, peek_tag
 from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody
-from kvxfer.tools.inspect import describe, scan
+from kvxfer.tools.inspect import frames, scan
 
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])
 LIMIT = 4096
@@ -92,7 +92,7 @@ def test_reader_in_pieces():
 def as_text(draw: Random) -> int:
     payloads = [MUTATOR.payload(draw) for _ in range(draw.randrange(1, 4))]
     data = MUTATOR.stream(draw, payloads)
-    said = "\n".join(describe(data))
+    said = "\n".join(line for lines, _ in frames(data) for line in lines)
     assert len(said) < 64 * len(data) + 4096
     assert said.isprintable() or all(line.isprintable() for line in said.split("\n"))
     for payload in payloads:

@@ -11,7 +11,7 @@ from kvxfer.geometry import PairPlan, Pieces, resolve
 from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import EngineLayout, from_hf_config, read_model
-from kvxfer.tools.plan import PieceSizes, forecast
+from kvxfer.tools.plan import PieceSizes, forecast, with_bandwidths
 from tests.geometry.published import CONFIGS
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -106,6 +106,13 @@ def test_chunks_follow_the_setting():
     (usual,), (other,) = (plan("Llama-3.1-8B", *sides, chunk_bytes=size).pairs for size in ("1MiB", "512KiB"))
     assert (usual.choice.route, other.choice.route) == (Route.STAGED, Route.DIRECT)
     assert other.choice.fallback.startswith("staged: the smallest possible chunk needs")
+
+
+def test_bandwidths_of_ones_own_take_the_place_of_measured_ones():
+    mine = with_bandwidths(H200, "1GB, mapped = 300GB")
+    found = {route: cost.bytes_per_s for route, cost in mine.routes.items()}
+    assert found == {Route.STAGED: 1e9, Route.DIRECT: 1e9, Route.PULL: 1e9, Route.MAPPED: 3e11}
+    assert mine.hardware.endswith("staged at 1 GB/s, direct at 1 GB/s, pull at 1 GB/s, mapped at 300 GB/s")
 
 
 def test_the_time_is_that_of_the_profile():

@@ -8,29 +8,28 @@ from hypothesis import strategies as st
 
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode, encode_body
-from kvxfer.tools.inspect import describe, from_hex
+from kvxfer.tools.inspect import frames, from_hex
 from proto.frames import invalid, valid
 
 SECRET = bytes(range(0xA0, 0xC0))
 
 
+def describe(data):
+    return [line for lines, _ in frames(data) for line in lines]
+
+
 def lines(*messages):
-    return list(describe(b"".join(encode(message) for message in messages)))
+    return describe(b"".join(encode(message) for message in messages))
 
 
 def raw(payload_hex):
     payload = bytes.fromhex(payload_hex)
-    return list(describe(struct.pack("<I", len(payload)) + payload))
+    return describe(struct.pack("<I", len(payload)) + payload)
 
 
 def damaged(data):
-    """What `describe` returns: the frames that cannot be decoded."""
-    frames = describe(data)
-    while True:
-        try:
-            next(frames)
-        except StopIteration as end:
-            return end.value
+    """The frames that cannot be decoded."""
+    return [number for number, (_, whole) in enumerate(frames(data)) if not whole]
 
 
 @pytest.mark.parametrize("entry", valid(), ids=lambda entry: entry["name"])
@@ -124,10 +123,10 @@ def test_deep_nesting_is_explained():
 
 
 def test_cut_streams_and_lengths_over_the_limit():
-    assert list(describe(b"")) == ["no bytes"]
-    assert list(describe(b"\x01\x00")) == ["frame 0 at byte 0: cut short: 2 of the 4 bytes of its length"]
-    assert list(describe(encode(wire.Cancel(1))[:-1]))[1] == "  ! cut short at byte 7: 3 of 4 bytes are there"
-    over = list(describe(b"\xff\xff\xff\xff" + encode(wire.Ping())))
+    assert describe(b"") == ["no bytes"]
+    assert describe(b"\x01\x00") == ["frame 0 at byte 0: cut short: 2 of the 4 bytes of its length"]
+    assert describe(encode(wire.Cancel(1))[:-1])[1] == "  ! cut short at byte 7: 3 of 4 bytes are there"
+    over = describe(b"\xff\xff\xff\xff" + encode(wire.Ping()))
     assert over[1] == "  ! a length of 4294967295 is over the limit of 16777216: no frame begins at byte 0"
     assert len(over) == 2
 

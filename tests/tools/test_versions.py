@@ -1,7 +1,6 @@
 """Versions are read off what is installed, and what is not there is said so."""
 
 import importlib.metadata
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +9,7 @@ import torch
 from kvxfer.tools import versions
 
 
-def test_they_are_those_of_what_is_imported():
-    said = versions.versions()
-    assert said["torch"] == importlib.metadata.version("torch")
-    assert re.fullmatch(r"\d+\.\d+\.\d+", said["ucx"])
+def test_the_cuda_of_torch_is_that_of_what_is_imported():
     assert versions.cuda_of_torch() == (torch.version.cuda or "")
 
 

@@ -117,7 +117,7 @@ class Meeting:
     def put(self, path: str, told: Any) -> tuple[HTTPStatus, Any]:
         """Take note of something."""
         if path == "/kvxfer/engines":
-            engine = _convert(told, Engine)
+            engine = msgspec.convert(told, Engine)
             with self._lock:
                 self._engines[engine.dp_rank] = engine
             return HTTPStatus.OK, {}
@@ -125,7 +125,7 @@ class Meeting:
             with self._lock:
                 if len(self._rooms) >= _MOST_ROOMS:
                     self._rooms.pop(next(iter(self._rooms)))
-                self._rooms[str(told["bootstrap_room"])] = _convert(told["dp_rank"], int)
+                self._rooms[str(told["bootstrap_room"])] = msgspec.convert(told["dp_rank"], int)
             return HTTPStatus.OK, {}
         if path == "/query_dp_ranks":
             with self._lock:
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             length = int(self.headers.get("Content-Length", "0"))
             told = json.loads(self.rfile.read(length)) if 0 < length <= _MOST_BYTES else None
             found: tuple[HTTPStatus, Any] = self.meeting.put(urlsplit(self.path).path, told)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, msgspec.ValidationError):
             found = HTTPStatus.BAD_REQUEST, {}
         self._answer(*found)
 
@@ -215,18 +215,6 @@ def _call(address: str, path: str, told: Any, kind: type[_T]) -> _T:
     data = None if told is None else json.dumps(told).encode()
     try:
         answer = json_from(f"http://{address}{path}", data, patience=_PATIENCE_SECONDS, most_bytes=_MOST_BYTES)
-        return _convert(answer, kind)
-    except (NoAnswerError, ValueError) as error:
+        return msgspec.convert(answer, kind)
+    except (NoAnswerError, msgspec.ValidationError) as error:
         raise UnreachableError(f"the bootstrap server at {address} does not answer: {error}", peer=address) from error
-
-
-def _convert(told: Any, kind: type[_T]) -> _T:
-    """What was told, as this kind.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    try:
-        return msgspec.convert(told, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"what it says is of another kind: {error}") from error

@@ -4,7 +4,7 @@ A room is sglang's number of a request, which its router gives to both engines. 
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -92,7 +92,6 @@ class Rooms:
     rows: Rows
     device: torch.device
     patience: float  # seconds that a request waits for the other engine
-    now: Callable[[], float] = time.monotonic
     _live: dict[BlockingOffer | BlockingTransfer, Room] = field(default_factory=dict)
     _taken: WeakValueDictionary[int, Room] = field(default_factory=WeakValueDictionary)
     _broken: FabricError | None = None  # pages may have been given to others which a silent peer may still touch
@@ -116,11 +115,7 @@ class Rooms:
         """Tell requests what has become of them. Sglang may have logged what `wait` raised: that is raised again."""
         if self._broken is not None:
             raise self._broken
-        self.tell(self.worker.poll(timeout))
-
-    def tell(self, events: Iterable[PollEvent]) -> None:
-        """Tell requests of these events."""
-        for event in events:
+        for event in self.worker.poll(timeout):
             handle = event.transfer if isinstance(event, FetchEvent) else event.offer
             room = self._live.get(handle)
             if room is not None:
@@ -162,7 +157,7 @@ class Sending:
         self._rooms: Final = rooms
         self._room: Final = room
         self._name: Final = request_of(room)
-        self._since: Final = rooms.now()
+        self._since: Final = time.monotonic()
         self._first: int | None = None  # where what the decode engine lacks begins; None: it has not said
         self._wanted = True  # it needs something of this rank
         self._pages = self._sent = 0
@@ -289,7 +284,7 @@ class Sending:
             self._first, self._wanted = seen.first_token or 0, seen.first_token is not None
         elif self._first is not None:
             self._fail("the decode engine does not wait for it any more")
-        elif self._rooms.now() - self._since >= self._rooms.patience:
+        elif time.monotonic() - self._since >= self._rooms.patience:
             self._fail(f"no decode engine asked for it within {self._rooms.patience:g} s")
 
     def _fail(self, reason: str) -> None:

@@ -17,7 +17,7 @@ for _package in ("prometheus_client", "starlette", "uvicorn"):
         raise MissingExtraError(f"kvxfer.tools.admin needs {_package}, which is not installed: pip install {_package}")
 
 from kvxfer.tools.admin.app import app  # noqa: E402 - after it was seen that they can be imported
-from kvxfer.tools.admin.health import Limits  # noqa: E402
+from kvxfer.tools.admin.look import Limits  # noqa: E402
 from kvxfer.tools.admin.prometheus import Collector  # noqa: E402
 from kvxfer.tools.admin.server import AdminServer, serve  # noqa: E402
 

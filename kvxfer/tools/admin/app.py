@@ -1,9 +1,8 @@
 """The ASGI application: what an operator asks of workers over HTTP. Everything is read, nothing can be changed."""
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -11,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from kvxfer.tools.admin.health import Limits, reasons
-from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched, given_workers, look
+from kvxfer.tools.admin.look import PATIENCE_SECONDS, Limits, Watched, given_workers, look
 from kvxfer.tools.admin.prometheus import Collector
 from kvxfer.tools.admin.status import status
 
@@ -49,20 +47,6 @@ def app(
     served = CollectorRegistry() if registry is None else registry
     served.register(Collector(watched, limits=bounds, patience=patience))
 
-    # coroutines: they wait for nobody, so they answer though all threads wait for workers
-
-    async def page(request: Request) -> Response:
-        del request
-        return HTMLResponse(_file("page.html"), headers={**_HEADERS, "Content-Security-Policy": _POLICY})
-
-    async def healthz(request: Request) -> Response:
-        del request
-        return PlainTextResponse("ok\n", headers=_HEADERS)
-
-    async def dashboard(request: Request) -> Response:
-        del request
-        return Response(_file("grafana.json"), media_type="application/json", headers=_HEADERS)
-
     # plain functions: they wait for workers, so they run in threads, of which there are as many as starlette has
 
     def metrics(request: Request) -> Response:
@@ -71,7 +55,7 @@ def app(
 
     def readyz(request: Request) -> Response:
         del request
-        found = {f"{one.engine}[{one.rank}]": reasons(one, bounds) for one in look(watched, patience)}
+        found = {f"{one.engine}[{one.rank}]": one.reasons(bounds) for one in look(watched, patience)}
         ready = not any(found.values())
         return JSONResponse({"ready": ready, "reasons": found}, 200 if ready else 503, headers=_HEADERS)
 
@@ -79,17 +63,14 @@ def app(
         del request
         return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
 
-    paths = {
-        "/": page,
+    page, dashboard = ((_HERE / name).read_text() for name in ("page.html", "grafana.json"))
+    paths: dict[str, Callable[..., Any]] = {
+        # answers that are there: nobody is waited for, so they are given though all threads wait for workers
+        "/": HTMLResponse(page, headers={**_HEADERS, "Content-Security-Policy": _POLICY}),
+        "/healthz": PlainTextResponse("ok\n", headers=_HEADERS),
+        "/grafana.json": Response(dashboard, media_type="application/json", headers=_HEADERS),
         "/metrics": metrics,
-        "/healthz": healthz,
         "/readyz": readyz,
         "/status.json": everything,
-        "/grafana.json": dashboard,
     }
-    return Starlette(routes=[Route(path, endpoint) for path, endpoint in paths.items()])
-
-
-@cache
-def _file(name: str) -> str:
-    return (_HERE / name).read_text()
+    return Starlette(routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()])

@@ -1,15 +1,15 @@
-"""Asks workers how they are, and does not wait for one that does not answer."""
+"""Asks workers how they are, without waiting for one that does not answer, and whether each should be given work."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvxfer.config import Config
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConfigError, KvxferError
 
-__all__ = ["PATIENCE_SECONDS", "Look", "Watched", "given_workers", "look"]
+__all__ = ["PATIENCE_SECONDS", "Limits", "Look", "Watched", "given_workers", "look"]
 
 PATIENCE_SECONDS: Final = 2.0
 """How long a worker's loop may take to answer by default."""
@@ -28,6 +28,37 @@ class Watched(Protocol):
         ...
 
 
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """From when on a worker counts as not ready.
+
+    Attributes:
+        quarantine: The part of a share of the arena that is in quarantine. At more than one half the share refuses what
+            the rest cannot hold.
+        stuck_after: Seconds for which the mover, or a call of the transport, stands still. A host that cannot be
+            reached holds one for about ten.
+        stopping: Whether the application takes no more requests, while its workers still serve those that it has. Asked
+            from the admin server's threads.
+
+    Raises:
+        ConfigError: If one of them is no such number.
+    """
+
+    quarantine: float = 0.5
+    stuck_after: float = 15.0
+    stopping: Callable[[], bool] = _never
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quarantine <= 1 or not self.stuck_after > 0:
+            raise ConfigError(
+                f"quarantine={self.quarantine} must be above 0 and at most 1, stuck_after={self.stuck_after} above 0"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """One worker at one moment."""
@@ -36,6 +67,28 @@ class Look:
     rank: int
     state: Mapping[str, Any] | None  # as `describe` gives it; None if it did not answer
     why: str = ""
+
+    def reasons(self, limits: Limits) -> list[str]:
+        """Why it is not ready; empty if it is."""
+        state = self.state
+        found = ["its application stops"] if limits.stopping() else []
+        if state is None:
+            return [*found, self.why]
+        if state["closed"]:
+            found.append("it is closed")
+        elif state["draining"]:
+            found.append("it is draining")
+        fabric = state["fabric"]
+        if fabric["broken"]:
+            found.append(f"its fabric is broken: {fabric['broken']}")
+        if fabric["late"] >= limits.stuck_after:
+            found.append(f"its fabric has stood still for {fabric['late']:.0f} s")
+        for share in (state["arena"]["send"], state["arena"]["receive"]):
+            held = share.quarantined_bytes
+            if share.capacity_bytes and held >= limits.quarantine * share.capacity_bytes:
+                part = held / share.capacity_bytes
+                found.append(f"{part:.0%} of the {share.name} share of its arena ({held} bytes) is in quarantine")
+        return found
 
 
 def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
@@ -50,21 +103,20 @@ def look(workers: Iterable[Watched], patience: float) -> list[Look]:
     return [_answer(config, question, until, patience) for config, question in asked]
 
 
-def _ask(worker: Watched) -> "Future[dict[str, Any]] | KvxferError":
+def _ask(worker: Watched) -> "Future[dict[str, Any]]":
     try:
         return worker.describe_soon()
     except KvxferError as error:
-        return error
+        refused: Future[dict[str, Any]] = Future()
+        refused.set_exception(error)
+        return refused
 
 
-def _answer(config: Config, asked: "Future[dict[str, Any]] | KvxferError", until: float, patience: float) -> Look:
+def _answer(config: Config, asked: "Future[dict[str, Any]]", until: float, patience: float) -> Look:
     try:
-        if isinstance(asked, KvxferError):
-            raise asked
         return Look(config.engine, config.rank, asked.result(max(0.0, until - time.monotonic())))
     except TimeoutError:
-        if isinstance(asked, Future):
-            asked.cancel()  # it is not run when the loop comes back: nobody would hear it
+        asked.cancel()  # it is not run when the loop comes back: nobody would hear it
         return Look(config.engine, config.rank, None, f"its event loop has not answered for {patience:g} s")
     except KvxferError as error:
         return Look(config.engine, config.rank, None, str(error))

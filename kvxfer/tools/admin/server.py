@@ -25,8 +25,7 @@ from kvxfer.errors import ConfigError, RequestError
 from kvxfer.names import Endpoint
 from kvxfer.telemetry import logger
 from kvxfer.tools.admin.app import app
-from kvxfer.tools.admin.health import Limits
-from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched
+from kvxfer.tools.admin.look import PATIENCE_SECONDS, Limits, Watched
 
 __all__ = ["AdminServer", "serve"]
 
@@ -101,20 +100,12 @@ class AdminServer:
     def _listen(self) -> socket.socket:
         host, port = self._endpoint.host, self._endpoint.port
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listening = socket.socket(family, kind, protocol)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, *_, where = found[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigError(f"the admin address {self.address} cannot be taken: {error}") from error
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(where)
-            listening.listen(_BACKLOG)
-        except OSError as error:
-            listening.close()
-            raise ConfigError(f"the admin address {self.address} cannot be taken: {error}") from error
-        return listening
 
     def __enter__(self) -> Self:
         self.start()

@@ -7,8 +7,7 @@ from typing import Any, Final
 from kvxfer import __version__
 from kvxfer.memory.books import ShareSnapshot
 from kvxfer.telemetry import SECONDS
-from kvxfer.tools.admin.health import Limits, reasons
-from kvxfer.tools.admin.look import Look
+from kvxfer.tools.admin.look import Limits, Look
 
 __all__ = ["status"]
 
@@ -28,7 +27,7 @@ def status(looks: Iterable[Look], limits: Limits) -> dict[str, Any]:
 
 
 def _worker(look: Look, limits: Limits) -> dict[str, Any]:
-    why = reasons(look, limits)
+    why = look.reasons(limits)
     shown: dict[str, Any] = {"engine": look.engine, "rank": look.rank, "ready": not why, "reasons": why, "state": None}
     if (state := look.state) is not None:
         arena, custody = state["arena"], state["custody"]

@@ -169,11 +169,13 @@ class Slab:
         self._memory: torch.Tensor | None = None
         self._shared = False
 
-    def cache(self, layout: Layout, blocks: int, *, shared: bool = False) -> Cache:
+    def cache(self, layout: Layout, blocks: int, route: str = "") -> Cache:
         """An uninitialised cache with so many blocks. Whatever was cut before is not to be used any more.
 
-        On a CPU another kind of memory takes the place of what is there: ask for all caches of one kind first.
+        On a CPU another kind of memory takes the place of what is there, where the route wants it: ask for all caches
+        of one kind first.
         """
+        shared = in_shared_memory(route)
         if self._memory is None or (shared != self._shared and self._device == "cpu"):
             self._memory = None  # given back before as much is asked for
             self._memory, self._shared = empty([self._elements], self._device, shared=shared), shared

@@ -134,7 +134,7 @@ class Side:
                 return
 
 
-Body: TypeAlias = Callable[[Side, Any], Coroutine[Any, Any, None] | None]
+Body: TypeAlias = Callable[[Side, Any], Coroutine[Any, Any, None]]
 """What a child runs; a function of a module, so that another process finds it by its name."""
 
 
@@ -296,22 +296,14 @@ def _child(
         from kvxfer.tools.bench.device import make_current
 
         make_current(device)
-        work = body(Side(name, device, folder, parent, other), spec)
-        if work is not None:
-            _run(work, uvloop=uvloop)
+        with asyncio.Runner(loop_factory=_uvloop().new_event_loop if uvloop else None) as runner:
+            runner.run(body(Side(name, device, folder, parent, other), spec))
     except BaseException as error:  # noqa: BLE001 - the parent hears of it, and the process ends
         cause = _first_cause(error)
         if isinstance(cause, PeerGoneError):
             raise SystemExit(_PEER_GONE) from None
         parent.send(_Broken(name, f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
         raise SystemExit(1) from None
-
-
-def _run(work: Coroutine[Any, Any, None], *, uvloop: bool) -> None:
-    if uvloop:
-        _uvloop().run(work)
-    else:
-        asyncio.run(work)
 
 
 def _uvloop() -> Any:

@@ -3,13 +3,9 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import typer
-
-if TYPE_CHECKING:
-    from kvxfer.tools.bench.device import Kind
-    from kvxfer.tools.bench.report import Report
 
 __all__ = ["app"]
 
@@ -31,52 +27,47 @@ Beside: TypeAlias = Annotated[
 Quick: TypeAlias = Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute on a CPU.")]
 
 
-class _Benchmark(Protocol):
-    """What every benchmark offers."""
-
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> "Report":
-        """Measure; tells what it does, how many steps are done, and of how many.
-
-        Raises:
-            BenchFailedError: If a process failed.
-        """
-        ...
-
-
 def _perform(
-    name: str, device: str, json_file: Path | None, arguments: dict[str, Any], make: "Callable[[Kind], _Benchmark]"
+    name: str, make: Callable[..., Any], device: str, json_file: Path | None, small: dict[str, Any], **asked: Any
 ) -> None:
-    """Run a benchmark to its end, whatever that is."""
+    """Make a benchmark of what was asked for, None left out, or of what makes it small, and run it to its end."""
     from kvxfer.tools.bench.children import BenchFailedError
     from kvxfer.tools.bench.device import choose
     from kvxfer.tools.bench.machine import describe
     from kvxfer.tools.bench.report import check, finish, progress
 
     check(json_file)
-    kind = choose(device)
+    spec = make(choose(device), **small | {key: value for key, value in asked.items() if value is not None})
+    head = describe(spec)
     try:
         with progress(name) as step:
-            report = make(kind).run(describe(kind, arguments), step)
+            report = spec.run(step)
     except BenchFailedError as error:
         sys.stderr.write(f"kvxfer bench {name}: {error}\n")
         raise typer.Exit(1) from None
-    if code := finish(report, json_file):
+    if code := finish(name, head, report, json_file):
         raise typer.Exit(code)
 
 
-def _sizes(option: str, text: str) -> tuple[int, ...]:
+def _size(option: str, text: str) -> int:
     from kvxfer.config import parse_size
     from kvxfer.errors import UsageError
 
     try:
-        return tuple(int(str(parse_size(one))) for one in text.split(","))
+        return int(str(parse_size(text)))
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}") from error
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    return tuple(_size(option, one) for one in text.split(",")) if text else None
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     from kvxfer.errors import UsageError
 
+    if not text:
+        return None
     try:
         numbers = tuple(int(one) for one in text.split(","))
     except ValueError as error:
@@ -84,11 +75,6 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise UsageError(f"{option} {text}: numbers from 1 on")
     return numbers
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    """Only what was asked for."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 @app.command()
@@ -113,24 +99,30 @@ def matrix(
     """Routes x pieces x request sizes between two processes: the whole `await fetch` beside one contiguous copy."""
     from kvxfer.tools.bench.layouts import parse_layout
     from kvxfer.tools.bench.matrix import Matrix, known_routes
-    from kvxfer.tools.bench.matrix import quick as quick_matrix
     from kvxfer.tools.bench.victims import known_victim
 
-    asked = _given(
+    small = {
+        "layouts": tuple(map(parse_layout, ("8KiB", "nhd-hnd"))),
+        "sizes": (2 << 20, 16 << 20),
+        "repetitions": 3,
+        "cell_seconds": 1.0,
+    }
+    _perform(
+        "matrix",
+        Matrix,
+        device,
+        json_file,
+        small if quick else {},
         routes=known_routes(routes),
-        sizes=_sizes("--sizes", sizes) if sizes else None,
-        layouts=tuple(parse_layout(one) for one in pieces.split(",")) if pieces else None,
-        ctas=_numbers("--ctas", ctas) if ctas else None,
+        sizes=_sizes("--sizes", sizes),
+        layouts=tuple(map(parse_layout, pieces.split(","))) if pieces else None,
+        ctas=_numbers("--ctas", ctas),
         repetitions=repetitions,
         cell_seconds=cell_seconds,
         uvloop=uvloop,
-        beside=known_victim(beside) or None,
-        sabotage=sabotage or None,
+        beside=known_victim(beside),
+        sabotage=sabotage,
     )
-    arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
-    arguments |= _given(uvloop=uvloop, beside=beside or None)
-    make = quick_matrix if quick else Matrix
-    _perform("matrix", device, json_file, arguments, lambda kind: make(kind, **asked))
 
 
 @app.command()
@@ -148,11 +140,16 @@ def latency(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.victims import known_victim
 
-    count = fetches or (30 if quick else 1000)
-    victim = known_victim(beside)
-    arguments = _given(routes=routes, fetches=count, uvloop=uvloop, beside=victim or None, quick=quick)
     _perform(
-        "latency", device, json_file, arguments, lambda kind: Latency(kind, known_routes(routes), count, uvloop, victim)
+        "latency",
+        Latency,
+        device,
+        json_file,
+        {"fetches": 30} if quick else {},
+        routes=known_routes(routes),
+        fetches=fetches,
+        uvloop=uvloop,
+        beside=known_victim(beside),
     )
 
 
@@ -171,19 +168,17 @@ def load(
     from kvxfer.tools.bench.load import Load
     from kvxfer.tools.bench.matrix import known_routes
 
-    small: dict[str, Any] = {"concurrency": (64,), "sizes": (64 << 10, 1 << 20), "seconds": 1.0} if quick else {}
-    asked = _given(
-        concurrency=_numbers("--concurrency", concurrency) if concurrency else None,
-        sizes=_sizes("--sizes", sizes) if sizes else None,
-        seconds=seconds,
-    )
-    arguments = {**small, **asked, **_given(routes=routes, uvloop=uvloop, quick=quick)}
     _perform(
         "load",
+        Load,
         device,
         json_file,
-        arguments,
-        lambda kind: Load(kind, known_routes(routes), uvloop=uvloop, **(small | asked)),
+        {"concurrency": (64,), "sizes": (64 << 10, 1 << 20), "seconds": 1.0} if quick else {},
+        routes=known_routes(routes),
+        concurrency=_numbers("--concurrency", concurrency),
+        sizes=_sizes("--sizes", sizes),
+        seconds=seconds,
+        uvloop=uvloop,
     )
 
 
@@ -204,21 +199,19 @@ def rivals(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.rivals import Rivals, find
 
-    small: dict[str, Any] = {"pieces": (8 << 10,), "size": 16 << 20, "repetitions": 3} if quick else {}
-    asked = _given(
-        pieces=_sizes("--pieces", pieces) if pieces else None,
-        size=_sizes("--size", size)[0] if size else None,
-        only=tuple(only) if only else None,
-        repetitions=repetitions,
-        sabotage=sabotage or None,
-    )
-    folder, chosen = find(rivals_dir), known_routes(routes)
     _perform(
         "rivals",
+        Rivals,
         device,
         json_file,
-        {**small, **asked, **_given(routes=routes, quick=quick)},
-        lambda kind: Rivals(kind, folder, routes=chosen, **(small | asked)),
+        {"pieces": (8 << 10,), "size": 16 << 20, "repetitions": 3} if quick else {},
+        folder=find(rivals_dir),
+        pieces=_sizes("--pieces", pieces),
+        size=_size("--size", size) if size else None,
+        routes=known_routes(routes),
+        only=tuple(only or ()),
+        repetitions=repetitions,
+        sabotage=sabotage,
     )
 
 
@@ -237,21 +230,18 @@ def interference(
     from kvxfer.tools.bench.interference import Interference
     from kvxfer.tools.bench.matrix import known_routes
 
-    small: dict[str, Any] = {"seconds": 0.2, "turns": 2} if quick else {}
-    asked = _given(
-        ctas=_numbers("--ctas", ctas) if ctas else None,
-        request_bytes=_sizes("--size", size)[0] if size else None,
+    _perform(
+        "interference",
+        Interference,
+        device,
+        json_file,
+        {"seconds": 0.2, "turns": 2} if quick else {},
+        routes=known_routes(routes or ("mapped,staged" if quick else None)),
+        ctas=_numbers("--ctas", ctas),
+        request_bytes=_size("--size", size) if size else None,
         seconds=seconds,
         turns=turns,
     )
-    chosen = known_routes(routes or ("mapped,staged" if quick else None))
-
-    def make(kind: "Kind") -> Interference:
-        default: dict[str, Any] = {"request_bytes": 32 << 20} if kind == "cpu" else {}
-        return Interference(kind, chosen, **(default | small | asked))
-
-    arguments = {**small, **asked, **_given(routes=routes, quick=quick)}
-    _perform("interference", device, json_file, arguments, make)
 
 
 @app.command()
@@ -268,10 +258,17 @@ def scale(
     from kvxfer.errors import UsageError
     from kvxfer.tools.bench.scale import Scale
 
-    small: dict[str, Any] = {"peers": (1, 10), "transfers": 100, "idle_seconds": 0.5} if quick else {}
-    asked = _given(peers=_numbers("--peers", peers) if peers else None, transfers=transfers, layers=layers)
     if route not in _IN_PROCESS:
         raise UsageError(f"--route {route}: the in-process transport can do {' and '.join(_IN_PROCESS)}")
-    arguments = {**small, **asked, "route": route, "quick": quick, "nixl": nixl}
-    given: dict[str, Any] = small | asked | {"nixl": nixl}
-    _perform("scale", "cpu", json_file, arguments, lambda _: Scale(route=route, **given))
+    _perform(
+        "scale",
+        Scale,
+        "cpu",
+        json_file,
+        {"peers": (1, 10), "transfers": 100, "idle_seconds": 0.5} if quick else {},
+        peers=_numbers("--peers", peers),
+        route=route,
+        transfers=transfers,
+        layers=layers,
+        nixl=nixl,
+    )

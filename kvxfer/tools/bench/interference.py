@@ -7,22 +7,22 @@ and with transfers that follow one another without a pause; how fast those are w
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.tools.bench.caches import Request, Slab, in_shared_memory
-from kvxfer.tools.bench.cells import settings
-from kvxfer.tools.bench.children import Side, Step, collect
-from kvxfer.tools.bench.device import Kind, sides
+from kvxfer.tools.bench.caches import Request, Slab
+from kvxfer.tools.bench.children import Side, Step
+from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import plain
-from kvxfer.tools.bench.report import Report, Table, shown_route
+from kvxfer.tools.bench.prefill import Prefill, Tickets, ask, measure, opened
+from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import rate
-from kvxfer.tools.bench.standing import Tickets, introduce, keeping
 from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
@@ -40,15 +40,14 @@ class Interference:
     device: Kind
     routes: tuple[str, ...]
     ctas: tuple[int, ...] = CTAS  # on a CPU there are none
-    request_bytes: int = 512 * MIB
+    request_bytes: int | None = None  # 512 MiB, on a CPU 32 MiB
     seconds: float = 2.0  # how long a victim's speed is taken, each time
     turns: int = 3  # how often, without and with transfers
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        bodies = {"prefill": prefill, "decode": decode}
         total = len(self.routes) * len(self.settings) * len(self.victims)
-        return _report(head, collect(bodies, self, total, on_step, devices=sides(self.device)))
+        return _report(measure(_decode, self, total, on_step))
 
     @property
     def settings(self) -> tuple[int | None, ...]:
@@ -64,75 +63,33 @@ class Interference:
     @property
     def blocks(self) -> int:
         """Blocks of a request."""
-        return max(1, _LAYOUT.blocks(self.request_bytes))
+        usual = (32 if self.device == "cpu" else 512) * MIB
+        return max(1, _LAYOUT.blocks(usual if self.request_bytes is None else self.request_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    route: str
-    ctas: int | None
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Disturb:
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    seconds: float
-
-
-async def prefill(side: Side, spec: Interference) -> None:
-    """Keep a request on offer, and run victims as told."""
-    slab = Slab(side.device, [(_LAYOUT, spec.blocks)], source=True)
-    while isinstance(order := await side.hear(), _Open):
-        cache = slab.cache(_LAYOUT, spec.blocks, shared=in_shared_memory(order.route))
-        request = Request(order.seed, tuple(range(spec.blocks)))
-        await asyncio.to_thread(cache.write, request)
-        config = settings(side, order.route, order.ctas)
-        async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
-            side.send(introduce(worker))
-            async with keeping(worker, 1, request.ids, spec.blocks * _LAYOUT.block_tokens):
-                await _disturb(side)
-        side.send("closed")
-
-
-async def _disturb(side: Side) -> None:
-    """Victims, one after the other, until there is no further one."""
-    while isinstance(order := await side.hear(), _Disturb):
-        victim = Victim(order.kind, side.device)
-        side.send("begun")
-        while isinstance(asked := await side.hear(), _Rate):
-            side.send(await victim.rate(asked.seconds))
-        await victim.stop()
-        side.send("ended")
-
-
-async def decode(side: Side, spec: Interference) -> None:
+async def _decode(side: Side, spec: Interference) -> None:
     """For each route and CTA count: every victim."""
-    slab = Slab(side.device, [(_LAYOUT, spec.blocks + 1)], source=False)
+    source, target = (_LAYOUT, spec.blocks), (_LAYOUT, spec.blocks + 1)
+    await ask(side, Prefill.begin, [source])
+    slab = Slab(side.device, [target], source=False)
     for route in spec.routes:
         for ctas in spec.settings:
-            seed = time.time_ns()
-            cache = slab.cache(_LAYOUT, spec.blocks + 1, shared=in_shared_memory(route))
-            tickets = Tickets(*await side.ask(_Open(route, ctas, seed)))
-            async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, ctas)) as worker:
-                traffic = _Traffic(worker, tickets, spec.blocks)
+            request = Request(time.time_ns(), tuple(range(spec.blocks)))
+            async with opened(side, slab, source, target, route, ctas) as (worker, cache, tickets):
+                await ask(side, Prefill.write, request)
+                await ask(side, Prefill.keep, 1, request.ids, spec.blocks * _LAYOUT.block_tokens)
+                traffic = _Traffic(worker, tickets, request)
                 await traffic.fetch()
                 for kind, where in spec.victims:
                     side.report(Step(f"{route}, {ctas or 'no'} CTAs, {kind} in {where}"))
                     values = await _suffer(side, spec, traffic, kind, where)
                     await asyncio.to_thread(cache.scrub)
                     await traffic.fetch()
-                    difference = await asyncio.to_thread(cache.difference, Request(seed, tuple(traffic.ids)))
+                    difference = await asyncio.to_thread(cache.difference, request)
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
                     side.report({**named, "victim": kind, "side": where, **values, **checked})
-                side.send("no more victims")
-                await side.hear()
-    side.send("closed")
+    await side.ask(None)
 
 
 async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str, where: str) -> dict[str, Any]:
@@ -144,10 +101,10 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
         alone.append(traffic.gbps)
     mine = Victim(kind, side.device) if where == side.name else None
     if mine is None:
-        await side.ask(_Disturb(kind))
+        await ask(side, Prefill.disturb, kind)
 
     async def rate() -> float:
-        return float(await side.ask(_Rate(spec.seconds)) if mine is None else await mine.rate(spec.seconds))
+        return await (ask(side, Prefill.rate, spec.seconds) if mine is None else mine.rate(spec.seconds))
 
     quiet, busy, beside = list[float](), list[float](), list[float]()
     for _ in range(spec.turns):
@@ -155,7 +112,7 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
         async with traffic.flowing():
             busy.append(await rate())
         beside.append(traffic.gbps)
-    await (side.ask("enough") if mine is None else mine.stop())
+    await (ask(side, Prefill.calm) if mine is None else mine.stop())
     return {
         "rounds_per_s": statistics.median(quiet),
         "rounds_per_s_with_transfers": statistics.median(busy),
@@ -174,20 +131,15 @@ class _Traffic:
 
     worker: kvxfer.Worker
     tickets: Tickets
-    blocks: int
+    request: Request  # whose blocks are the same on both sides; the last one of this cache is for nobody
     gbps: float = 0.0  # while they last flowed
     route: str = ""  # that the last one took
-    ids: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """The last block of the cache is for nobody."""
-        self.ids = list(range(self.blocks))
 
     async def fetch(self) -> None:
         """One of them."""
-        tokens = range(self.blocks * _LAYOUT.block_tokens)
-        ticket = self.tickets.next(0)
-        result = await self.worker.fetch(ticket, self.ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+        ids, ticket = list(self.request.ids), self.tickets.next(0)
+        tokens = range(len(ids) * _LAYOUT.block_tokens)
+        result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         self.route = result.stats.route
 
     @asynccontextmanager
@@ -208,10 +160,10 @@ class _Traffic:
             stop = True
             with contextlib.suppress(asyncio.CancelledError):
                 await flowing
-        self.gbps = rate(count * self.blocks * _LAYOUT.block_bytes, time.perf_counter() - began)
+        self.gbps = rate(count * len(self.request.ids) * _LAYOUT.block_bytes, time.perf_counter() - began)
 
 
-def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
+def _report(cells: Sequence[dict[str, Any]]) -> Report:
     rows = [
         [
             shown_route(one),
@@ -226,7 +178,8 @@ def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
         for one in cells
     ]
     headings = ["route", "CTAs", "victim", "slow-down", "noise", "GB/s", "GB/s with victim", "verified"]
-    notes = [f"on {head['hardware']['cores']} cores: a thread also loses what transfers need of the cores themselves"]
-    table = Table("how many times slower a victim is while transfers run", headings, rows, notes)
+    cores = len(os.sched_getaffinity(0))
+    notes = [f"on {cores} cores: a thread also loses what transfers need of the cores themselves"]
     wrong = [f"{one['route']}, {one['victim']}: {one['difference']}" for one in cells if one["difference"]]
-    return Report("interference", head, {"cells": list(cells)}, [table], wrong)
+    title = "how many times slower a victim is while transfers run"
+    return Report({"cells": cells}, title, headings, rows, notes, wrong)

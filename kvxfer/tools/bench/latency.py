@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import kvxfer
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Cache, Slab, draw, in_shared_memory
-from kvxfer.tools.bench.cells import settings, stages
-from kvxfer.tools.bench.children import Side, Step, collect
-from kvxfer.tools.bench.device import Kind, sides
+from kvxfer.tools.bench.caches import Slab, draw
+from kvxfer.tools.bench.children import Side, Step
+from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout, plain
-from kvxfer.tools.bench.matrix import routes
-from kvxfer.tools.bench.reference import Refer, Source, Target, kind_for
-from kvxfer.tools.bench.report import Report, Table, shown_route, shown_seconds
+from kvxfer.tools.bench.matrix import routes, stages
+from kvxfer.tools.bench.prefill import Prefill, ask, measure, opened, refer
+from kvxfer.tools.bench.reference import Target, kind_for
+from kvxfer.tools.bench.report import Report, shown_route, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 
@@ -44,104 +44,58 @@ class Latency:
     uvloop: bool = False
     beside: str = ""
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        bodies = {"prefill": prefill, "decode": decode}
-        total = len(BLOCKS) * len(self.routes)
-        found = collect(bodies, self, total, on_step, devices=sides(self.device), uvloop=self.uvloop)
-        return _report(head, found)
+        return _report(measure(_decode, self, len(BLOCKS) * len(self.routes), on_step, uvloop=self.uvloop))
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    layout: Layout
-    route: str
-    seed: int
-    requests: int
-
-
-async def prefill(side: Side, spec: Latency) -> None:
-    """Offer everything, then only answer."""
-    reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
-    await reference.open()
-    slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=True)
-    while isinstance(order := await side.hear(), _Open):
-        cache = slab.cache(order.layout, _POOL, shared=in_shared_memory(order.route))
-        request = draw(order.seed, _POOL, 1, source=True)
-        await asyncio.to_thread(cache.write, request)
-        config = settings(side, order.route, None, max_transfers=order.requests)
-        async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
-            began, names = time.perf_counter(), [str(number) for number in range(order.requests)]
-            tokens, ids = order.layout.block_tokens, list(request.ids)
-            offers = [worker.offer(name, ids, tokens=tokens, after=kvxfer.READY) for name in names]
-            each = (time.perf_counter() - began) / len(names)
-            side.send(([worker.engine.ticket(name) for name in names], each))
-            await _answer(side, spec, reference)
-            for offer in offers:
-                await offer.released()
-        side.send("closed")
-    await reference.close()
-    side.send("closed")
-
-
-async def _answer(side: Side, spec: Latency, reference: Source) -> None:
-    while True:
-        match await side.hear():
-            case "begin":  # what warms up is over
-                async with beside(spec.beside, side.device):
-                    side.send(time.thread_time())  # of the loop, and nothing else
-                    await side.hear()
-                    side.send(time.thread_time())
-            case Refer(kind, nbytes):
-                side.send(await reference.measure(kind, nbytes))
-            case _:
-                return
-
-
-async def decode(side: Side, spec: Latency) -> None:
+async def _decode(side: Side, spec: Latency) -> None:
     """Fetch one block after the other, by each route."""
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(layout.block_bytes for layout in BLOCKS))
     await target.open()
-    side.send(await target.card())
-    slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=False)
+    pools = [(layout, _POOL) for layout in BLOCKS]
+    await ask(side, Prefill.begin, pools, await target.card())
+    slab = Slab(side.device, pools, source=False)
     for layout in BLOCKS:
         for route in spec.routes:
             side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
-            cache = slab.cache(layout, _POOL, shared=in_shared_memory(route))
-            side.report(await _measure(side, spec, layout, route, cache, target))
-    await side.ask("close")
+            side.report(await _measure(side, spec, layout, route, slab, target))
+    await side.ask(None)
     await target.close()
 
 
-async def _measure(
-    side: Side, spec: Latency, layout: Layout, route: str, cache: Cache, target: Target
-) -> dict[str, Any]:
-    seed = time.time_ns()
-    request = draw(seed, _POOL, 1, source=False)
-    await asyncio.to_thread(cache.scrub)
-    tickets, offering = await side.ask(_Open(layout, route, seed, _WARMUPS + spec.fetches))
+async def _measure(side: Side, spec: Latency, layout: Layout, route: str, slab: Slab, target: Target) -> dict[str, Any]:
+    seed, number = time.time_ns(), _WARMUPS + spec.fetches
+    source, request = (draw(seed, _POOL, 1, source=at) for at in (True, False))
     ids, tokens = list(request.ids), range(layout.block_tokens)
+    names = [str(each) for each in range(number)]
     seconds: list[float] = []
     last: TransferStats | None = None
-    async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, None)) as worker:
-        for ticket in tickets[:_WARMUPS]:
+    pool = layout, _POOL
+    async with opened(side, slab, pool, pool, route, max_transfers=number) as (worker, cache, tickets):
+        await asyncio.to_thread(cache.scrub)
+        await ask(side, Prefill.write, source)
+        offering = await ask(side, Prefill.offer, *((name, source.ids, layout.block_tokens) for name in names))
+        waiting = [tickets.of(name) for name in names]
+        for ticket in waiting[:_WARMUPS]:
             await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        there = float(await side.ask("begin"))
+        await ask(side, Prefill.disturb, spec.beside)
+        there = await ask(side, Prefill.cpu)  # of the loop, and nothing else
         async with beside(spec.beside, side.device):
             here = time.thread_time()
-            for ticket in tickets[_WARMUPS:]:
+            for ticket in waiting[_WARMUPS:]:
                 began = time.perf_counter()
                 result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
                 seconds.append(time.perf_counter() - began)
                 last = result.stats
             here = time.thread_time() - here
-        there = float(await side.ask("end")) - there
+        there = await ask(side, Prefill.cpu) - there
+        await ask(side, Prefill.calm)
         difference = await asyncio.to_thread(cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)
-        reference = Samples.of([await target.refer(side, kind, layout.block_bytes) for _ in range(_REFERENCES)])
-        await side.ask("close")
-    samples = Samples.of(seconds, _WARMUPS)
+        reference = Samples([await refer(side, target, kind, layout.block_bytes) for _ in range(_REFERENCES)])
+    samples = Samples(seconds, _WARMUPS)
     return {
         "route": route,
         "route_taken": taken,
@@ -155,13 +109,13 @@ async def _measure(
         **samples.percentiles(),
         "per_second": len(seconds) / sum(seconds),
         "loop_cpu_s": {"decode": here / len(seconds), "prefill": there / len(seconds)},
-        "offer_s": offering,
+        "offer_s": offering / number,
         "reference": {"kind": kind, **reference.percentiles()},
         "stages": stages(last),
     }
 
 
-def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
+def _report(found: Sequence[dict[str, Any]]) -> Report:
     headings = ["route", "block", "p50", "p90", "p99", "min", "max", "reference p50", "decode loop", "prefill loop",
                 "fetches/s", "verified"]  # fmt: skip
     rows = [
@@ -181,5 +135,4 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     if len({one["route"] for one in found}) < len(routes()):
         notes.append(f"routes that the setting knows: {', '.join(routes())}")
     wrong = [f"{one['route']}, {one['request_bytes']} bytes: {one['difference']}" for one in found if one["difference"]]
-    table = Table("one block at a time, warm: whole `await fetch`", headings, rows, notes)
-    return Report("latency", head, {"cells": list(found)}, [table], wrong)
+    return Report({"cells": found}, "one block at a time, warm: whole `await fetch`", headings, rows, notes, wrong)

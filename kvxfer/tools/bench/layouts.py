@@ -52,6 +52,9 @@ class Layout:
         if not self.target_heads:
             object.__setattr__(self, "target_heads", range(self.heads))
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def regions(self) -> int:
         """K and V of every layer, or what stands for both."""

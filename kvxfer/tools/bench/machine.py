@@ -4,6 +4,7 @@ import datetime as dt
 import os
 import platform
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,16 +20,16 @@ __all__ = ["describe", "headline"]
 _PACKAGES: Final = ("torch", "nixl", "triton", "numpy", "cuda-bindings", "uvloop", "mooncake-transfer-engine")
 
 
-def describe(kind: Kind, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Versions, hardware and settings."""
-    config = Config()
+def describe(spec: Any) -> dict[str, Any]:
+    """Versions, hardware and settings, and what a benchmark was asked to measure."""
+    config, kind = Config(), spec.device
     return {
         "started": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "versions": {"kvxfer": kvxfer.__version__, "python": platform.python_version()} | _versions(),
         "hardware": _hardware(kind),
         "device": kind,
         "devices": sides(kind),
-        "arguments": arguments,
+        "arguments": {field.name: getattr(spec, field.name) for field in fields(spec)},
         "settings": {one.name: one.value for one in config.effective() if one.source != "default"},
         "command": " ".join(["kvxfer", *sys.argv[1:]]),
     }

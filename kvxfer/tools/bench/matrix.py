@@ -1,23 +1,43 @@
-"""`kvxfer bench matrix`: routes x pieces x request sizes, each cell beside one contiguous copy of the same bytes."""
+"""`kvxfer bench matrix`: routes x pieces x request sizes, each cell beside one contiguous copy of the same bytes.
 
+A repetition is: new block ids on both sides, new content at the prefill side, poison at the decode side; a fetch of one
+block, which finds two processes that were idle and leaves them as awake as servers are; the fetch, timed at its caller;
+the whole decode cache compared; then the reference, at the prefill side. So transfers and references alternate, and
+what else the machine does meets both.
+"""
+
+import asyncio
+import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, get_args
 
+import numpy as np
+
+import kvxfer
 from kvxfer.config import Config
 from kvxfer.errors import UsageError
-from kvxfer.tools.bench.caches import in_shared_memory
-from kvxfer.tools.bench.cells import Cell, Measured, Skipped, decode, prefill, stages
-from kvxfer.tools.bench.children import collect
-from kvxfer.tools.bench.device import Kind, sides
+from kvxfer.telemetry import TransferStats
+from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
+from kvxfer.tools.bench.children import BenchFailedError, Side, Step
+from kvxfer.tools.bench.device import Kind, available_bytes
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
-from kvxfer.tools.bench.report import Report, Table, shown_route
+from kvxfer.tools.bench.prefill import Pool, Prefill, Tickets, ask, measure, opened, refer
+from kvxfer.tools.bench.reference import ReferenceKind, Target, kind_for
+from kvxfer.tools.bench.report import Report, shown_route
+from kvxfer.tools.bench.samples import Samples
+from kvxfer.tools.bench.victims import beside
 
-__all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
+__all__ = ["SIZES", "Matrix", "draw_unwritten", "known_routes", "routes", "stages"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
+_FETCH_SECONDS: Final = 300.0
+_ROOM: Final = 1 << 30
+_WARMUPS: Final = 2
+"""The first one connects and compiles; after two every block of the decode side was written, and has its pages."""
 
 
 def routes() -> tuple[str, ...]:
@@ -64,98 +84,240 @@ class Matrix:
         if self.sabotage not in {"", "byte", "outside"}:
             raise UsageError(f"--sabotage {self.sabotage}: byte or outside")
 
-    def cells(self) -> tuple[Cell, ...]:
-        """In the order in which they are measured: by layout, then size, then route."""
+    def cells(self) -> "tuple[_Cell, ...]":
+        """In the order in which they are shown: by layout, then size, then route."""
         return tuple(
-            Cell(route, layout, size, ctas)
+            _Cell(route, layout, size, ctas)
             for layout in self.layouts
             for size in self.sizes
             for route in self.routes
             for ctas in self.ctas or (None,)
         )
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        bodies, order = {"prefill": prefill, "decode": decode}, {cell: at for at, cell in enumerate(self.cells())}
-        done = collect(bodies, self, len(order), on_step, devices=sides(self.device), uvloop=self.uvloop)
-        return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
+        order = {cell: at for at, cell in enumerate(self.cells())}
+        found = measure(_decode, self, len(order), on_step, uvloop=self.uvloop)
+        return _report(sorted(found, key=lambda one: order[one[0]]))
 
 
-def quick(device: Kind, **changes: Any) -> Matrix:
-    """The matrix that takes less than a minute on two cores; `changes` are the attributes that were asked for."""
-    small: dict[str, Any] = {
-        "layouts": (plain(8192), NAMED["nhd-hnd"]),
-        "sizes": (2 * MIB, 16 * MIB),
-        "repetitions": 3,
-        "cell_seconds": 1.0,
-    }
-    return Matrix(device, **(small | changes))
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One row of the matrix."""
+
+    route: str
+    layout: Layout
+    request_bytes: int  # about how many: whole blocks are fetched
+    ctas: int | None = None  # thread blocks of a copy on a GPU; None leaves the setting alone
+
+    @property
+    def blocks(self) -> int:
+        """Of a request."""
+        return self.layout.blocks(self.request_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a request, exactly."""
+        return self.blocks * self.layout.block_bytes
+
+    @property
+    def pool(self) -> Pool:
+        """What its caches are."""
+        return self.layout, self.layout.pool(self.request_bytes)
+
+    def lacks(self, device: str, free: int) -> str:
+        """Why it cannot be measured; empty if it can.
+
+        Both sides may lie on one GPU, as they do in one host's memory: two caches, the buffers of the references, and
+        some room for what is compared.
+        """
+        layout = self.layout
+        if not self.blocks:
+            return f"the request is smaller than one block of all layers ({layout.block_bytes} bytes)"
+        if self.ctas is not None and device == "cpu":
+            return "thread blocks are a setting of GPUs"
+        needed = self.pool[1] * (layout.block_bytes + layout.source_block_bytes) + 3 * self.nbytes + _ROOM
+        return f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free" if needed > free else ""
+
+    def __str__(self) -> str:
+        ctas = "" if self.ctas is None else f", {self.ctas} CTAs"
+        return f"{self.route}, {self.layout.name} pieces, {self.request_bytes >> 20} MiB{ctas}"
 
 
-def as_json(device: Kind, one: Measured) -> dict[str, Any]:
-    """One cell, as `cells[]` of the JSON."""
-    cell, received = one.cell, one.received
-    gbps, reference = one.fetch.gbps(one.nbytes), one.reference.gbps(one.nbytes)
-    return {
-        "route": cell.route,
-        "device": device,
-        "layout": cell.layout.name,
-        "piece_bytes": cell.layout.piece_bytes,
-        "request_bytes": one.nbytes,
-        "ctas": cell.ctas,
-        "gbps": gbps,
-        "reference_gbps": reference,
-        "ratio": gbps / reference if reference else None,
-        "verified": not one.difference,
-        "difference": one.difference,
-        **one.fetch.to_json(),
-        "reference": {"kind": one.reference_kind, "spread": one.reference.spread, **one.reference.to_json()},
-        "route_taken": received.route,
-        "why": received.why,
-        "pieces": received.pieces,
-        "chunks": received.chunks,
-        "predicted_s": received.predicted,
-        "first_predicted_s": one.first_predicted,
-        "stages": {"decode": stages(received), "prefill": stages(one.sent)},
-    }
+def draw_unwritten(seed: int, pool: int, blocks: int, unwritten: set[int]) -> Request:
+    """As `draw` at the decode side, but blocks that no transfer has written yet come first."""
+    ids = sorted(draw(seed, pool, pool, source=False).ids, key=lambda block: block not in unwritten)
+    return Request(seed, tuple(ids[:blocks]))
 
 
-def noise(cells: Sequence[Measured]) -> dict[str, Any]:
+def stages(stats: TransferStats | None) -> dict[str, Any] | None:
+    """Seconds by stage, as one side saw them."""
+    if stats is None:
+        return None
+    found = asdict(stats)
+    first = None if stats.first_byte is None else stats.first_byte - stats.started
+    names = ("queued", "gathering", "posting", "wire", "scattering", "descriptors")
+    return {name: found[name] for name in names} | {"duration": stats.duration, "first_byte_after": first}
+
+
+# --- the decode process
+
+
+async def _decode(side: Side, matrix: Matrix) -> None:
+    """Measure every cell, and report each by its name as it is done."""
+    free = available_bytes(side.device)
+    cells = {cell: cell.lacks(side.device, free) for cell in matrix.cells()}
+    fitting = [cell for cell, reason in cells.items() if not reason]
+    target = Target(f"kvxfer-bench-{side.name}", side.device, max((cell.nbytes for cell in fitting), default=1))
+    await target.open()
+    pools = [cell.pool for cell in fitting]
+    await ask(side, Prefill.begin, pools, await target.card())
+    slab = Slab(side.device, pools, source=False)
+    # on a CPU those whose caches lie in shared memory come last: see `Slab`
+    for cell in sorted(cells, key=lambda one: in_shared_memory(one.route)):
+        side.report(Step(str(cell)))
+        if reason := cells[cell]:
+            side.report((cell, {"cell": str(cell), "reason": reason}))
+            continue
+        async with opened(side, slab, cell.pool, cell.pool, cell.route, cell.ctas) as here:
+            found = await _Run(side, matrix, cell, target, *here).measure()
+        side.report((cell, found))
+    await side.ask(None)  # nobody is to reach for a target that is gone
+    await target.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One cell at the decode side."""
+
+    side: Side
+    matrix: Matrix
+    cell: _Cell
+    target: Target
+    worker: kvxfer.Worker
+    cache: Cache
+    tickets: Tickets
+
+    async def measure(self) -> dict[str, Any]:
+        """Repeat; the cell as it is in `cells[]` of the JSON."""
+        cell, until = self.cell, time.monotonic() + self.matrix.cell_seconds
+        fetched: list[tuple[float, TransferStats, TransferStats | None]] = []
+        references: list[float] = []
+        first_predicted: float | None = None
+        difference, kind = "", kind_for(cell.route, self.side.device)
+        pool = cell.pool[1]
+        unwritten = set(range(pool))
+        for number in range(_WARMUPS + self.matrix.repetitions):
+            request = draw_unwritten(random.SystemRandom().getrandbits(62), pool, cell.blocks, unwritten)
+            unwritten -= set(request.ids)
+            seconds, received, sent, differs = await self._transfer(request, first=number == 0)
+            if number == 0:
+                first_predicted = received.predicted
+            difference = difference or differs
+            kind = kind_for(received.route, self.side.device)
+            reference = await self._refer(kind)
+            if number >= _WARMUPS:
+                fetched.append((seconds, received, sent))
+                references.append(reference)
+                if time.monotonic() >= until:
+                    break
+            self.side.report(Step(str(cell)))
+        fetch, referred = Samples([one[0] for one in fetched], _WARMUPS), Samples(references, _WARMUPS)
+        _, received, sent = sorted(fetched, key=lambda one: one[0])[(len(fetched) - 1) // 2]  # the one in the middle
+        gbps, reference_gbps = fetch.gbps(cell.nbytes), referred.gbps(cell.nbytes)
+        return {
+            "route": cell.route,
+            "device": self.matrix.device,
+            "layout": cell.layout.name,
+            "piece_bytes": cell.layout.piece_bytes,
+            "request_bytes": cell.nbytes,
+            "ctas": cell.ctas,
+            "gbps": gbps,
+            "reference_gbps": reference_gbps,
+            "ratio": gbps / reference_gbps if reference_gbps else None,
+            "verified": not difference,
+            "difference": difference,
+            **fetch.to_json(),
+            "reference": {"kind": kind, "spread": referred.spread, **referred.to_json()},
+            "route_taken": received.route,
+            "why": received.why,
+            "pieces": received.pieces,
+            "chunks": received.chunks,
+            "predicted_s": received.predicted,
+            # of the pair's first transfer, the warm-up: by the profile alone, which no transfer had corrected yet
+            "first_predicted_s": first_predicted,
+            "stages": {"decode": stages(received), "prefill": stages(sent)},
+        }
+
+    async def _transfer(
+        self, request: Request, *, first: bool
+    ) -> tuple[float, TransferStats, TransferStats | None, str]:
+        """One fetch and its check: seconds, stats of both sides, and how the cache differs from what it should be.
+
+        Before all but the `first` there is one of a single block.
+        """
+        side, cell, name = self.side, self.cell, f"{request.seed:x}"
+        source, block_tokens = draw(request.seed, cell.pool[1], cell.blocks, source=True), cell.layout.block_tokens
+        others = sorted(set(range(cell.pool[1])) - set(request.ids))  # blocks for nobody
+        spare = [] if first else [Request(request.seed, (others[0],))]
+        await ask(side, Prefill.write, source)
+        await asyncio.to_thread(self.cache.scrub)
+        offers = [(f"{name}-0", source.ids[:1], block_tokens) for _ in spare]
+        await ask(side, Prefill.offer, *offers, (name, source.ids, cell.blocks * block_tokens))
+        for one in spare:
+            await self._fetch(f"{name}-0", one)
+        victim = "" if first else self.matrix.beside
+        await ask(side, Prefill.disturb, victim)
+        async with beside(victim, side.device):
+            began = time.perf_counter()
+            stats = await self._fetch(name, request)
+            seconds = time.perf_counter() - began
+        sent = await ask(side, Prefill.released)
+        await ask(side, Prefill.calm)
+        if self.matrix.sabotage:
+            self.cache.corrupt(request.ids[0] if self.matrix.sabotage == "byte" else others[-1])
+        difference = await asyncio.to_thread(self.cache.difference, request, *spare)
+        if not difference and stats.bytes != cell.nbytes:
+            difference = f"the stats say {stats.bytes} bytes, but {cell.nbytes} were asked for"
+        return seconds, stats, sent, difference
+
+    async def _fetch(self, name: str, request: Request) -> TransferStats:
+        tokens, ids = range(len(request.ids) * self.cell.layout.block_tokens), np.array(request.ids)
+        ticket = self.tickets.of(name)
+        result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+        return result.stats
+
+    async def _refer(self, kind: ReferenceKind) -> float:
+        seconds = await refer(self.side, self.target, kind, self.cell.nbytes)
+        if kind != "memcpy" and not await self.target.landed(self.cell.nbytes):
+            raise BenchFailedError(f"{self.cell}: the reference {kind} did not land whole")
+        return seconds
+
+
+# --- the end
+
+
+def _noise(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How far references for the same bytes lay apart, in one cell and from cell to cell, as part of their median."""
     alike: dict[tuple[str, int], list[float]] = {}
     for one in cells:
-        alike.setdefault((one.reference_kind, one.nbytes), []).append(one.reference.median)
+        alike.setdefault((one["reference"]["kind"], one["request_bytes"]), []).append(one["reference"]["median_s"])
     between = [
         (max(medians) - min(medians)) / statistics.median(medians) for medians in alike.values() if len(medians) > 1
     ]
+    within = [one["reference"]["spread"] for one in cells]
     return {
-        "reference_spread_within_cells": statistics.median([one.reference.spread for one in cells]) if cells else None,
+        "reference_spread_within_cells": statistics.median(within) if within else None,
         "reference_spread_between_cells": max(between) if between else None,
     }
 
 
-def _report(head: dict[str, Any], device: Kind, done: Sequence[Measured | Skipped]) -> Report:
-    measured = [one for one in done if isinstance(one, Measured)]
-    skipped = [one for one in done if isinstance(one, Skipped)]
-    data: dict[str, Any] = {
-        "cells": [as_json(device, one) for one in measured],
-        "skipped": [{"cell": str(one.cell), "reason": one.reason} for one in skipped],
-        "noise": noise(measured),
-    }
-    return Report(
-        "matrix",
-        head,
-        data,
-        [_table(data["cells"], data["noise"], skipped)],
-        [f"{one.cell}: {one.difference}" for one in measured if one.difference],
-    )
-
-
-def _table(cells: Sequence[dict[str, Any]], spread: dict[str, Any], skipped: Sequence[Skipped]) -> Table:
+def _report(found: "Sequence[tuple[_Cell, dict[str, Any]]]") -> Report:
+    cells, skipped = ([one for _, one in found if ("reason" in one) is left_out] for left_out in (False, True))
     headings = ["route", "pieces", "request", "ms", "GB/s", "reference", "GB/s", "ratio", "verified", "stages, ms"]
     rows = [
         [
-            route_name(cell),
+            shown_route(cell) + ("" if cell["ctas"] is None else f" {cell['ctas']}"),
             cell["layout"],
             f"{cell['request_bytes'] / MIB:g} MiB",
             f"{cell['median_s'] * 1e3:.2f}",
@@ -168,18 +330,14 @@ def _table(cells: Sequence[dict[str, Any]], spread: dict[str, Any], skipped: Seq
         ]
         for cell in cells
     ]
-    notes = [f"skipped: {one.cell}: {one.reason}" for one in skipped]
-    if spread["reference_spread_within_cells"] is not None:
-        within, between = spread["reference_spread_within_cells"], spread["reference_spread_between_cells"]
+    noise, notes = _noise(cells), [f"skipped: {one['cell']}: {one['reason']}" for one in skipped]
+    if (within := noise["reference_spread_within_cells"]) is not None:
+        between = noise["reference_spread_between_cells"]
         also = "" if between is None else f", those of different cells up to {between:.0%}"
         notes.insert(0, f"noise: references of one cell lie {within:.0%} apart (median of cells){also}")
     title = "whole `await fetch` after one of a block, at its caller, median; ratio: to one contiguous copy of as much"
-    return Table(title, headings, rows, notes)
-
-
-def route_name(cell: dict[str, Any]) -> str:
-    """The route that was set, the one that was taken if it is another, and the CTAs if they were set."""
-    return shown_route(cell) + ("" if cell["ctas"] is None else f" {cell['ctas']}")
+    wrong = [f"{cell}: {one['difference']}" for cell, one in found if one.get("difference")]
+    return Report({"cells": cells, "skipped": skipped, "noise": noise}, title, headings, rows, notes, wrong)
 
 
 def _stages(both: dict[str, Any]) -> str:

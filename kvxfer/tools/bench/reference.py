@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
@@ -20,11 +20,10 @@ from kvxfer.errors import FabricError
 from kvxfer.fabric import Memory
 from kvxfer.fabric.nixl import IN_PROGRESS, WRITE, CallError, Capi, NixlTransport, find, opened
 from kvxfer.memory.device import call, load
-from kvxfer.tools.bench.children import Side
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
 from kvxfer.tools.bench.samples import measured
 
-__all__ = ["Card", "Refer", "ReferenceKind", "Source", "Target", "kind_for"]
+__all__ = ["Card", "ReferenceKind", "Source", "Target", "kind_for"]
 
 _T = TypeVar("_T")
 _MARK: Final = 0xA7
@@ -47,14 +46,6 @@ class Card:
     index: int  # of its GPU
     nbytes: int
     handle: bytes  # of CUDA IPC; empty on a CPU
-
-
-@dataclass(frozen=True, slots=True)
-class Refer:
-    """Asks the source for one copy; it answers with the seconds."""
-
-    kind: ReferenceKind
-    nbytes: int
 
 
 class _Agent:
@@ -108,13 +99,8 @@ class Target(_Agent):
             handle = bytes(exported.reserved)
         return Card(metadata, self.buffer.address, self.buffer.index, self.buffer.nbytes, handle)
 
-    async def refer(self, side: Side, kind: ReferenceKind, nbytes: int) -> float:
-        """Seconds of one copy, which the source makes in the other process."""
-        async with self._serving() if kind == "nixl_write" else nullcontext():
-            return float(await side.ask(Refer(kind, nbytes)))
-
     @asynccontextmanager
-    async def _serving(self) -> AsyncGenerator[None, None]:
+    async def serving(self) -> AsyncGenerator[None, None]:
         """Poll without a pause inside: over TCP the target moves the data, and every lane wires up with its help."""
         stop = threading.Event()
 

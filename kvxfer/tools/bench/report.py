@@ -1,88 +1,37 @@
-"""What a benchmark says in the end: the data as JSON, and the tables that are made of them.
-
-And what all of them share towards terminal and files: whether they can be written, progress, the end of a run.
-"""
+"""What a benchmark says on its way and in the end: progress, a table, and data as JSON."""
 
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
+from rich.table import Table
 
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.machine import headline
 
-__all__ = ["Report", "Table", "check", "finish", "progress", "shown_route", "shown_seconds"]
+__all__ = ["Report", "check", "finish", "progress", "shown_route", "shown_seconds"]
 
 _SCHEMA: Final = 1
 _PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows for people; the data say more."""
+class Report:
+    """What came of a benchmark: data for programs, and a table of them for people."""
 
+    data: dict[str, Any]  # as they go into the JSON
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]  # the first column is flush left, all others flush right
-    notes: Sequence[str] = ()  # lines below it
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One run of one benchmark."""
-
-    benchmark: str
-    head: dict[str, Any]
-    data: dict[str, Any]  # results, as they go into the JSON
-    tables: Sequence[Table]
-    failures: Sequence[str] = field(default_factory=tuple[str, ...])  # what was measured and found wrong
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the tables, which are made of it."""
-        return {
-            "schema": _SCHEMA,
-            "benchmark": self.benchmark,
-            **self.head,
-            **self.data,
-            "failures": list(self.failures),
-        }
-
-    def write(self, file: Path) -> None:
-        """Write the JSON.
-
-        Raises:
-            UsageError: If the file cannot be written.
-        """
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {file} cannot be written: {error.strerror}") from error
-
-    def show(self, console: Console) -> None:
-        """Print the tables."""
-        console.print(f"kvxfer bench {self.benchmark}: {headline(self.head)}", markup=False, soft_wrap=True)
-        for table in self.tables:
-            drawn = RichTable(box=None, pad_edge=False)
-            for number, heading in enumerate(table.headings):
-                drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
-            for row in table.rows:
-                drawn.add_row(*row)
-            console.print()
-            console.print(table.title, markup=False, soft_wrap=True)
-            console.print(drawn)
-            for note in table.notes:
-                console.print(note, markup=False, soft_wrap=True)
-        for failure in self.failures:
-            console.print(f"FAILED: {failure}", markup=False, soft_wrap=True)
+    notes: Sequence[str]  # lines below the table
+    failures: Sequence[str]  # what was measured and found wrong
 
 
 def shown_seconds(seconds: float) -> str:
@@ -144,9 +93,26 @@ def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None
         yield step
 
 
-def finish(report: Report, json_file: Path | None) -> int:
-    """Print and write a report; the exit code."""
-    report.show(Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False))
+def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | None) -> int:
+    """Print a report and write it behind its head, see `machine.describe`; the exit code.
+
+    Raises:
+        UsageError: If the file cannot be written.
+    """
+    drawn = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(report.headings):
+        drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in report.rows:
+        drawn.add_row(*row)
+    failures = [f"FAILED: {failure}" for failure in report.failures]
+    above = [f"kvxfer bench {name}: {headline(head)}", "", report.title]
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+    for part in (*above, drawn, *report.notes, *failures):
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
     if json_file is not None:
-        report.write(json_file)
-    return 1 if report.failures else 0
+        whole = {"schema": _SCHEMA, "benchmark": name, **head, **report.data, "failures": list(report.failures)}
+        try:
+            json_file.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {json_file} cannot be written: {error.strerror}") from error
+    return 1 if failures else 0

@@ -9,7 +9,7 @@ of the other. What an engine does once (registering, listing all blocks) is not 
 is. kvxfer does the same work by each of its routes, in caches whose pieces have that size.
 """
 
-import importlib.util
+import importlib
 import random
 import sys
 import time
@@ -28,7 +28,7 @@ from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
-from kvxfer.tools.bench.report import Report, Table
+from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples
 
 __all__ = ["Rivals", "find"]
@@ -37,7 +37,6 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 PIECES: Final = (8 * KIB, 32 * KIB, 2 * MIB)
 _ROW: Final = DIM * ITEM_BYTES
-_PACKAGE: Final = "kvxfer_rivals"
 _ROOM: Final = 1 << 30
 
 
@@ -55,7 +54,7 @@ class Rivals:
     seconds: float = 30.0  # when one piece size of a rival has taken so long, it is not repeated further
     sabotage: str = ""  # as in the matrix
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure kvxfer, then one rival after the other, each in processes of its own.
 
         Raises:
@@ -76,7 +75,7 @@ class Rivals:
             repetitions=self.repetitions,
             cell_seconds=self.seconds,
             sabotage=self.sabotage,
-        ).run(head, lambda label, cells, _: on_step(label, cells, total))
+        ).run(lambda label, cells, _: on_step(label, cells, total))
         done = len(self.routes) * len(self.pieces)
         found: list[dict[str, Any]] = []
         skipped: list[dict[str, str]] = []
@@ -90,7 +89,7 @@ class Rivals:
                 else:
                     found += self._measure(_Task(self, name, variant, module.PROCESSES))
                 done += len(self.pieces)
-        return _report(head, ours, found, skipped)
+        return _report(ours.data, found, skipped)
 
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
         bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
@@ -111,7 +110,7 @@ def find(given: Path | None) -> Path:
     Raises:
         UsageError: If it is not there, with how to get it.
     """
-    folder = given or Path(kvxfer.__file__).parents[1] / "benchmarks" / "rivals"
+    folder = (given or Path(kvxfer.__file__).parents[1] / "benchmarks" / "rivals").resolve()
     if not (folder / "__init__.py").is_file():
         raise UsageError(
             f"{folder} does not hold the rivals' code, which is not part of the installed package: take the folder "
@@ -137,15 +136,10 @@ class _Task:
 
 def _load(folder: Path) -> dict[str, ModuleType]:
     """The rivals' modules by name, in the order in which the package lists them."""
-    if _PACKAGE not in sys.modules:
-        file = folder / "__init__.py"
-        found = importlib.util.spec_from_file_location(_PACKAGE, file, submodule_search_locations=[str(folder)])
-        if found is None or found.loader is None:
-            raise UsageError(f"{file} cannot be imported")
-        sys.modules[_PACKAGE] = module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    names: Sequence[str] = sys.modules[_PACKAGE].MODULES
-    return {name: importlib.import_module(f"{_PACKAGE}.{name}") for name in names}
+    if (place := str(folder.parent)) not in sys.path:
+        sys.path.insert(0, place)
+    names: Sequence[str] = importlib.import_module(folder.name).MODULES
+    return {name: importlib.import_module(f"{folder.name}.{name}") for name in names}
 
 
 # --- in a rival's processes
@@ -173,7 +167,7 @@ def _pool(piece: int, count: int, device: str, *, source: bool) -> Cache:
     return Cache([tensor], "block token head dim", range(piece // _ROW), poison)
 
 
-def _source(side: Side, task: _Task) -> None:
+async def _source(side: Side, task: _Task) -> None:
     """Lead: each piece size, and of each all repetitions."""
     spec, module = task.spec, task.load()
     both = task.processes == 1
@@ -202,7 +196,7 @@ def _source(side: Side, task: _Task) -> None:
         if not both:
             side.send(None)
         rival.close()
-        side.report(_row(task, piece, count, Samples.of(took, 1), difference))
+        side.report(_row(task, piece, count, Samples(took, 1), difference))
         del rival, source, sink
     if not both:
         side.send(None)
@@ -227,7 +221,7 @@ def _turn(side: Side, spec: Rivals, rival: Any, work: _Work, sink: Cache | None)
     return (seconds if theirs is None else theirs), difference
 
 
-def _sink(side: Side, task: _Task) -> None:
+async def _sink(side: Side, task: _Task) -> None:
     """Follow: a pool for each piece size, and a check of each repetition."""
     module, spec = task.load(), task.spec
     while (sizes := side.receive()) is not None:
@@ -280,8 +274,8 @@ def _row(task: _Task, piece: int, count: int, samples: Samples, difference: str)
     }
 
 
-def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], skipped: list[dict[str, str]]) -> Report:
-    cells: list[dict[str, Any]] = [{"rival": f"kvxfer {cell['route']}", **cell} for cell in ours.data["cells"]] + found
+def _report(ours: dict[str, Any], found: list[dict[str, Any]], skipped: list[dict[str, str]]) -> Report:
+    cells: list[dict[str, Any]] = [{"rival": f"kvxfer {cell['route']}", **cell} for cell in ours["cells"]] + found
     best = {
         piece: max((one["gbps"] for one in found if one["piece_bytes"] == piece), default=None)
         for piece in {one["piece_bytes"] for one in cells}
@@ -296,12 +290,12 @@ def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], ski
     size = max((one["request_bytes"] for one in cells), default=0)
     notes = ["in brackets: times the fastest rival at this piece size; kvxfer is the whole `await fetch`"]
     notes += [f"skipped: {one['rival']}: {one['reason']}" for one in skipped]
-    notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours.data["skipped"]]
+    notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours["skipped"]]
     title = f"{size // MIB} MiB in scattered pieces, GB/s, median"
     headings = ["", *(_named(piece) for piece in pieces)]
     wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
-    data = {"cells": cells, "skipped": skipped, "skipped_cells": ours.data["skipped"], "noise": ours.data["noise"]}
-    return Report("rivals", head, data, [Table(title, headings, rows, notes)], wrong)
+    data = {"cells": cells, "skipped": skipped, "skipped_cells": ours["skipped"], "noise": ours["noise"]}
+    return Report(data, title, headings, rows, notes, wrong)
 
 
 def _named(piece: int) -> str:

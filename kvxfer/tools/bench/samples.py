@@ -20,7 +20,7 @@ _GIGABYTE: Final = 1e9
 class Samples:
     """Durations of the same work, in seconds."""
 
-    seconds: tuple[float, ...]  # one a repetition, in the order in which they were measured
+    seconds: Sequence[float]  # one a repetition, in the order in which they were measured
     warmups: int = 0  # runs before them, which are not among them
 
     def __post_init__(self) -> None:
@@ -31,11 +31,6 @@ class Samples:
         """
         if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
             raise ValueError(f"these are no durations: {self.seconds}")
-
-    @classmethod
-    def of(cls, seconds: Sequence[float], warmups: int = 0) -> "Samples":
-        """From any sequence of seconds."""
-        return cls(tuple(float(one) for one in seconds), warmups)
 
     @property
     def median(self) -> float:

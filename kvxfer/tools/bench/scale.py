@@ -25,8 +25,9 @@ from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import Side, Step, collect
+from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.report import Report, Table, shown_seconds
+from kvxfer.tools.bench.report import Report, shown_seconds
 from kvxfer.tools.bench.samples import Samples
 
 __all__ = ["PEERS", "Relay", "Scale"]
@@ -47,6 +48,7 @@ _READ_BYTES: Final = 1 << 16
 class Scale:
     """What to measure."""
 
+    device: Kind = "cpu"  # there is no other
     peers: tuple[int, ...] = PEERS
     route: str = "staged"
     transfers: int = 1000  # warm ones at each number of peers, at least one of each
@@ -59,10 +61,9 @@ class Scale:
         """Of the caches on both sides."""
         return Layout("16KiB a layer", 8 * KIB, self.layers, 8, 4)
 
-    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+    def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything."""
-        found = collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"})
-        return _report(head, found)
+        return _report(collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"}))
 
 
 async def measure(side: Side, spec: Scale) -> None:
@@ -256,9 +257,9 @@ async def _grow(place: _Place, hub: _Hub, peers: list[_Peer], count: int) -> dic
         "difference": difference,
         "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
         "open_files": _each(before.files, opened.files, connected.files, len(new)),
-        "first_fetch": Samples.of(first).percentiles() if new else None,
+        "first_fetch": Samples(first).percentiles() if new else None,
         "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
-        "fetch": Samples.of(took).percentiles(),
+        "fetch": Samples(took).percentiles(),
         "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
         "idle": await _idle(hub, count, spec.idle_seconds),
     }
@@ -294,7 +295,7 @@ def _each(before: int, opened: int, connected: int, workers: int) -> dict[str, f
     return {"an_open_worker": (opened - before) / workers, "a_connection": (connected - opened) / workers}
 
 
-def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
+def _report(found: Sequence[dict[str, Any]]) -> Report:
     counted, *cells = found
     rows = [
         [
@@ -332,8 +333,8 @@ def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
     ]
     wrong = [f"{one['peers']} peers: {one['difference']}" for one in cells if one["difference"]]
     block = counted["request_bytes"] // KIB
-    table = Table(f"one hub, warm transfers of one block of {block} KiB, one at a time", headings, rows, notes)
-    return Report("scale", head, {"control": counted, "cells": list(cells)}, [table], wrong)
+    title = f"one hub, warm transfers of one block of {block} KiB, one at a time"
+    return Report({"control": counted, "cells": cells}, title, headings, rows, notes, wrong)
 
 
 def _kib(nbytes: float | None) -> str:

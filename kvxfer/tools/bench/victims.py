@@ -27,6 +27,7 @@ _ROWS: Final = 8
 class Victim:
     """A thread that counts how often it gets round its loop.
 
+    - One without a name does nothing.
     - `python` never lets go of the interpreter by itself.
     - `engine` does as a decode step does: small products one after the other, each with a little Python, then it waits
       for the last one.
@@ -34,7 +35,12 @@ class Victim:
     """
 
     def __init__(self, kind: str, device: str) -> None:
-        loops: dict[str, Callable[[], None]] = {"python": self._spin, "engine": self._decode, "matmul": self._multiply}
+        loops: dict[str, Callable[[], None]] = {
+            "": lambda: None,
+            "python": self._spin,
+            "engine": self._decode,
+            "matmul": self._multiply,
+        }
         self._device = device
         self._rounds = 0
         self._going, self._stop = threading.Event(), threading.Event()
@@ -110,15 +116,13 @@ def known_victim(kind: str) -> str:
 
 @asynccontextmanager
 async def beside(kind: str, device: str) -> AsyncGenerator[None, None]:
-    """Run such a thread meanwhile, if there is to be one, from when it has begun to go round.
+    """Run such a thread meanwhile, from when it has begun to go round.
 
     What is not timed, as to compile a kernel and to compare every byte, could take minutes beside it.
     """
-    victim = Victim(kind, device) if kind else None
+    victim = Victim(kind, device)
     try:
-        if victim is not None:
-            await victim.rate(0.0)
+        await victim.rate(0.0)
         yield
     finally:
-        if victim is not None:
-            await victim.stop()
+        await victim.stop()

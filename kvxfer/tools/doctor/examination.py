@@ -15,28 +15,11 @@ from kvxfer.tools.doctor import gpus, limits, software
 from kvxfer.tools.doctor.findings import Check, Finding, Status, fail, said, words
 from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
 
-__all__ = ["Examination", "Outcome", "check_pair", "listening", "pasted"]
+__all__ = ["Examination", "check_pair", "listening", "pasted"]
 
 _DEVICES: Final = ("auto", "cpu", "cuda")
 _SILENCE: Final = 90.0
 """Seconds without any finding after which the two are given up. The first kernels may have to be compiled meanwhile."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 if something fails, else 0."""
-        return 1 if any(finding.status is Status.FAIL for finding in self.findings) else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        count = {status.value: sum(one.status is status for one in self.findings) for status in Status}
-        return {"ok": not self.exit_code, "count": count, "findings": [asdict(one) for one in self.findings]}
 
 
 @dataclass
@@ -52,35 +35,31 @@ class Examination:
         if self.device not in _DEVICES:
             raise UsageError(f"--device {self.device}: one of {', '.join(_DEVICES)}")
 
-    def local(self) -> Outcome:
+    @property
+    def exit_code(self) -> int:
+        """1 if something fails, else 0."""
+        return int(any(finding.status is Status.FAIL for finding in self.found))
+
+    def to_json(self) -> dict[str, Any]:
+        """What was found, as plain data."""
+        count = {status.value: sum(one.status is status for one in self.found) for status in Status}
+        return {"ok": not self.exit_code, "count": count, "findings": [asdict(one) for one in self.found]}
+
+    def local(self) -> None:
         """Everything that this machine tells by itself."""
-        there = self._look()
-        devices = self._devices(there)
+        devices = self._devices(self._look())
         if self._usable:
             check_pair(devices, self._add)
-        return Outcome(tuple(self.found))
 
-    def peer(self, address: str) -> Outcome:
+    def peer(self, address: str) -> None:
         """What can be seen from here, and a probe with a side that listens."""
         code, endpoint = pasted(address)
+        self._with_peer(lambda remote, device, folder: remote.check_peer(code, endpoint, device, folder))
 
-        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
-            from kvxfer.tools.doctor.remote import check_peer
-
-            return check_peer(code, endpoint, device, folder)
-
-        return self._with_peer(begin)
-
-    def listen(self, address: str, say: Callable[[str], None], timeout: float) -> Outcome:
+    def listen(self, address: str, say: Callable[[str], None], timeout: float) -> None:
         """What can be seen from here, and a probe with the first that connects."""
         endpoint = listening(address)
-
-        def begin(device: str, folder: Path) -> AsyncGenerator[Finding, None]:
-            from kvxfer.tools.doctor.remote import serve_peer
-
-            return serve_peer(endpoint, device, folder, say, timeout)
-
-        return self._with_peer(begin)
+        self._with_peer(lambda remote, device, folder: remote.serve_peer(endpoint, device, folder, say, timeout))
 
     def _add(self, finding: Finding) -> None:
         self.found.append(finding)
@@ -135,13 +114,14 @@ class Examination:
         needed = {"torch", "nixl", "settings"}
         return not any(one.name in needed and one.status is Status.FAIL for one in self.found)
 
-    def _with_peer(self, begin: Callable[[str, Path], AsyncGenerator[Finding, None]]) -> Outcome:
+    def _with_peer(self, begin: Callable[[Any, str, Path], AsyncGenerator[Finding, None]]) -> None:
         with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
             let_ucx_tell(Path(folder))  # UCX reads it when it is loaded, which the look at its version does
             device = self._devices(self._look())[0]
             if self._usable:
-                self._run(begin(device, Path(folder)))
-        return Outcome(tuple(self.found))
+                from kvxfer.tools.doctor import remote  # which loads torch
+
+                self._run(begin(remote, device, Path(folder)))
 
     def _run(self, findings: AsyncGenerator[Finding, None]) -> None:
         async def run() -> None:
@@ -172,7 +152,7 @@ def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> N
 
     one, other = devices
     names = (f"{one} (a)", f"{other} (b)") if one == other else devices
-    bodies, where = {"first": _first, "second": _second}, {"first": one, "second": other}
+    bodies, where = {"first": _examine, "second": _examine}, {"first": one, "second": other}
     try:
         conduct(bodies, names, show, devices=where, silence=_SILENCE)
     except (BenchFailedError, OSError) as error:  # the latter: no process could be started, or no folder made
@@ -183,6 +163,13 @@ def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> N
                 "what would follow was not looked at; NIXL_LOG_LEVEL=INFO lets the layers below say more",
             )
         )
+
+
+async def _examine(side: Side, names: tuple[str, str]) -> None:
+    from kvxfer.tools.doctor.pair import examine  # this process would load torch only to start others that do so
+
+    first = side.name == "first"
+    await examine(side, names if first else (names[1], names[0]), first=first)
 
 
 # --- two hosts
@@ -222,18 +209,3 @@ def _parsed(text: str, option: str) -> Endpoint:
     if endpoint.scheme == "unix" and not endpoint.path:
         raise UsageError(f"{option} {text}: give a path that both sides see, as in unix:/run/kvxfer-doctor.sock")
     return endpoint
-
-
-# --- what is heavy is imported where it runs: else this process would load torch only to start others that do so
-
-
-async def _first(side: Side, names: tuple[str, str]) -> None:
-    from kvxfer.tools.doctor.pair import examine
-
-    await examine(side, names, first=True)
-
-
-async def _second(side: Side, names: tuple[str, str]) -> None:
-    from kvxfer.tools.doctor.pair import examine
-
-    await examine(side, (names[1], names[0]), first=False)

@@ -1,6 +1,7 @@
 """What a check says: one thing that was looked at, how it is, and what to do about it; and how a terminal shows it."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -111,10 +112,8 @@ def table(findings: Iterable[Finding]) -> Table:
 
 def verdict(findings: Iterable[Finding]) -> str:
     """One line at the end."""
-    count = dict.fromkeys(Status, 0)
-    for finding in findings:
-        count[finding.status] += 1
-    return ", ".join(f"{number} {status.value}" for status, number in count.items() if number)
+    count = Counter(finding.status for finding in findings)
+    return ", ".join(f"{count[status]} {status.value}" for status in Status if count[status])
 
 
 def progress(finding: Finding) -> None:

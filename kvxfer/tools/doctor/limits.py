@@ -125,9 +125,7 @@ def check_network(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def check_clock(
-    now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time, born: float | None = None
-) -> Iterator[Finding]:
+def check_clock(now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> Iterator[Finding]:
     """The monotonic clock's steps, and whether the wall clock can be right."""
     steps = [step for step in (_step(now) for _ in range(16)) if step > 0]
     step = min(steps, default=float("inf"))
@@ -140,7 +138,7 @@ def check_clock(
         )
     else:
         yield ok("monotonic clock", f"steps of {step * 1e9:.0f} ns", step_s=step)
-    installed, today = Path(_here).stat().st_mtime if born is None else born, wall()
+    installed, today = Path(_here).stat().st_mtime, wall()
     if today < installed - 86_400:
         yield warn(
             "wall clock",

@@ -59,7 +59,7 @@ class ProbeCache:
         self._seed: Final = seed
         self._blocks: Final = _LAYOUT.blocks(nbytes)
         self._pool: Final = _LAYOUT.pool(nbytes)
-        self.cache: Final = Slab(device, [(_LAYOUT, self._pool)], source=False).cache(_LAYOUT, self._pool, shared=True)
+        self.cache: Final = Slab(device, [(_LAYOUT, self._pool)], source=False).cache(_LAYOUT, self._pool, "mapped")
         self.tensors: Final = self.cache.cache_tensors()
 
     @property

@@ -201,6 +201,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
         state[r.DUE_COUNT] -= 1
         if slot >= r.JOBS and job[r.OUTCOME] <= r.IN_DOUBT:
             _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job)
+            _end_flow(state, jobs[job[r.OF_FLOW] - 1], job[r.OF_FLOW] - 1)
         if flow and not ended:
             job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
         elif stays:
@@ -233,6 +234,17 @@ def _free(state: Any, job: Any, slot: Any) -> None:
 def _step_at(flow: Any, step: Any) -> Any:
     """Where the record of a step is."""
     return flow[r.STEPS_AT] + 8 * r.RECORD_WORDS * (step % flow[r.STEPS_ROOM])
+
+
+@inlined
+def _end_flow(state: Any, flow: Any, slot: Any) -> None:
+    """End a flow that is through, or of which nothing begins any more, once nothing of it is under way."""
+    whole = flow[r.PASSED] >= flow[r.TOTAL]
+    if (whole or flow[r.CANCELLED] != 0) and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
+        flow[r.STATE], flow[r.OUTCOME] = r.ENDED, r.DONE if whole else max(flow[r.VERDICT], r.STOPPED)
+        state[r.FLOW_COUNT] -= 1
+        state[r.LISTENING] -= flow[r.TOKEN] != 0
+        _owe(state, slot)
 
 
 @inlined
@@ -371,13 +383,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         if more and flow[r.MARKED] == 0 and _is_news(flow, ready, now):
             flow[r.MARKED], flow[r.TOLD_AT] = 1, now
             _owe(state, slot)
-        over = flow[r.CANCELLED] != 0 or flow[r.PASSED] >= flow[r.TOTAL]
-        if over and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
-            whole = flow[r.PASSED] >= flow[r.TOTAL]
-            flow[r.STATE], flow[r.OUTCOME] = r.ENDED, r.DONE if whole else max(flow[r.VERDICT], r.STOPPED)
-            state[r.FLOW_COUNT] -= 1
-            state[r.LISTENING] -= flow[r.TOKEN] != 0
-            _owe(state, slot)
+        _end_flow(state, flow, slot)
     return moved
 
 

@@ -425,8 +425,9 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         """
         template, grid, count = self.plan.template, self.grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
-        if not isinstance(grid.cells, range):
-            cells = np.array([grid.cells[chunk] for chunk in chunks])
+        if grid.band > 1:  # else they have the order of chunks
+            order = grid.cells
+            cells = np.array([order[chunk] for chunk in chunks])
         told = shapes.variants.told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
         room += 3 * self.rows

@@ -699,7 +699,7 @@ class Site:
         if first is not None:
             await asyncio.wait({first})
         try:
-            await self.runtime.in_thread(lambda: self.mover.warm_sums(self.plans.sum_samples(peer, sending=sending)))
+            await self.runtime.in_thread(lambda: self.mover.warm(self.plans.sum_samples(peer, sending=sending)))
         except KvxferError as error:
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 

@@ -368,15 +368,10 @@ class Mover:
             return
         self._loop.call_soon(self._report, flow, self._outcome(stopped=True))
 
-    def warm(self, plans: Iterable[CopyPlan]) -> None:
-        """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
+    def warm(self, plans: Iterable[CopyPlan | SumPlan]) -> None:
+        """Compile what copies and sums of these shapes need. May take seconds: call it from a worker thread."""
         if self._gpu is not None:
             self._gpu.warm(plans)
-
-    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
-        """The same for sums."""
-        if self._gpu is not None:
-            self._gpu.warm_sums(plans)
 
     def keep(self, *owners: object) -> None:
         """Keep what owns memory that copies and posts may touch, also if nobody closes this and all is dropped."""

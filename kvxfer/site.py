@@ -625,7 +625,7 @@ class Site:
         """
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         there = peer.body.max_chunk_bytes or here
-        if self.plans.bound_chunks(peer, min(here, there), sending=sending) or not self._both_stage(peer):
+        if self.plans.chunk_fits(peer, here, sending=sending) or not self._both_stage(peer):
             return
         reason = (
             f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
@@ -776,7 +776,7 @@ class Site:
             mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
-            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, sending=sending),
+            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),
             mapped=mapped,  # as far as this side knows

@@ -23,7 +23,7 @@ from kvxfer.geometry.copyplan import (
     Stencil,
     sample,
 )
-from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
+from kvxfer.geometry.intersect import Selection, common, differences, resolve
 from kvxfer.geometry.plan import (
     ChunkGrid,
     ChunkPlan,
@@ -67,7 +67,6 @@ __all__ = [
     "check_state",
     "check_tokens",
     "common",
-    "converts",
     "cut_digest",
     "damage",
     "differences",

@@ -30,7 +30,6 @@ __all__ = [
     "SegmentKey",
     "Selection",
     "common",
-    "converts",
     "copied",
     "difference",
     "differences",
@@ -299,12 +298,6 @@ def differences(
                 known[kind] = found
         if found is not None:
             yield source, found
-
-
-def converts(src: "CacheGeometry", dst: "CacheGeometry") -> bool:
-    """Whether anything that two ranks have in common is converted on its way."""
-    meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
-    return any(run.elements.converts for meeting in meetings for run in _head_runs(*meeting))
 
 
 def _meetings(src: "CacheGeometry", dst: "CacheGeometry") -> Iterator[tuple[TensorSpec, TensorSpec, range]]:

@@ -533,6 +533,11 @@ class PairPlan:
         return any(c.key.src_rows.is_state for c in self.classes)
 
     @lazy
+    def converts(self) -> bool:
+        """Whether anything is converted on its way."""
+        return any(c.key.elements.converts for c in self.classes)
+
+    @lazy
     def meetings(self) -> tuple[Meeting, ...]:
         """Groups and their addressings on both sides, each once: classes of one meet in the same rows."""
         return tuple(dict.fromkeys(_meeting(c.key) for c in self.classes))

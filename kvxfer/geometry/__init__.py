@@ -20,7 +20,6 @@ from kvxfer.geometry.copyplan import (
     Elements,
     Pieces,
     Segment,
-    Stencil,
     sample,
 )
 from kvxfer.geometry.intersect import Selection, common, differences, resolve
@@ -59,7 +58,6 @@ __all__ = [
     "Segment",
     "Selection",
     "Span",
-    "Stencil",
     "SumPlan",
     "TensorSpec",
     "TransferPlan",

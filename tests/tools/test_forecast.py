@@ -111,7 +111,7 @@ def test_chunks_follow_the_setting():
 def test_the_time_is_that_of_the_profile():
     for profile in PROFILES.values():
         (pair,) = plan("Llama-3.1-8B", profile=profile, route="staged").pairs
-        expected = profile.seconds(Route.STAGED, nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
+        expected = profile.routes[Route.STAGED].seconds(nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
         assert pair.predicted_s == expected
 
 

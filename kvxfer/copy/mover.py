@@ -445,11 +445,11 @@ class Mover:
 
     def claim(self) -> bool:
         """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""
-        return self._machine.claim()
+        return bool(self._machine.posts.claim(self._machine.state.ctypes.data))
 
     def release_claim(self) -> None:
         """The machine may call the agent again. From any thread."""
-        self._machine.release_claim()
+        self._machine.posts.release_claim(self._machine.state.ctypes.data)
 
     def failure(self) -> FabricError | None:
         """Why the agent does not work, if it said so where nobody waits for an answer."""
@@ -676,7 +676,8 @@ class Mover:
         """Make the records of a step; if something has to be seen to before, that begins."""
         flow, job, kept, gpu, sums = step.flow, step.job, step.kept, self._gpu, step.sums
         tables = step.batch or job.tables
-        batch = step.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
+        batch: Batch = self._machine.batches.of([tables]) if isinstance(tables, Tables) else tables
+        step.batch = batch
         met = None if job.post is None else self.ready(job.post.peer)
         if met is None and (gpu is None or job.sums is None or sums is not None):
             until = int(job.until * _NS)
@@ -971,8 +972,7 @@ class Mover:
         plan = flow.job.sums
         try:
             if plan is not None:
-                sums = await self._runtime.in_thread(lambda: self._machine.sum_memory(plan))
-                told = replace(told, sums=sums)
+                told = replace(told, sums=await self._runtime.in_thread(partial(self._machine.walk.total, plan)))
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             told = replace(told, error=_error("sums of CPU memory failed", error))
         self._report(flow, told)
@@ -1015,9 +1015,9 @@ class _Machine:
     ) -> None:
         self._held: Final = flows  # by slot: what the records point to, as long as the machine may read it
         self._code: Final = import_module("kvxfer.copy.machine")  # compiled when it is first needed, and not before
-        self._template: Final = import_module("kvxfer.copy.template")
-        self._walk: Final = import_module("kvxfer.copy.walk")
-        self._posts: Final = import_module("kvxfer.copy.posts")
+        self.batches: Final = import_module("kvxfer.copy.template").Batch
+        self.walk: Final = import_module("kvxfer.copy.walk")
+        self.posts: Final = import_module("kvxfer.copy.posts")
         self._runtime: Final = runtime
         self._loop: Final = loop
         self._cpus: Final = cpus
@@ -1065,11 +1065,6 @@ class _Machine:
         delay = self._code.step(self.state, self.jobs, self.ports)
         return None if delay < 0 else delay / _NS
 
-    def sum_memory(self, plan: SumPlan) -> bytes:
-        """Add up what CPU memory holds, in the calling thread."""
-        sums: bytes = self._walk.total(plan)
-        return sums
-
     def runs_since(self, slot: int, before: float) -> bool:
         """Whether the copy in a slot runs, and was launched before that time in nanoseconds."""
         job = self.jobs[slot]
@@ -1088,9 +1083,9 @@ class _Machine:
 
     def may_go_on(self, flow: int) -> bool:
         """Whether a step of a flow is copied, or may be yet: no other begins from now on."""
-        off = self._posts.call_off_flow(self.jobs[flow].ctypes.data)
+        off = self.posts.call_off_flow(self.jobs[flow].ctypes.data)
         rows = [self.jobs[slot] for slot in self.steps_of(flow)]
-        held = [self._posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
+        held = [self.posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
         going = [row[records.STATE] in (records.WAITING, records.RUNNING) for row in rows]
         return not off or any(one and not two for one, two in zip(going, held, strict=True))
 
@@ -1102,14 +1097,6 @@ class _Machine:
             self.state[records.ORDERLY] = orderly
         agent, notices = (0, 0) if native is None else (native.agent, native.notices)
         self.send(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
-
-    def claim(self) -> bool:
-        """See `Mover.claim`."""
-        return bool(self._posts.claim(self.state.ctypes.data))
-
-    def release_claim(self) -> None:
-        """See `Mover.release_claim`."""
-        self._posts.release_claim(self.state.ctypes.data)
 
     def owed_seconds(self, now: float) -> float:
         """For how long there was no step since one was asked for."""
@@ -1145,11 +1132,6 @@ class _Machine:
         if self.wake is not None:
             self.wake()
 
-    def batch_of(self, tables: Tables) -> "Batch":
-        """Tables as compiled code has them."""
-        found: Batch = self._template.Batch.of([tables])
-        return found
-
     def helpers(self, wanted: int) -> int:
         """How many helpers of so many a copy on CPU memory wakes. They are started when they are first needed."""
         wanted = min(wanted, self._most - 1)
@@ -1164,7 +1146,7 @@ class _Machine:
 
     def _run_helper(self) -> None:
         settle(self._cpus)
-        self._walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
+        self.walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
 
     def stop(self, timeout: float = 0.0) -> bool:
         """Stop, and close the pipes. Nothing may be under way. False if that takes longer; may be repeated."""

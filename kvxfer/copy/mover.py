@@ -4,8 +4,8 @@ Two pipes join the loop and the machine (`machine.py`). A record is the whole of
 when, past which lock or gate. From then on the machine alone knows how it stands, and the loop, which may cancel it, is
 told once how it ended. What a record points to (tables, handles of events) is kept here until then.
 
-Copies that follow one another make a flow. The loop adds steps and says how many of them may begin; the machine goes on
-from one to the next by itself, and the loop is told how many are done.
+Copies that follow one another make a flow, and so does one alone. The loop adds steps and says how many of them may
+begin; the machine goes on from one to the next by itself, and the loop is told how many are done.
 
 What ended in doubt stays in the machine as long as it may move bytes, or keeps the lock in front of a peer's memory.
 

@@ -611,7 +611,7 @@ class Site:
         self.processes.on_session(peer, pidfd)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         there, excluded = peer.body.max_chunk_bytes or here, ""
-        if not self.plans.bound_chunks(peer, min(here, there), sending=sending) and self._both_stage(peer):
+        if not self.plans.chunk_fits(peer, here, sending=sending) and self._both_stage(peer):
             excluded = (
                 f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
                 f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)"
@@ -690,7 +690,7 @@ class Site:
         if first is not None:
             await asyncio.wait({first})
         try:
-            await self.runtime.in_thread(lambda: self.mover.warm_sums(self.plans.sum_samples(peer, sending=sending)))
+            await self.runtime.in_thread(lambda: self.mover.warm(self.plans.sum_samples(peer, sending=sending)))
         except KvxferError as error:
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
@@ -767,7 +767,7 @@ class Site:
             mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
-            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, sending=sending),
+            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),
             mapped=mapped,  # as far as this side knows

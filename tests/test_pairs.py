@@ -266,7 +266,7 @@ def test_of_a_peer_that_is_gone_nothing_is_kept():
     assert plans.shares([peer], rank=0)
     assert plans.geometry(peer).tensors == known.tensors
     assert plans.samples(peer, sending=False, mapped=False)
-    assert not any((plans._geometries, plans._pairs, plans._common, plans._shares))
+    assert not any((plans._geometries, plans._pairs, plans._agreed, plans._shares))
 
 
 def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhile(monkeypatch):

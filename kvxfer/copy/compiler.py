@@ -49,7 +49,6 @@ __all__ = [
     "load",
     "load_word",
     "prefetch",
-    "room",
     "store",
     "store_word",
 ]
@@ -341,13 +340,3 @@ call_long: Final = _call(_I64)
 """The same for one that returns a long."""
 call_variadic: Final = _call(ir.IntType(32), variadic=True)
 """The same for one with a variable number of arguments that returns an int, as `fcntl`."""
-
-
-@_instruction
-def room(typing: Any) -> Any:
-    """The address of an int64 that is there until the function that asks for it returns."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, _I64), _I64)
-
-    return numba.int64(), code

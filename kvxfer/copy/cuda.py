@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.tables import SPARE_WORDS, SumTables, pack_sums, sum_variants, variants
+from kvxfer.copy.tables import SPARE_WORDS, SumTables, SumVariant, Variant, pack_sums, sum_variants, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.plan import SumPlan
@@ -94,15 +94,15 @@ class Gpu:
             lane[records.RING_HOST], lane[records.RING_DEVICE] = host.data_ptr(), device.data_ptr()
             lane[records.ORDER + records.QUEUE :] = [int(mark.cuda_event) for mark in self._marks[number]]
 
-    def warm(self, plans: Iterable[CopyPlan]) -> None:
-        """Compile every variant that these plans, or the same with other tokens, need. Takes seconds the first time."""
-        for variant in sorted(variants(plans), reverse=True):
-            self.kernel.compile(variant)
-
-    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
-        """Compile every variant that these sums, or the same of other blocks, need."""
-        for variant in sorted(sum_variants(plans), reverse=True):
-            self.kernel.compile_sums(variant)
+    def warm(self, plans: Iterable[CopyPlan | SumPlan]) -> None:
+        """Compile every variant that these plans need, or the same of other blocks and tokens. May take seconds."""
+        for plan in plans:
+            if isinstance(plan, CopyPlan):
+                needed: list[Variant] | list[SumVariant] = sorted(variants([plan]), reverse=True)
+            else:
+                needed = sorted(sum_variants([plan]), reverse=True)
+            for variant in needed:
+                self.kernel.compile(variant)
 
     def prepare(
         self, batch: "Batch", plan: SumPlan | None, lane: int
@@ -117,7 +117,7 @@ class Gpu:
         sums = None if plan is None else pack_sums(plan)
         more = 0 if sums is None else len(sums.words)
         for one in () if sums is None else sums.launches:
-            self.kernel.compile_sums(one.variant)
+            self.kernel.compile(one.variant)
         if batch.from_nic and self.arrival is None:
             self.arrival = arrival(self.device.index)
             if self.arrival is Arrival.UNKNOWN:

@@ -25,7 +25,7 @@ import triton.language as tl
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant, Variant
 from kvxfer.errors import MissingExtraError
 
-__all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
+__all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_items", "touch_gate"]
 
 OPTIONS: Final[dict[str, Any]] = {"num_warps": 32, "num_stages": 1, "enable_fp_fusion": False}
 """How every variant of the copy is compiled. 54 registers a thread leave room for 32 warps."""
@@ -417,21 +417,21 @@ class Kernel:
         self._variants: Final[dict[Variant | SumVariant, Any]] = {}
         self.compiles = 0  # variants compiled or loaded so far
 
-    def compile(self, variant: Variant) -> Any:
+    def compile(self, variant: Variant | SumVariant) -> Any:
         """Compile a variant and load it into the device, unless that has been done."""
         with self._lock:
             compiled = self._variants.get(variant)
             if compiled is None:
+                word = 1 << 40  # shows the compiler that it has 64 bits
+                sums = isinstance(variant, SumVariant)
+                shown, fixed = [0, 0, 0] if sums else [0, 0, word, word, word], constants(variant)
+                kernel, options = (sum_items, SUM_OPTIONS) if sums else (copy_boxes, OPTIONS)
                 with torch.cuda.device(self._table.device):
-                    word = 1 << 40  # shows the compiler that it has 64 bits
-                    compiled = copy_boxes.warmup(
-                        self._table, 0, 0, word, word, word, **constants(variant), **OPTIONS, grid=(1,)
-                    )
+                    compiled = kernel.warmup(self._table, *shown, **fixed, **options, grid=(1,))
                     if variant.elements.converts:
                         check_exact(compiled.asm["ptx"])
                     stream = torch.cuda.current_stream().cuda_stream
-                    nothing = (self._table.data_ptr(), 0, 0, 0, 0, 0)
-                    compiled[1, 1, 1](*nothing, *constants(variant).values(), stream=stream)
+                    compiled[1, 1, 1](self._table.data_ptr(), *[0] * len(shown), *fixed.values(), stream=stream)
                 self._variants[variant] = compiled
                 self.compiles += 1
         return compiled
@@ -446,42 +446,20 @@ class Kernel:
             touch_gate[1,](address, int(raised), found.data_ptr())
             return int(found.item()) & 0xFFFF_FFFF
 
-    def compile_sums(self, variant: SumVariant) -> Any:
-        """The same for sums."""
-        with self._lock:
-            compiled = self._variants.get(variant)
-            if compiled is None:
-                with torch.cuda.device(self._table.device):
-                    fixed = sum_constants(variant)
-                    compiled = sum_items.warmup(self._table, 0, 0, 0, **fixed, **SUM_OPTIONS, grid=(1,))
-                    if variant.elements.converts:
-                        check_exact(compiled.asm["ptx"])
-                    stream = torch.cuda.current_stream().cuda_stream
-                    compiled[1, 1, 1](self._table.data_ptr(), 0, 0, 0, *fixed.values(), stream=stream)
-                self._variants[variant] = compiled
-                self.compiles += 1
-        return compiled
-
     def has(self, variant: Variant | SumVariant) -> bool:
         """Whether a variant is compiled."""
         return variant in self._variants
 
     def launchable(self, variant: Variant | SumVariant) -> tuple[int, int, int]:
         """What a launch of a variant names: function, threads and bytes of shared memory. Compiles it if need be."""
-        compiled = self._variants.get(variant)
-        if compiled is None:
-            compiled = self.compile(variant) if isinstance(variant, Variant) else self.compile_sums(variant)
+        compiled = self._variants.get(variant) or self.compile(variant)
         return int(compiled.function), 32 * int(compiled.metadata.num_warps), int(compiled.metadata.shared)
 
 
-def constants(variant: Variant) -> dict[str, int]:
+def constants(variant: Variant | SumVariant) -> dict[str, int]:
     """The compile-time constants of a variant, in the order of the kernel's parameters."""
-    elements = variant.elements
-    return {"WIDTH": variant.width, "TILE": variant.tile, "SRC": KINDS[elements.src], "DST": KINDS[elements.dst]}
-
-
-def sum_constants(variant: SumVariant) -> dict[str, int]:
-    """The same for sums."""
-    elements = variant.elements
-    shape = {"UNIT": variant.unit, "ITEMS": variant.items, "WORDS": variant.words}
-    return {**shape, "SRC": KINDS[elements.src], "DST": KINDS[elements.dst]}
+    if isinstance(variant, SumVariant):
+        shape = {"UNIT": variant.unit, "ITEMS": variant.items, "WORDS": variant.words}
+    else:
+        shape = {"WIDTH": variant.width, "TILE": variant.tile}
+    return {**shape, "SRC": KINDS[variant.elements.src], "DST": KINDS[variant.elements.dst]}

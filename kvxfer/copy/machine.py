@@ -5,13 +5,14 @@ waits, and says when it wants to run again; `run` is the thread: step, then slee
 record comes. Everything outside is reached through `ports`, a table of C function addresses, so tests put stubs into it
 and drive the very code that ships.
 
-    record   -> pipe ->   WAITING --its events have fired, its turn-->  RUNNING --everything has ended-->  ENDED
-    (copy, cancel, stop)     |                                            |                                  |
-                             +--cancelled, past its lease, kept out-------+-------> ENDED       event -> pipe -> FREE
+    step of a flow --its events have fired-->  WAITING --its turn-->  RUNNING --everything has ended-->  ENDED
+                                                  |                      |                                 |
+                                                  +-----cancelled, past its lease, kept out---> ENDED   counted -> FREE
 
-A flow is copies that follow one another. Its steps lie in the loop's memory as records, and the machine feeds itself
-with them, in their order, as far as the loop has allowed: each gets a row when its events have fired, and gives it back
-when it is done. The loop is told how many are, and once how the flow ended. The first step that fails stops the rest.
+What comes through the pipe is a flow: copies that follow one another, or one alone. Its steps lie in the loop's memory
+as records, and the machine feeds itself with them, in their order, as far as the loop has allowed: each gets a row when
+its events have fired, and gives it back when it is done. The loop is told how many are, and once how the flow ended.
+The first step that fails stops the rest.
 
 Two flows, one that fills places in the memory of a peer and the peer's own that empties them, take turns: each tells
 the other how many of its steps are done, by a notification over the transport. No loop has a part in that.
@@ -175,10 +176,10 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
     while state[r.DUE_COUNT] > 0:
         slot = state[r.DUE + state[r.DUE_FIRST]]
         job = jobs[slot]
-        flow, ended = job[r.KIND] == r.FLOW, job[r.STATE] == r.ENDED
+        flow, ended = slot < r.JOBS, job[r.STATE] == r.ENDED
         stays = job[r.OUTCOME] != r.OVER and (job[r.LINGERS] != 0 or job[r.ENTERED] != 0)  # what it may move, or keeps
         stays = stays and not flow
-        if slot < r.JOBS or job[r.OUTCOME] >= r.IN_DOUBT:
+        if flow or job[r.OUTCOME] >= r.IN_DOUBT:
             state[r.OUT], state[r.OUT + 2], state[r.OUT + 7] = slot, job[r.CODE], job[r.POSTING]
             flags = (job[r.GONE] != 0) * r.IS_GONE | (job[r.LINGERS] != 0) * r.IS_LINGERING | stays * r.IS_LEFT
             state[r.OUT + 1] = job[r.OUTCOME] | flags
@@ -187,7 +188,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
             if flow:
                 state[r.OUT + 1] = (job[r.OUTCOME] | flags if ended else r.PASSING) | r.COUNTED * job[r.PASSED]
                 state[r.OUT + 4], state[r.OUT + 6] = job[r.COPYING], job[r.WIRED]
-            elif slot >= r.JOBS:
+            else:
                 state[r.OUT + 3] = job[r.OF_FLOW] - 1
             # before: who reads it may look at the row of what takes its place
             started, job[r.STARTED] = job[r.STARTED], 0
@@ -195,12 +196,13 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
             if call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, size) != size:
                 job[r.STARTED] = started
                 return
-            if slot >= r.JOBS or (flow and not ended):
+            if not flow or not ended:
                 job[r.STARTED] = started
         state[r.DUE_FIRST] = (state[r.DUE_FIRST] + 1) % r.ROWS
         state[r.DUE_COUNT] -= 1
-        if slot >= r.JOBS and job[r.OUTCOME] <= r.IN_DOUBT:
+        if not flow and job[r.OUTCOME] <= r.IN_DOUBT:
             _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job)
+            _end_flow(state, jobs[job[r.OF_FLOW] - 1], job[r.OF_FLOW] - 1)
         if flow and not ended:
             job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
         elif stays:
@@ -233,6 +235,17 @@ def _free(state: Any, job: Any, slot: Any) -> None:
 def _step_at(flow: Any, step: Any) -> Any:
     """Where the record of a step is."""
     return flow[r.STEPS_AT] + 8 * r.RECORD_WORDS * (step % flow[r.STEPS_ROOM])
+
+
+@inlined
+def _end_flow(state: Any, flow: Any, slot: Any) -> None:
+    """End a flow that is through, or of which nothing begins any more, once nothing of it is under way."""
+    whole = flow[r.PASSED] >= flow[r.TOTAL]
+    if (whole or flow[r.CANCELLED] != 0) and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
+        flow[r.STATE], flow[r.OUTCOME] = r.ENDED, r.DONE if whole else max(flow[r.VERDICT], r.STOPPED)
+        state[r.FLOW_COUNT] -= 1
+        state[r.LISTENING] -= flow[r.TOKEN] != 0
+        _owe(state, slot)
 
 
 @inlined
@@ -339,7 +352,7 @@ def _stop_steps(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> None:
     for at in range(state[r.LIVE]):
         number = state[r.LISTED + at]
         job = jobs[number]
-        if job[r.OF_FLOW] == slot + 1 and number >= r.JOBS:
+        if job[r.OF_FLOW] == slot + 1:
             if job[r.STATE] == r.WAITING or job[r.STATE] == r.OFF:
                 _end(state, jobs, ports, number, r.STOPPED, now)
             elif job[r.CANCELLED] == 0:
@@ -371,13 +384,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         if more and flow[r.MARKED] == 0 and _is_news(flow, ready, now):
             flow[r.MARKED], flow[r.TOLD_AT] = 1, now
             _owe(state, slot)
-        over = flow[r.CANCELLED] != 0 or flow[r.PASSED] >= flow[r.TOTAL]
-        if over and flow[r.ACTIVE] == 0 and flow[r.MARKED] == 0:
-            whole = flow[r.PASSED] >= flow[r.TOTAL]
-            flow[r.STATE], flow[r.OUTCOME] = r.ENDED, r.DONE if whole else max(flow[r.VERDICT], r.STOPPED)
-            state[r.FLOW_COUNT] -= 1
-            state[r.LISTENING] -= flow[r.TOKEN] != 0
-            _owe(state, slot)
+        _end_flow(state, flow, slot)
     return moved
 
 
@@ -472,7 +479,7 @@ def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
 
 
 @inlined
-def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 - a line for each kind
+def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Take what has come through the pipe; whether anything has."""
     taken = False
     while True:
@@ -494,18 +501,11 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 
                 _forget(state, ports, jobs[slot], slot)
             elif 0 <= slot < r.JOBS:
                 job = jobs[slot]
-                if kind == r.COPY:
-                    _accept(state, job, at, slot, r.WAITING)
-                elif kind == r.FLOW:
+                if kind == r.FLOW:
                     _accept(state, job, at, slot, r.FLOWS)
                 elif kind == r.ON and job[r.STATE] == r.FLOWS:
                     _goes_on(state, jobs, at, slot)
-                elif kind == r.CANCEL and job[r.KIND] == r.FLOW:
-                    if job[r.CANCELLED] == 0 and job[r.STATE] != r.FREE:
-                        job[r.CANCELLED] = 1
-                elif kind == r.CANCEL and (job[r.STATE] == r.WAITING or job[r.STATE] == r.OFF):
-                    _end(state, jobs, ports, slot, r.STOPPED, now)
-                elif kind == r.CANCEL and job[r.CANCELLED] == 0:
+                elif kind == r.CANCEL and job[r.CANCELLED] == 0 and job[r.STATE] != r.FREE:
                     job[r.CANCELLED] = 1
             taken = True
         if got < 8 * r.INBOX_RECORDS * r.RECORD_WORDS:

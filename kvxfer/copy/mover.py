@@ -4,8 +4,8 @@ Two pipes join the loop and the machine (`machine.py`). A record is the whole of
 when, past which lock or gate. From then on the machine alone knows how it stands, and the loop, which may cancel it, is
 told once how it ended. What a record points to (tables, handles of events) is kept here until then.
 
-Copies that follow one another make a flow. The loop adds steps and says how many of them may begin; the machine goes on
-from one to the next by itself, and the loop is told how many are done.
+Copies that follow one another make a flow, and so does one alone. The loop adds steps and says how many of them may
+begin; the machine goes on from one to the next by itself, and the loop is told how many are done.
 
 What ended in doubt stays in the machine as long as it may move bytes, or keeps the lock in front of a peer's memory.
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
     from kvxfer.copy.template import Batch
 
-__all__ = ["Copy", "Mover", "usual_threads"]
+__all__ = ["Flow", "Mover", "usual_threads"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -121,52 +121,53 @@ def usual_threads() -> int:
     return max(1, min(_MOST_THREADS, len(allowed_cpus()) // _CPUS_EACH))
 
 
-class Copy(Struct, eq=False):
-    """A copy that was asked for, until `job.done` is called."""
+class _Step(Struct, eq=False):
+    """One copy of a flow, or several that follow one another, until they are done."""
 
     job: CopyJob
-    lane: int
+    flow: "Flow"
     # events that have not happened yet, and need the interpreter
     waits: list[Event] = field(default_factory=list[Event])
     handles: list[int] = field(default_factory=list[int])  # events that the machine asks
-    kept: list[Any] = field(default_factory=list[Any])  # what its record points to
+    kept: list[Any] = field(default_factory=list[Any])  # what its records point to
     room: Any = None  # memory for tables that are larger than a ring
     sums: SumTables | None = None  # what is added up on a GPU when it has run
-    found: I64 | None = None  # where the machine puts that
-    slot: int = -1  # its row in the machine; -1 if it is not there
-    cancelled: bool = False  # whether nobody wants it any more
-    closed: bool = False  # whether that is because the worker is closing
-    left: bool = False  # whether it ended in doubt, and the machine still has it
-    flow: "Flow | None" = None  # what it is a step of, or several that follow one another
     batch: "Batch | None" = None  # its tables as compiled code has them
-    records: I64 | None = None  # its record, or those of its steps, once they are made
+    records: I64 | None = None  # its records, once they are made
     laid: int = 0  # how many of these are where the machine finds them
-    stop: int = 0  # how many steps of the flow they and those before them are
-    # whether it depends on the progress of peers: what does not must not queue behind it
-    awaits: bool = False
+    stop: int = 0  # how many copies of the flow these and those before them are
 
 
-class Flow(Copy, eq=False):
-    """Copies that follow one another."""
+class Flow(Struct, eq=False):
+    """Copies that follow one another, until `job.done` is called."""
 
-    total: int = 1
-    width: int = _ROOM  # how many may be under way at once
-    allowed: int = 0  # how many may begin
+    job: CopyJob  # what they have in common
+    lane: int
+    total: int = 1  # how many there will be
+    allowed: int = 1  # how many may begin
+    width: int = 1  # how many may be under way at once
     # called when more are done; `steps` of what it is given are, and its times are those of all of them
     progress: Callable[[CopyOutcome], None] = lambda _: None
-    steps: deque[Copy] = field(default_factory=deque[Copy])  # those that the machine does not know yet
+    awaits: bool = False  # whether it depends on the progress of peers: what does not must not queue behind it
+    turns: Turns | None = None  # how it takes turns with a flow of a peer's
+    peer_steps: int = 0  # how many steps that has done, as the loop heard
+    slot: int = -1  # its row in the machine; -1 if it was not there yet
+    cancelled: bool = False  # whether nobody wants it any more
+    closed: bool = False  # whether that is because the worker is closing
+    steps: deque[_Step] = field(default_factory=deque[_Step])  # those that the machine does not know yet
     table: Any = None  # records of those that it knows, from the one that is not done on
     pushed: int = 0  # how many it knows
     steps_done: int = 0  # how many are done
     until: int = 0  # when their lease ends, in ns
     quiet: int = 0  # for how long more may be done that the loop is not told of, in ns
-    refs: deque[Copy] = field(default_factory=deque[Copy])  # what the records point to, of those that are not done
+    refs: deque[_Step] = field(default_factory=deque[_Step])  # what the records point to, of those that are not done
+    kept: list[Any] = field(default_factory=list[Any])  # what its own record points to, and who prepares a step
     held: bool = False  # whether the next step has to wait, or is being prepared
-    turns: Turns | None = None  # how it takes turns with a flow of a peer's
-    peer_steps: int = 0  # how many steps that has done, as the loop heard
+    found: I64 | None = None  # where the machine puts what it adds up on a GPU behind the only step
     sent: tuple[int, ...] = ()  # what the machine was told last
     # rows of steps in doubt; whether bytes of this side may still move for each
     lefts: dict[int, bool] = field(default_factory=dict[int, bool])
+    left: bool = False  # whether it has ended, and the machine still has some of these
     error: KvxferError | None = None  # what has gone wrong before a step got to the machine
     over: bool = False  # whether it has ended, but for those
     doubtful: bool = False  # whether bytes of this side could move for a step in doubt
@@ -211,15 +212,14 @@ class Mover:
         self._runtime: Final = runtime
         self._gpu: Final = gpu
         self._ctas = ctas
-        self._copies: Final[dict[int, Copy]] = {}  # by slot: the machine has them
+        self._flows: Final[dict[int, Flow]] = {}  # by slot, and by those of steps in doubt: the machine has them
         self._free: Final = list(range(records.JOBS))
-        self._queue: Final[deque[Copy]] = deque()  # for which there is no slot
+        self._queue: Final[deque[Flow]] = deque()  # for which there is no slot
         self._awaiting = 0  # flows that go on as peers do, and have a slot
-        self._parked: Final[deque[Copy]] = deque()  # those for which there is none
-        self._behind: Final[dict[Hashable, deque[Copy]]] = {}  # by owner, those that wait for one that is prepared
-        self._unfired: list[Copy] = []  # whose events need the interpreter
+        self._parked: Final[deque[Flow]] = deque()  # those for which there is none
+        self._unfired: list[_Step] = []  # whose events need the interpreter
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
-        self._unreported = 0  # copies of which nobody was told yet
+        self._unreported = 0  # flows of which nobody was told yet
         self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
         self._sent: Final[dict[Hashable, int]] = {}  # how many copies it has of each
         self._query_timer: asyncio.Handle | None = None
@@ -235,39 +235,20 @@ class Mover:
         self._stopped_reading = False  # whether it hears of the machine no more
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
-        self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._copies)
+        self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._flows)
         self._machine.state[records.PATIENCE] = int(min(no_progress_timeout, FOREVER) * _NS)
         self._loop.add_reader(self._machine.news, self._read_events)
 
     # --- asking
 
-    def submit(self, job: CopyJob, direction: Direction) -> Copy:
-        """Copy once its events have fired and it is its turn. `job.done` is called on this loop, once, and not now.
+    def submit(self, job: CopyJob, direction: Direction) -> Flow:
+        """Copy once its events have fired and it is its turn: a flow of one step, which waits for no peer.
 
         Raises:
             ClosedError: If it is closed; `job.done` is not called then.
             FabricError: If the two sides of what is to be posted do not fit; likewise.
         """
-        if self._refusing:
-            raise ClosedError("this worker is closing, and takes no more copies")
-        if job.post is not None:
-            _check(job.post)
-        self._unreported += 1
-        copy = Copy(job, _LANES[direction])
-        if job.post is not None and job.post.peer in self._disconnected:
-            error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
-            self._loop.call_soon(self._report, copy, self._outcome(error))
-            return copy
-        if job.after is not READY:
-            self._sort_events(job.after, copy)
-        if copy.waits:
-            self._unfired.append(copy)
-            self._delay = _LOOK_S
-            if self._query_timer is None:
-                self._query_timer = self._loop.call_soon(self._query_events)
-        else:
-            self._prepare(copy)
-        return copy
+        return self._begin(Flow(job, _LANES[direction]), [job], alone=True)
 
     def flow(
         self,
@@ -302,13 +283,18 @@ class Mover:
             ClosedError: If it is closed; `job.done` is not called then.
             FabricError: If the two sides of what is to be posted do not fit; likewise.
         """
+        awaits = direction is Direction.SCATTER
+        flow = Flow(job, _LANES[direction], total, allowed, width, progress, awaits, turns, heard)
+        return self._begin(flow, steps)
+
+    def _begin(self, flow: Flow, steps: Iterable[CopyJob], *, alone: bool = False) -> Flow:
+        """Begin with these steps, or `alone` with the only one, to which nobody says anything more."""
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
-        flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
-        flow.turns, flow.peer_steps, flow.quiet = turns, heard, _LATE_NS if turns and turns.token else records.SOON_NS
-        flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
+        job, turns = flow.job, flow.turns
+        flow.quiet = _LATE_NS if turns and turns.token else records.SOON_NS
+        flow.table = np.zeros((min(flow.total, max(flow.width, _ROOM)), records.RECORD_WORDS), np.int64)
         flow.until = int(job.until * _NS)
-        flow.awaits = flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._make_steps(flow, steps))
         self._unreported += 1
         # what is to arrive may need the transport to progress here, also while there is no place for its flow
@@ -316,6 +302,8 @@ class Mover:
         if job.post is not None and job.post.peer in self._disconnected:
             error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
             self._loop.call_soon(self._report, flow, self._outcome(error))
+        elif alone and flow.steps[0].waits:  # it needs no place before
+            self._await_events(flow)
         else:
             self._start(flow)
         return flow
@@ -361,35 +349,29 @@ class Mover:
         """Whether something waits for a place in the machine, which flows that are idle occupy."""
         return bool(self._queue)
 
-    def cancel(self, copy: Copy) -> None:
+    def cancel(self, flow: Flow) -> None:
         """Do not begin it, or stop it where it can be stopped. Its `done` tells what came of it, and is not called now.
 
         Harmless if it is over.
         """
-        copy.cancelled = True
-        if isinstance(copy, Flow) and copy.steps and copy.steps[0] in self._unfired:
-            self._unfired.remove(copy.steps[0])
-        if copy in self._unfired:
-            self._unfired.remove(copy)
-        elif copy in self._queue:
-            self._queue.remove(copy)
-        elif copy in self._parked:
-            self._parked.remove(copy)
-        else:
-            if self._copies.get(copy.slot) is copy:
-                self._machine.send(_BRIEF.pack(records.CANCEL, copy.slot, 0, 0, b""))
+        flow.cancelled = True
+        if unfired := bool(flow.steps) and flow.steps[0] in self._unfired:
+            self._unfired.remove(flow.steps[0])
+        if self._flows.get(flow.slot) is flow:
+            self._machine.send(_BRIEF.pack(records.CANCEL, flow.slot, 0, 0, b""))
             return
-        self._loop.call_soon(self._report, copy, self._outcome(stopped=True))
+        if flow in self._queue:
+            self._queue.remove(flow)
+        elif flow in self._parked:
+            self._parked.remove(flow)
+        elif not unfired:  # it is over, or whoever asks for events reports it
+            return
+        self._loop.call_soon(self._report, flow, self._outcome(stopped=True))
 
-    def warm(self, plans: Iterable[CopyPlan]) -> None:
-        """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
+    def warm(self, plans: Iterable[CopyPlan | SumPlan]) -> None:
+        """Compile what copies and sums of these shapes need. May take seconds: call it from a worker thread."""
         if self._gpu is not None:
             self._gpu.warm(plans)
-
-    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
-        """The same for sums."""
-        if self._gpu is not None:
-            self._gpu.warm_sums(plans)
 
     def keep(self, *owners: object) -> None:
         """Keep what owns memory that copies and posts may touch, also if nobody closes this and all is dropped."""
@@ -463,11 +445,11 @@ class Mover:
 
     def claim(self) -> bool:
         """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""
-        return self._machine.claim()
+        return bool(self._machine.posts.claim(self._machine.state.ctypes.data))
 
     def release_claim(self) -> None:
         """The machine may call the agent again. From any thread."""
-        self._machine.release_claim()
+        self._machine.posts.release_claim(self._machine.state.ctypes.data)
 
     def failure(self) -> FabricError | None:
         """Why the agent does not work, if it said so where nobody waits for an answer."""
@@ -476,7 +458,7 @@ class Mover:
 
     def owed_seconds(self) -> float:
         """For how many seconds the machine has owed a step."""
-        owing = self.held_awake > 0 or any(not copy.left for copy in self._copies.values())
+        owing = self.held_awake > 0 or any(not flow.left for flow in self._flows.values())
         return self._machine.owed_seconds(self._runtime.now()) if owing else 0.0
 
     def stop_posting(self) -> None:
@@ -487,9 +469,8 @@ class Mover:
     def under_way(self) -> bool:
         """Whether parts of posts are: also those that were given up and run on, as far as they are looked at."""
         state = self._machine.state
-        left = state[records.WATCHED] > 0
-        runs_on = left and any(copy.left and copy.job.post and copy.job.post.runs_on for copy in self._copies.values())
-        return bool(state[records.FLYING_COUNT] > 0 or runs_on)
+        runs_on = any(flow.lefts and flow.job.post and flow.job.post.runs_on for flow in self._flows.values())
+        return bool(state[records.FLYING_COUNT] > 0 or (state[records.WATCHED] > 0 and runs_on))
 
     async def abandon_posts(self) -> None:
         """Give up what is under way, whose end is told when `attach` was called. Nothing is once this has ended."""
@@ -503,14 +484,14 @@ class Mover:
     @property
     def peers(self) -> set[str]:
         """To and from whom something is posted, or to be."""
-        return {copy.job.post.peer for copy in self._copies.values() if copy.job.post is not None and not copy.left}
+        return {flow.job.post.peer for flow in self._flows.values() if flow.job.post is not None and not flow.left}
 
     def watches(self, peer: str) -> bool:
         """Whether something to or from a peer was given up, and is still looked at."""
         flying = self._machine.jobs[:, records.FLYING]
         return any(
-            copy.left and copy.job.post is not None and copy.job.post.peer == peer and flying[slot]
-            for slot, copy in self._copies.items()
+            slot in flow.lefts and flow.job.post is not None and flow.job.post.peer == peer and flying[slot]
+            for slot, flow in self._flows.items()
         )
 
     def forget_disconnect(self, peer: str) -> None:
@@ -521,23 +502,20 @@ class Mover:
         """Call `then` when something that was given up is looked at no more."""
         self._unwatched.setdefault(peer, []).append(then)
 
-    def may_copy(self, copy: Copy) -> bool:
-        """Whether a job's copy is under way, or may be yet: not of one that was cancelled before it began."""
-        if self._copies.get(copy.slot) is not copy:
-            return not copy.cancelled
-        if isinstance(copy, Flow):
-            return not copy.cancelled or self._machine.may_go_on(copy.slot)
-        return self._machine.may_copy(copy.slot, off=copy.cancelled)
+    def may_copy(self, flow: Flow) -> bool:
+        """Whether a copy of it is under way, or may be yet: of one that was cancelled no other begins from now on."""
+        begun = self._flows.get(flow.slot) is flow
+        return not flow.cancelled or (begun and self._machine.may_go_on(flow.slot))
 
     def cancel_posts(self) -> None:
         """Post nothing of all that is asked for."""
-        for copy in self._live():
-            if copy.job.post is not None and not copy.left:
-                self.cancel(copy)
+        for flow in self._live():
+            if flow.job.post is not None and not flow.left:
+                self.cancel(flow)
 
-    def forget(self, copy: Copy) -> None:
+    def forget(self, flow: Flow) -> None:
         """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
-        for slot in (list(copy.lefts) if isinstance(copy, Flow) else [copy.slot]) if copy.left else ():
+        for slot in list(flow.lefts) if flow.left else ():
             self._machine.send(_BRIEF.pack(records.FORGET, slot, 0, 0, b""))
 
     # --- ending
@@ -557,10 +535,10 @@ class Mover:
             await asyncio.wait({self._idle}, timeout=timeout)
         if self._unreported:
             self._closing = True
-            for copy in self._live():
-                copy.closed = True
-                self.cancel(copy)
-            if any(copy.job.post is not None for copy in self._copies.values()):
+            for flow in self._live():
+                flow.closed = True
+                self.cancel(flow)
+            if any(flow.job.post is not None for flow in self._flows.values()):
                 await self._end_posts()
             if self._unreported:
                 return False
@@ -573,15 +551,15 @@ class Mover:
 
     def give_back(self) -> None:
         """It has ended, and the transport with it: give back what leads to memory of peers, still inside or not."""
-        for copy in set(self._copies.values()):
-            if copy.job.passage is not None:
-                copy.job.passage.give_back()
-        self._copies.clear()
+        for flow in set(self._flows.values()):
+            if flow.job.passage is not None:
+                flow.job.passage.give_back()
+        self._flows.clear()
 
-    def _live(self) -> list[Copy]:
+    def _live(self) -> list[Flow]:
         """All that has been asked for, and is not over."""
-        asked = (*self._unfired, *self._queue, *self._parked, *self._copies.values())
-        return list(dict.fromkeys([copy.flow or copy for copy in asked]))
+        waiting = [step.flow for step in self._unfired]
+        return list(dict.fromkeys([*waiting, *self._queue, *self._parked, *self._flows.values()]))
 
     async def _end_posts(self) -> None:
         """Give up what was posted."""
@@ -604,152 +582,132 @@ class Mover:
 
     # --- events that need the interpreter
 
-    def _sort_events(self, event: Event, copy: Copy) -> None:
+    def _sort_events(self, event: Event, step: _Step) -> None:
         """Who asks whether an event has happened: the machine, or this loop."""
         for one in event.events if isinstance(event, AllOf) else (event,):
             handle = int(getattr(one, "cuda_event", 0) or getattr(one, "event_id", 0) or 0)
             if self._gpu is not None and handle:
-                copy.handles.append(handle)
-                copy.kept.append(one)
+                step.handles.append(handle)
+                step.kept.append(one)
             elif one is not READY:
-                copy.waits.append(one)
+                step.waits.append(one)
+
+    def _await_events(self, flow: Flow) -> None:
+        """The next step of a flow waits for events of which this loop asks."""
+        flow.held = True
+        self._unfired.append(flow.steps[0])
+        self._delay = _LOOK_S
+        if self._query_timer is None:
+            self._query_timer = self._loop.call_soon(self._query_events)
 
     def _query_events(self) -> None:
         """Ask each event that is waited for."""
         self._query_timer = None
         asked, self._unfired = self._unfired, []
-        fired: list[tuple[int, int, Copy]] = []
+        fired: list[tuple[int, int, Flow]] = []
         turns: Counter[Hashable] = Counter()
-        for copy in asked:
-            if (copy.flow or copy).cancelled:  # by whoever was told of one before it
-                if copy.flow is None:
-                    self._report(copy, self._outcome(stopped=True))
+        for step in asked:
+            flow = step.flow
+            if flow.cancelled:  # by whoever was told of one before it
+                if flow.slot < 0:
+                    self._report(flow, self._outcome(stopped=True))
                 continue
             try:
-                while copy.waits and bool(copy.waits[-1].query()):  # whatever it returns is asked here
-                    copy.waits.pop()
+                while step.waits and bool(step.waits[-1].query()):  # whatever it returns is asked here
+                    step.waits.pop()
             except Exception as error:  # noqa: BLE001 - an event of the caller's: the copy fails with it
-                self._fail(copy, _error("the event that a copy waits for cannot be queried", error))
+                self._fail(flow, _error("the event that a copy waits for cannot be queried", error))
             else:
-                if copy.waits:
-                    self._unfired.append(copy)
+                if step.waits:
+                    self._unfired.append(step)
                 else:
-                    turns[copy.job.owner] += 1
-                    fired.append((turns[copy.job.owner], len(fired), copy))
-        for _, _, copy in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
-            self._prepare(copy) if copy.flow is None else self._on_step_free(copy.flow)
+                    turns[flow.job.owner] += 1
+                    fired.append((turns[flow.job.owner], len(fired), flow))
+        for _, _, flow in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
+            self._on_step_free(flow)
         self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
         if self._unfired and self._query_timer is None:
             self._query_timer = self._loop.call_later(self._delay, self._query_events)
 
     # --- records
 
-    def _prepare(self, copy: Copy) -> None:
-        """Make its record: at once, or after what would take a while was done in a worker thread."""
-        owner = copy.job.owner
-        behind = self._behind.get(owner)
-        if behind is not None:  # those of one owner keep their order
-            behind.append(copy)
-        elif self._write_records(copy):
-            self._start(copy)
-        else:
-            self._behind[owner] = deque()
-
-    async def _prepare_off_loop(self, copy: Copy, batch: "Batch", met: "asyncio.Future[Any] | None") -> None:
-        job, gpu = copy.job, self._gpu
+    async def _prepare(self, step: _Step, batch: "Batch", met: "asyncio.Future[Any] | None") -> None:
+        """See to what comes before a step: what takes a while is done in a worker thread."""
+        gpu = self._gpu
         try:
             if met is not None:
                 await asyncio.shield(met)
             if gpu is not None:
-                prepare = partial(gpu.prepare, batch, job.sums, copy.lane)
-                copy.sums, copy.room = await self._runtime.in_thread(prepare)
+                prepare = partial(gpu.prepare, batch, step.job.sums, step.flow.lane)
+                step.sums, step.room = await self._runtime.in_thread(prepare)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
-            self._fail(copy, _error("a copy could not be prepared", error))
+            self._fail(step.flow, _error("a copy could not be prepared", error))
         else:
-            if copy.flow is not None:
-                self._on_step_free(copy.flow)
-            elif self._write_records(copy):
-                self._start(copy)
-            else:
-                return  # a peer is to be met again
-        if copy.flow is not None:
-            return
-        behind = self._behind.pop(job.owner)
-        while behind:
-            self._prepare(behind.popleft())
-            if (again := self._behind.get(job.owner)) is not None:  # which had to be prepared too
-                again.extend(behind)
-                return
+            self._on_step_free(step.flow)
 
-    def _start(self, copy: Copy) -> None:
+    def _start(self, flow: Flow) -> None:
         """Give it to the machine, if that has room."""
-        if copy.cancelled:
-            self._loop.call_soon(self._report, copy, self._outcome(stopped=True))
-        elif copy.awaits and self._awaiting >= _MOST_AWAITING:
-            self._parked.append(copy)
+        if flow.cancelled:
+            self._loop.call_soon(self._report, flow, self._outcome(stopped=True))
+        elif flow.awaits and self._awaiting >= _MOST_AWAITING:
+            self._parked.append(flow)
         elif not self._free:
-            self._queue.append(copy)
+            self._queue.append(flow)
         else:
-            copy.slot = self._free.pop()
-            self._copies[copy.slot] = copy
-            self._awaiting += copy.awaits
-            job = copy.job
+            flow.slot = self._free.pop()
+            self._flows[flow.slot] = flow
+            self._awaiting += flow.awaits
+            job = flow.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
             owner = self._job_number(job.owner)
             peer = 0 if job.post is None else self._job_number((_PEER, job.post.peer))
-            if isinstance(copy, Flow):
-                self._push_steps(copy)
-                copy.sent = copy.pushed, copy.allowed, copy.total, copy.quiet, copy.peer_steps, copy.until
-                where = ctypes.addressof(_first_byte(copy.table)), len(copy.table), copy.width
-                common = copy.slot, copy.lane, owner, 0, copy.until, *lock
-                agent, places, first, token = 0, 0, 0, b""
-                if (turns := copy.turns) is not None:
-                    copy.kept.append(name := _named(turns.agent))
-                    agent, places, first, token = ctypes.addressof(name), turns.places, turns.first, turns.token
-                said = *copy.sent[:5], agent, peer, places, first, token
-                self._machine.send(_FLOW.pack(records.FLOW, *common, *where, *said))
-            elif copy.records is not None:
-                record = copy.records[0]
-                record[records.SLOT], record[records.OWNER], record[records.PEER_NUMBER] = copy.slot, owner, peer
-                record[records.LOCK : records.LOCK_USERS + 1] = lock
-                self._machine.send(record.tobytes())
+            self._push_steps(flow)
+            flow.sent = flow.pushed, flow.allowed, flow.total, flow.quiet, flow.peer_steps, flow.until
+            where = ctypes.addressof(_first_byte(flow.table)), len(flow.table), flow.width
+            common = flow.slot, flow.lane, owner, 0, flow.until, *lock
+            agent, places, first, token = 0, 0, 0, b""
+            if (turns := flow.turns) is not None:
+                flow.kept.append(name := _named(turns.agent))
+                agent, places, first, token = ctypes.addressof(name), turns.places, turns.first, turns.token
+            said = *flow.sent[:5], agent, peer, places, first, token
+            self._machine.send(_FLOW.pack(records.FLOW, *common, *where, *said))
 
-    def _write_records(self, copy: Copy) -> bool:
-        """Make the records of a copy, or of steps of a flow; if something has to be seen to before, that begins."""
-        job, kept, gpu, sums = copy.job, copy.kept, self._gpu, copy.sums
-        tables = copy.batch or job.tables
-        batch = copy.batch = self._machine.batch_of(tables) if isinstance(tables, Tables) else tables
+    def _write_records(self, step: _Step) -> bool:
+        """Make the records of a step; if something has to be seen to before, that begins."""
+        flow, job, kept, gpu, sums = step.flow, step.job, step.kept, self._gpu, step.sums
+        tables = step.batch or job.tables
+        batch: Batch = self._machine.batches.of([tables]) if isinstance(tables, Tables) else tables
+        step.batch = batch
         met = None if job.post is None else self.ready(job.post.peer)
         if met is None and (gpu is None or job.sums is None or sums is not None):
             until = int(job.until * _NS)
             common = (
-                *(records.COPY, 0, copy.lane, 0, job.nbytes, until),
-                *(*_NO_LOCK, *(_listed(kept, copy.handles) if copy.handles else _NOWHERE), 0, 0, 0, 0),
+                *(records.COPY, 0, flow.lane, 0, job.nbytes, until),
+                *(*_NO_LOCK, *(_listed(kept, step.handles) if step.handles else _NOWHERE), 0, 0, 0, 0),
                 *(0 if gpu is None else self._ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
                 *(int(gpu is not None and batch.from_nic and gpu.flushes), 0, 0, 0, 0),
-                *(_NO_POST if job.post is None else self._post_words(copy, job.post, len(batch.said))),
+                *(_NO_POST if job.post is None else self._post_words(kept, job.post, len(batch.said))),
                 0,
             )
-            copy.records = batch.lay(common, gpu, kept, copy.room, 0 if sums is None else len(sums.words))
-            if copy.records is not None:
+            step.records = batch.lay(common, gpu, kept, step.room, 0 if sums is None else len(sums.words))
+            if step.records is not None:
                 if job.nbytes:
-                    copy.records[:, records.BYTES] = job.nbytes
+                    step.records[:, records.BYTES] = job.nbytes
                 if batch.helpers:
-                    wanted = copy.records[:, records.HELPERS]
+                    wanted = step.records[:, records.HELPERS]
                     np.minimum(wanted, self._machine.helpers(batch.helpers), out=wanted)
                 elif gpu is not None and sums is not None:
-                    copy.found = gpu.add_sums(copy.records[0], batch, sums, kept)
+                    flow.found = gpu.add_sums(step.records[0], batch, sums, kept)
                 return True
-        preparing = self._prepare_off_loop(copy, batch, met)
-        (copy.flow or copy).kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
+        flow.kept.append(self._loop.create_task(self._prepare(step, batch, met), name="kvxfer prepare a copy"))
         return False
 
-    def _post_words(self, copy: Copy, post: Post, steps: int) -> tuple[int, ...]:
-        """What a record says from POST on; of so many steps, the first."""
+    def _post_words(self, kept: list[Any], post: Post, steps: int) -> tuple[int, ...]:
+        """What a record says from POST on; of so many steps, the first. `kept` gets what it points to."""
         name, near, far = _named(post.peer), post.local, post.remote
         here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
-        copy.kept += [name, here, there]
+        kept += [name, here, there]
         pieces, nbytes = self._limits
         if near.kind == far.kind == "VRAM":
             pieces, nbytes = self._listed * pieces, _UNBOUNDED
@@ -775,13 +733,13 @@ class Mover:
 
     # --- flows
 
-    def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[Copy]:
+    def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[_Step]:
         """Steps that are to follow."""
-        found: list[Copy] = []
+        found: list[_Step] = []
         for job in jobs:
             if job.post is not None:
                 _check(job.post)
-            step = Copy(job, flow.lane, flow=flow)
+            step = _Step(job, flow)
             if job.after is not READY:
                 self._sort_events(job.after, step)
             found.append(step)
@@ -795,11 +753,7 @@ class Mover:
         while steps and (free := room - flow.pushed + flow.steps_done) > 0 and not flow.held:
             step = steps[0]
             if step.waits:
-                flow.held = True
-                self._unfired.append(step)
-                self._delay = _LOOK_S
-                if self._query_timer is None:
-                    self._query_timer = self._loop.call_soon(self._query_events)
+                self._await_events(flow)
                 return
             if step.records is None and not self._write_records(step):
                 flow.held = True
@@ -822,21 +776,23 @@ class Mover:
     def _on_step_free(self, flow: Flow) -> None:
         """What the next step had to wait for has happened."""
         flow.held = False
-        self._push_steps(flow)
-        self._send_progress(flow)
+        if flow.slot < 0:
+            self._start(flow)
+        else:
+            self._push_steps(flow)
+            self._send_progress(flow)
 
     def _send_progress(self, flow: Flow) -> None:
         """Tell the machine how far a flow may go."""
         said = flow.pushed, flow.allowed, flow.total, flow.quiet, flow.peer_steps, flow.until
-        if said != flow.sent and self._copies.get(flow.slot) is flow and not flow.cancelled:
+        if said != flow.sent and self._flows.get(flow.slot) is flow and not flow.cancelled:
             flow.sent = said
             self._machine.send(_ON.pack(records.ON, flow.slot, said[5], *said[:5]))
 
-    def _fail(self, copy: Copy, error: KvxferError) -> None:
-        """A copy cannot even get to the machine."""
-        flow = copy.flow
-        if flow is None:
-            self._report(copy, self._outcome(error))
+    def _fail(self, flow: Flow, error: KvxferError) -> None:
+        """Its next step cannot even get to the machine."""
+        if flow.slot < 0:
+            self._report(flow, self._outcome(error))
         elif not flow.over:
             flow.error = flow.error or error
             self.cancel(flow)
@@ -880,6 +836,11 @@ class Mover:
         flow.steps.clear()
         if flow.error is not None and told.error is None:
             told = replace(told, error=flow.error, stopped=False)
+        if flow.job.sums is not None and outcome == records.DONE:
+            if flow.found is None:
+                flow.kept.append(self._loop.create_task(self._sum_on_host(flow, told), name="kvxfer add up"))
+                return
+            told = replace(told, sums=flow.found.astype("<i8").tobytes())
         self._report(flow, told)
         if flow.lefts or flow.doubtful:
             self._settle_steps(flow)
@@ -888,15 +849,13 @@ class Mover:
 
     def _on_step(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
         """A step of a flow ended in doubt, or more is known of that."""
-        flow = self._copies[flow_at if outcome == records.IN_DOUBT else slot]
+        flow = self._flows[flow_at if outcome == records.IN_DOUBT else slot]
         lingers = bool(flags & records.IS_LINGERING)
-        if not isinstance(flow, Flow):
-            return
         if flags & records.IS_LEFT:
-            self._copies[slot] = flow
+            self._flows[slot] = flow
             flow.lefts[slot] = lingers
         elif slot in flow.lefts:
-            del self._copies[slot], flow.lefts[slot]
+            del self._flows[slot], flow.lefts[slot]
         if outcome == records.IN_DOUBT:
             flow.doubtful |= lingers
             flow.severed |= not lingers  # nobody will say of what has left this side that it does not land any more
@@ -911,12 +870,12 @@ class Mover:
         left, flow.left = flow.left, bool(flow.lefts)
         if not flow.left:
             flow.refs.clear()
+            flow.kept.clear()
             if left and flow.job.passage is not None:
                 flow.job.passage.give_back()
         if flow.doubtful and not any(flow.lefts.values()) and not flow.late:
             flow.late = True
-            severed = flow.severed and not flow.forgotten  # else nobody is left to be told
-            self._report_late(flow, records.SEVERED if severed else records.OVER, int(not flow.forgotten))
+            self._report_late(flow)
 
     # --- events of the machine
 
@@ -937,66 +896,36 @@ class Mover:
             event = self._news.popleft()
             if event[1] & records.OUTCOMES == records.PASSING and self._news and self._news[0][0] == event[0]:
                 continue  # the next one says more of the same flow
-            copy = self._copies.get(event[0])
-            if isinstance(copy, Flow) and event[0] < records.JOBS:
-                self._on_flow(copy, *event[1:])
+            slot, flags, code, started, *times = event
+            if slot == records.NOBODY:
+                self._on_caught()
+            elif slot < records.JOBS:
+                self._on_flow(self._flows[slot], flags, code, started, *times)
             else:
-                self._on_event(*event)
+                self._on_step(slot, started, flags, flags & records.OUTCOMES, code)
             if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return
 
-    def _on_event(
-        self, slot: int, flags: int, code: int, started: int, copied: int, posted: int, finished: int, posting: int
-    ) -> None:
-        """An event."""
-        outcome = flags & records.OUTCOMES
-        if slot == records.NOBODY:
-            caught, self._abandoning = self._abandoning, None
-            if caught is not None and not caught.done():
-                caught.set_result(None)
-            return
-        if slot >= records.JOBS:
-            self._on_step(slot, started, flags, outcome, code)
-            return
-        copy = self._copies[slot]
-        if not flags & records.IS_LEFT:
-            self._free_slot(copy)
-        left, copy.left = copy.left, bool(flags & records.IS_LEFT)
-        if left:
-            self._report_late(copy, outcome, code)
-            return
-        told = CopyOutcome(
-            self._error(copy.job, outcome, code, flags) if outcome in _BROKEN else None,
-            started / _NS,
-            finished / _NS,
-            stopped=outcome == records.STOPPED,
-            in_doubt=outcome == records.IN_DOUBT,
-            posted=posted / _NS,
-            copying=(copied - started) / _NS,
-            posting=posting / _NS,
-            wire=(finished - posted if posted else 0) / _NS,
-        )
-        if copy.found is not None and outcome == records.DONE:
-            told = replace(told, sums=copy.found.astype("<i8").tobytes())
-        if copy.job.sums is not None and self._gpu is None and outcome == records.DONE:
-            copy.kept.append(self._loop.create_task(self._sum_on_host(copy, told), name="kvxfer add up"))
-        else:
-            self._report(copy, told)
+    def _on_caught(self) -> None:
+        """What was under way is given up."""
+        caught, self._abandoning = self._abandoning, None
+        if caught is not None and not caught.done():
+            caught.set_result(None)
 
-    def _free_slot(self, copy: Copy) -> None:
-        """The machine has nothing of it any more."""
-        job = copy.job
-        del self._copies[copy.slot]
-        self._free.append(copy.slot)
+    def _free_slot(self, flow: Flow) -> None:
+        """The machine has nothing of it any more, but for steps in doubt."""
+        job = flow.job
+        del self._flows[flow.slot]
+        self._free.append(flow.slot)
         for owner in (job.owner,) if job.post is None else (job.owner, (_PEER, job.post.peer)):
             self._sent[owner] -= 1
             if not self._sent[owner]:
                 del self._sent[owner]
         self._machine.state[records.OWNERS] = len(self._sent)
-        if job.passage is not None and not (isinstance(copy, Flow) and copy.left):
+        if job.passage is not None and not flow.left:
             job.passage.give_back()
-        self._awaiting -= copy.awaits
+        self._awaiting -= flow.awaits
         if self._queue:
             self._start(self._queue.popleft())
         if self._parked and self._free:
@@ -1024,46 +953,45 @@ class Mover:
             error = FabricError(f"{error}, and not every part has ended", in_doubt=in_doubt)
         return error
 
-    def _report_late(self, copy: Copy, outcome: int, ended: int) -> None:
-        """More is known of what ended in doubt."""
-        post = copy.job.post
-        if not copy.left:
-            copy.kept.clear()
-        for then in self._unwatched.pop(post.peer, ()) if post is not None else ():
+    def _report_late(self, flow: Flow) -> None:
+        """What was in doubt has ended, or its agent has."""
+        post = flow.job.post
+        if post is None:
+            return
+        for then in self._unwatched.pop(post.peer, ()):
             then()
-        if post is None or (outcome == records.OVER and not ended):  # as nobody asked any more
+        if flow.forgotten:  # nobody is left to be told
             return
         try:
-            post.late(outcome == records.OVER)
+            post.late(not flow.severed)
         except Exception as error:  # noqa: BLE001 - as in `_report`
             self._loop.call_exception_handler({"message": "nobody took the end of a doubt", "exception": error})
 
-    async def _sum_on_host(self, copy: Copy, told: CopyOutcome) -> None:
+    async def _sum_on_host(self, flow: Flow, told: CopyOutcome) -> None:
         """Add up what CPU memory holds, in a worker thread."""
-        plan = copy.job.sums
+        plan = flow.job.sums
         try:
             if plan is not None:
-                sums = await self._runtime.in_thread(lambda: self._machine.sum_memory(plan))
-                told = replace(told, sums=sums)
+                told = replace(told, sums=await self._runtime.in_thread(partial(self._machine.walk.total, plan)))
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             told = replace(told, error=_error("sums of CPU memory failed", error))
-        self._report(copy, told)
+        self._report(flow, told)
 
     def _outcome(self, error: KvxferError | None = None, *, stopped: bool = False) -> CopyOutcome:
         """Of what the machine never had."""
         now = self._runtime.now()
         return CopyOutcome(error, now, now, stopped)
 
-    def _report(self, copy: Copy, outcome: CopyOutcome) -> None:
-        self._machine.state[records.HELD] -= copy.awaits
-        if outcome.stopped and copy.closed:
+    def _report(self, flow: Flow, outcome: CopyOutcome) -> None:
+        self._machine.state[records.HELD] -= flow.awaits
+        if outcome.stopped and flow.closed:
             outcome = replace(outcome, stopped=False, error=ClosedError("the worker was closed before it was copied"))
         try:
-            copy.job.done(outcome)
+            flow.job.done(outcome)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `done` must not raise: the others still hear
             self._loop.call_exception_handler({"message": "nobody took the end of a copy", "exception": error})
-        if not copy.left:
-            copy.kept.clear()
+        if not flow.left:
+            flow.kept.clear()
         self._unreported -= 1
         if self._refusing and not self._unreported:
             if not self._idle.done():
@@ -1083,13 +1011,13 @@ class _Machine:
         threads: int,
         cpus: frozenset[int],
         loop: asyncio.AbstractEventLoop,
-        copies: dict[int, Copy],
+        flows: dict[int, Flow],
     ) -> None:
-        self._held: Final = copies  # by slot: what the records point to, as long as the machine may read it
+        self._held: Final = flows  # by slot: what the records point to, as long as the machine may read it
         self._code: Final = import_module("kvxfer.copy.machine")  # compiled when it is first needed, and not before
-        self._template: Final = import_module("kvxfer.copy.template")
-        self._walk: Final = import_module("kvxfer.copy.walk")
-        self._posts: Final = import_module("kvxfer.copy.posts")
+        self.batches: Final = import_module("kvxfer.copy.template").Batch
+        self.walk: Final = import_module("kvxfer.copy.walk")
+        self.posts: Final = import_module("kvxfer.copy.posts")
         self._runtime: Final = runtime
         self._loop: Final = loop
         self._cpus: Final = cpus
@@ -1137,11 +1065,6 @@ class _Machine:
         delay = self._code.step(self.state, self.jobs, self.ports)
         return None if delay < 0 else delay / _NS
 
-    def sum_memory(self, plan: SumPlan) -> bytes:
-        """Add up what CPU memory holds, in the calling thread."""
-        sums: bytes = self._walk.total(plan)
-        return sums
-
     def runs_since(self, slot: int, before: float) -> bool:
         """Whether the copy in a slot runs, and was launched before that time in nanoseconds."""
         job = self.jobs[slot]
@@ -1158,18 +1081,11 @@ class _Machine:
         slots: list[int] = found.tolist()
         return slots
 
-    def may_copy(self, slot: int, *, off: bool) -> bool:
-        """See `Mover.may_copy`."""
-        row = self.jobs[slot]
-        if off and self._posts.call_off(row.ctypes.data, 0):
-            return False
-        return bool(row[records.STATE] in (records.WAITING, records.RUNNING))
-
     def may_go_on(self, flow: int) -> bool:
         """Whether a step of a flow is copied, or may be yet: no other begins from now on."""
-        off = self._posts.call_off_flow(self.jobs[flow].ctypes.data)
+        off = self.posts.call_off_flow(self.jobs[flow].ctypes.data)
         rows = [self.jobs[slot] for slot in self.steps_of(flow)]
-        held = [self._posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
+        held = [self.posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
         going = [row[records.STATE] in (records.WAITING, records.RUNNING) for row in rows]
         return not off or any(one and not two for one, two in zip(going, held, strict=True))
 
@@ -1181,14 +1097,6 @@ class _Machine:
             self.state[records.ORDERLY] = orderly
         agent, notices = (0, 0) if native is None else (native.agent, native.notices)
         self.send(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
-
-    def claim(self) -> bool:
-        """See `Mover.claim`."""
-        return bool(self._posts.claim(self.state.ctypes.data))
-
-    def release_claim(self) -> None:
-        """See `Mover.release_claim`."""
-        self._posts.release_claim(self.state.ctypes.data)
 
     def owed_seconds(self, now: float) -> float:
         """For how long there was no step since one was asked for."""
@@ -1224,11 +1132,6 @@ class _Machine:
         if self.wake is not None:
             self.wake()
 
-    def batch_of(self, tables: Tables) -> "Batch":
-        """Tables as compiled code has them."""
-        found: Batch = self._template.Batch.of([tables])
-        return found
-
     def helpers(self, wanted: int) -> int:
         """How many helpers of so many a copy on CPU memory wakes. They are started when they are first needed."""
         wanted = min(wanted, self._most - 1)
@@ -1243,7 +1146,7 @@ class _Machine:
 
     def _run_helper(self) -> None:
         settle(self._cpus)
-        self._walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
+        self.walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
 
     def stop(self, timeout: float = 0.0) -> bool:
         """Stop, and close the pipes. Nothing may be under way. False if that takes longer; may be repeated."""

@@ -99,7 +99,7 @@ def call_off(job: int, flow: int) -> bool:
 
     Args:
         job: The address of its row.
-        flow: What it is to be a step of, plus 1; 0 if of none. A row that is another's by now is left as it is.
+        flow: What it is to be a step of, plus 1. A row that is another's by now is left as it is.
     """
     off: bool = exchange(job + 8 * r.STATE, r.WAITING, r.OFF)
     if off and add(job + 8 * r.OF_FLOW, 0) != flow:

@@ -30,7 +30,7 @@ PORTS: Final = 32
 
 # --- a record: what the loop asks for
 
-COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET, FLOW, ON = range(1, 11)
+COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET, FLOW, ON = range(1, 11)  # COPY: a step, which a flow has
 KIND, SLOT = 0, 1
 # gather or scatter; whose it is (~: of whom nothing is known); how many; when its lease ends, in ns
 LANE, OWNER, BYTES, UNTIL = 2, 3, 4, 5

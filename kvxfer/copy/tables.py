@@ -27,7 +27,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Blank, Box, CopyPlan, Elements, Segment, Stencil
+from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Blank, Box, CopyPlan, Elements, Segment
 
 if TYPE_CHECKING:  # what is packed is given
     from kvxfer.geometry.plan import SumPart, SumPlan
@@ -158,7 +158,7 @@ def pack(plan: CopyPlan) -> Tables:
     by_variant: dict[Variant, list[_Part]] = {}
     for segment in plan.segments:
         for part in _parts(segment):
-            by_variant.setdefault(Variant(part.width, segment.stencil.box.elements), []).append(part)
+            by_variant.setdefault(Variant(part.width, segment.box.elements), []).append(part)
     launches: list[Launch] = []
     words = [_NO_WORDS]
     for variant, parts in by_variant.items():
@@ -188,7 +188,7 @@ def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
     for plan in plans:
         for segment in plan.segments:
             own = {part.width for part in _parts(segment)}
-            box, elements = segment.stencil.box, segment.stencil.box.elements
+            box, elements = segment.box, segment.box.elements
             widths = usable(elements)
             widest = max(own, default=widths[0])
             token = box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
@@ -212,40 +212,40 @@ def _widest(bits: int, most: int) -> int:
 
 def _parts(segment: Segment) -> list[_Part]:
     """Split regions and rows by the access width that they allow; nearly always there is one part."""
-    stencil, elements = segment.stencil, segment.stencil.box.elements
+    box, elements = segment.box, segment.box.elements
     most = usable(elements)[0]
-    if not len(stencil.offsets) or not len(segment.regions) or not stencil.box.token_bytes:
+    if not len(segment.offsets) or not len(segment.regions) or not box.token_bytes:
         return []
     regions = _region_words(segment)
-    common, region_bits, row_bits = _common_bits(stencil), _bits(segment.regions, elements), _row_bits(stencil)
+    common, region_bits, row_bits = _common_bits(segment), _bits(segment.regions, elements), _row_bits(segment)
     if _widest(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits)), most) == most:
-        return [_part(stencil.box, regions, stencil.offsets, most)]
+        return [_part(box, regions, segment.offsets, most)]
     region_widths, row_widths = ((bits | most) & -(bits | most) for bits in (region_bits, row_bits))
     parts: list[_Part] = []
     for of_regions in np.unique(region_widths).tolist():
         for of_rows in np.unique(row_widths).tolist():
             width = _widest(common | of_regions | of_rows, most)
-            rows = stencil.offsets[row_widths == of_rows]
-            parts.append(_part(stencil.box, regions[region_widths == of_regions], rows, width))
+            rows = segment.offsets[row_widths == of_rows]
+            parts.append(_part(box, regions[region_widths == of_regions], rows, width))
     return parts
 
 
-def _common_bits(stencil: Stencil) -> int:
+def _common_bits(segment: Segment) -> int:
     """An OR of the strides and sizes, in elements, of all rows."""
-    box, elements = stencil.box, stencil.box.elements
+    box, elements = segment.box, segment.box.elements
     found = 0 if box.token_in_run else box.run
     steps = [(axis.src, axis.dst) for axis in box.outer if axis.count > 1]
-    if not box.token_in_run and int(stencil.offsets[:, 2].max()) > 1:
+    if not box.token_in_run and int(segment.offsets[:, 2].max()) > 1:
         steps.append((box.src_token, box.dst_token))
     for src, dst in steps:
         found |= src // elements.src_bytes | dst // elements.dst_bytes
     return found
 
 
-def _row_bits(stencil: Stencil) -> I64:
+def _row_bits(segment: Segment) -> I64:
     """For each row an OR of its offsets, and of its length where that may differ."""
-    found = _bits(stencil.offsets, stencil.box.elements)
-    return found | stencil.offsets[:, 2] * stencil.box.run if stencil.box.token_in_run else found
+    found, box = _bits(segment.offsets, segment.box.elements), segment.box
+    return found | segment.offsets[:, 2] * box.run if box.token_in_run else found
 
 
 def _bits(places: I64, elements: Elements) -> I64:
@@ -425,22 +425,22 @@ def sum_variants(plans: "Iterable[SumPlan]") -> set[SumVariant]:
 
 
 def _sum_variant(part: "SumPart") -> SumVariant:
-    stencil = part.segment.stencil
-    box, elements = stencil.box, stencil.box.elements
+    segment = part.segment
+    box, elements = segment.box, segment.box.elements
     words = _SHORT if part.words <= _SHORT_ITEM else _LONG
     if elements.converts:
         return SumVariant(elements.dst_bytes, words, elements)
-    bits = box.run | box.src_token | stencil.src_block | _WORD
+    bits = box.run | box.src_token | segment.src_block | _WORD
     for axis in box.outer:
         bits |= axis.src
-    bits |= int(np.bitwise_or.reduce(part.segment.regions[:, 0]))
+    bits |= int(np.bitwise_or.reduce(segment.regions[:, 0]))
     return SumVariant(bits & -bits, words)
 
 
 def _sum_body(part: "SumPart", variant: SumVariant) -> tuple[I64, tuple[int, int, int, int]]:
     """Regions, rows and axes; the number of axes, and where these, the regions and the rows are."""
-    stencil = part.segment.stencil
-    box, elements = stencil.box, stencil.box.elements
+    segment = part.segment
+    box, elements = segment.box, segment.box.elements
     step = 1 if elements.converts else variant.unit  # an access in units of the run
     cut = box.token_in_run
     axes = [(box.run * (part.grid if cut else 1) // step, step * elements.src_bytes, cut)]
@@ -449,9 +449,9 @@ def _sum_body(part: "SumPart", variant: SumVariant) -> tuple[I64, tuple[int, int
         rest.append((box.dst_token, part.grid, box.src_token, True))
     axes += [(count, src, short) for _, count, src, short in sorted(rest)]
     numbers = [number for count, src, short in axes for number in (count, *divisor(count), src, int(short))]
-    words = _region_words(part.segment)
+    words = _region_words(segment)
     words = np.delete(words, 1, axis=1)  # where it is in the common order follows from its number
-    offsets = stencil.offsets[:, [0, 2]].copy()
+    offsets = segment.offsets[:, [0, 2]].copy()
     if cut:
         offsets[:, 1] *= box.run
         offsets[:, 1] //= step

@@ -265,9 +265,6 @@ class Template:
     """What all requests of a pair have in common."""
 
     pair: PairPlan
-    names: tuple[str, ...]  # its groups
-    layers: int  # number of its layers
-    classes: tuple[int, ...]  # of each class, its meeting
     row_tokens: tuple[int, ...]  # of each meeting, tokens of a row; 0 of state
     padded: bool  # whether a group has a null block at the source
     scratch: int  # numbers that `binding.fill` needs for itself, but those of rows
@@ -298,7 +295,7 @@ class Template:
         tokens = tuple(src.grid and src.tokens_per_row * src.common(dst) for _, src, dst in meetings)
         padded = any(src.null_block is not None for _, src, _ in meetings)
         scratch = binding.scratch_words(len(meetings), len(pair.classes))
-        return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, scratch, shapes)
+        return cls(pair, tokens, padded, scratch, shapes)
 
     def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int) -> "Fitted | None":
         """Add block lists in normal form and a token range; None where the planner is to be asked."""
@@ -308,7 +305,7 @@ class Template:
         dst_ids: list[I64] = []
         request = [tokens.start, tokens.stop, covered, *(0,) * binding.TOTALS]
         from_src = from_dst = marks = 0
-        for name in self.names:
+        for name in self.pair.groups:
             source, target = src_spans.get(name), dst_spans.get(name)
             if source is None or target is None:
                 return None
@@ -326,7 +323,7 @@ class Template:
         if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
             return None
         counted: list[int] = lists[0].tolist()
-        at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.names)
+        at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.pair.groups)
         rows = counted[met + binding.M_CELLS :: binding.MET_WORDS]
         found = Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists, rows)
         vars(found).update(  # what the planner finds out when it is asked is known
@@ -384,7 +381,7 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
         scratch = np.empty(template.scratch + binding.ROW_WORDS * sum(most), np.int64)
         scratch[0] = 0
-        return cls(plan, grid, sum(map(most.__getitem__, template.classes)), scratch)
+        return cls(plan, grid, sum(map(most.__getitem__, plan.pair.meeting_of)), scratch)
 
     @lazy
     def sizes(self) -> Sequence[Sequence[int]]:
@@ -425,10 +422,11 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         """
         template, grid, count = self.plan.template, self.grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
-        if not isinstance(grid.cells, range):
-            cells = np.array([grid.cells[chunk] for chunk in chunks])
+        if grid.band > 1:  # else they have the order of chunks
+            order = grid.cells
+            cells = np.array([order[chunk] for chunk in chunks])
         told = shapes.variants.told
-        room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
+        room = 3 * len(shapes.regions) * grid.layers_per_chunk // len(grid.layers) + shapes.slack
         room += 3 * self.rows
         regions = shapes.regions if reached is None else reached(shapes.regions)
         common = shapes.words, regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk, cells

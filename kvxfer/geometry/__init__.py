@@ -20,10 +20,9 @@ from kvxfer.geometry.copyplan import (
     Elements,
     Pieces,
     Segment,
-    Stencil,
     sample,
 )
-from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
+from kvxfer.geometry.intersect import Selection, common, differences, resolve
 from kvxfer.geometry.plan import (
     ChunkGrid,
     ChunkPlan,
@@ -59,7 +58,6 @@ __all__ = [
     "Segment",
     "Selection",
     "Span",
-    "Stencil",
     "SumPlan",
     "TensorSpec",
     "TransferPlan",
@@ -67,7 +65,6 @@ __all__ = [
     "check_state",
     "check_tokens",
     "common",
-    "converts",
     "cut_digest",
     "damage",
     "differences",

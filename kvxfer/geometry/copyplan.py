@@ -31,7 +31,6 @@ __all__ = [
     "Pieces",
     "Sample",
     "Segment",
-    "Stencil",
     "fold",
     "patches",
     "sample",
@@ -189,29 +188,33 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class Stencil:
-    """What is copied in each of the regions of a segment: the same rows, from another base."""
+class Segment:
+    """A class of equal strides and extents: the same rows in each of its regions, from another base."""
 
+    regions: I64  # int64 (R, 2): base address at the source and at the destination
     rows: I64  # int64 (N, 5): source block, first token there, destination block, first token there, tokens
     src_block: int  # bytes between blocks at the source
     dst_block: int  # bytes between blocks at the destination
     box: Box
+    # float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then divided; else
+    # None
+    factors: F32 | None = None
 
     @lazy
     def tokens(self) -> int:
-        """Token rows in all."""
+        """Token rows in all, in a region."""
         return int(self.rows[:, 4].sum())
 
-    @lazy
+    @property
     def bytes(self) -> int:
-        """Bytes that are written in a region."""
-        return self.tokens * self.box.token_bytes
+        """Bytes that it writes."""
+        return len(self.regions) * self.tokens * self.box.token_bytes
 
-    @lazy
+    @property
     def pieces(self) -> int:
-        """Contiguous runs in a region, before neighbours are merged."""
+        """Contiguous runs that it consists of, before neighbours are merged."""
         rows = len(self.rows) if self.box.token_in_run else self.tokens
-        return rows * prod(axis.count for axis in self.box.outer)
+        return len(self.regions) * rows * prod(axis.count for axis in self.box.outer)
 
     @lazy
     def offsets(self) -> I64:
@@ -226,34 +229,13 @@ class Stencil:
         found[:, 2] = rows[:, 4]
         return found
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A class of equal strides and extents."""
-
-    regions: I64  # int64 (R, 2): base address at the source and at the destination
-    stencil: Stencil
-    # float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then divided; else
-    # None
-    factors: F32 | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that this segment writes."""
-        return len(self.regions) * self.stencil.bytes
-
-    @property
-    def pieces(self) -> int:
-        """Contiguous runs that it consists of, before neighbours are merged."""
-        return len(self.regions) * self.stencil.pieces
-
     def enumerate(self) -> "Pieces":
         """List every piece, as far as possible in ascending order of destination.
 
         Raises:
             GeometryError: If it converts: a descriptor can only say which bytes go where.
         """
-        elements, rows = self.stencil.box.elements, self.stencil.offsets
+        elements, rows = self.box.elements, self.offsets
         if elements.converts:
             raise GeometryError(f"{elements.src} to {elements.dst} cannot be copied piece by piece")
         counts = rows[:, 2]
@@ -263,7 +245,7 @@ class Segment:
 
     def _listed(self, rows: I64) -> "Pieces":
         """Pieces of rows of one length: the sums of one offset from each level."""
-        box, tokens = self.stencil.box, int(rows[0, 2]) if len(rows) else 0
+        box, tokens = self.box, int(rows[0, 2]) if len(rows) else 0
         axes = box.outer if box.token_in_run else (*box.outer, BoxAxis(tokens, box.src_token, box.dst_token))
         bases = _ascending(self.regions[:, 0], self.regions[:, 1])
         levels = [bases, _ascending(rows[:, 0], rows[:, 1]), *map(_steps, axes)]
@@ -444,7 +426,7 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
     """
     moved: dict[int, list[Segment]] = {}
     for segment in plan.segments:
-        moved.setdefault(id(segment.stencil.rows), []).append(segment)
+        moved.setdefault(id(segment.rows), []).append(segment)
     known = [_of_rows(alike, _known(alike)) for alike in moved.values()]
     if sum(one.pieces for one in known) == plan.pieces <= pieces:
         nbytes = CopyPlan(tuple(part for one in known for part in one.segments)).enumerate().merged().nbytes
@@ -463,7 +445,7 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
 
 def _looked_at(plan: CopyPlan, pieces: int) -> tuple[I64, float]:
     """Sizes of some pieces of a plan whose segments have one table of rows, and how many pieces it has in all."""
-    rows = plan.segments[0].stencil.rows
+    rows = plan.segments[0].rows
     asked = pieces * len(rows) // plan.pieces
     few = max(1, asked, min(_FEW, _AFFORDED * asked))
     if plan.pieces <= pieces or 2 * few >= len(rows):
@@ -478,9 +460,9 @@ def _looked_at(plan: CopyPlan, pieces: int) -> tuple[I64, float]:
 
 
 def _of_rows(segments: Iterable[Segment], rows: I64) -> CopyPlan:
-    return CopyPlan(tuple(replace(one, stencil=replace(one.stencil, rows=rows)) for one in segments))
+    return CopyPlan(tuple(replace(one, rows=rows) for one in segments))
 
 
 def _known(segments: Sequence[Segment]) -> I64:
-    rows = segments[0].stencil.rows
+    rows = segments[0].rows
     return rows[rows[:, 0] >= 0]

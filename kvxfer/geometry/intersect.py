@@ -30,7 +30,6 @@ __all__ = [
     "SegmentKey",
     "Selection",
     "common",
-    "converts",
     "copied",
     "difference",
     "differences",
@@ -225,25 +224,18 @@ class Difference:
         return f"{self.what} is {self.src} at the source, but {self.dst} at the destination{self.advice}"
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadRun:
-    """Heads (global numbers) of a pair of tensors that are copied alike, by the scales of source and destination."""
+def _head_runs(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[tuple[range, Elements, float, float]]:
+    """How the heads that two tensors have in common are copied: all alike, or each with numbers of its own.
 
-    heads: range
-    elements: Elements
-    multiply: float = 1.0
-    divide: float = 1.0
-
-
-def _head_runs(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[_HeadRun]:
-    """How the heads that two tensors have in common are copied: all alike, or each with numbers of its own."""
+    Yields heads (global numbers), what is done to their elements, and by what these are multiplied and then divided.
+    """
     pairs = _scales(src, dst, heads)
     runs = [heads] if len(set(pairs)) == 1 else [range(head, head + 1) for head in heads]
     for run, (multiply, divide) in zip(runs, pairs, strict=False):  # of equal pairs one will do
         if src.dtype == dst.dtype and multiply == divide:
-            yield _HeadRun(run, Elements(src.item_bytes, dst.item_bytes))
+            yield run, Elements(src.item_bytes, dst.item_bytes), 1.0, 1.0
         else:
-            yield _HeadRun(run, Elements(src.item_bytes, dst.item_bytes, src.dtype, dst.dtype), multiply, divide)
+            yield run, Elements(src.item_bytes, dst.item_bytes, src.dtype, dst.dtype), multiply, divide
 
 
 def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool) -> Difference | None:
@@ -287,37 +279,24 @@ def copied(src: TensorSpec, dst: TensorSpec, heads: range) -> tuple[int, int, in
 def differences(
     src: "CacheGeometry", dst: "CacheGeometry", *, convert: bool
 ) -> Iterator[tuple[TensorSpec, Difference]]:
-    """Every pair of tensors of two ranks that have coordinates in common and cannot be copied."""
+    """Every pair of tensors of two ranks that have coordinates in common and cannot be copied, each once."""
     known: dict[tuple[int, int, int, int], Difference | None] = {}
-    for source, target, heads in _meetings(src, dst):
-        kind = copied(source, target, heads)
-        if kind in known:
-            found = known[kind]
-        else:
-            found = difference(source, target, heads, convert=convert)
-            if kind is not None:
-                known[kind] = found
-        if found is not None:
-            yield source, found
-
-
-def converts(src: "CacheGeometry", dst: "CacheGeometry") -> bool:
-    """Whether anything that two ranks have in common is converted on its way."""
-    meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
-    return any(run.elements.converts for meeting in meetings for run in _head_runs(*meeting))
-
-
-def _meetings(src: "CacheGeometry", dst: "CacheGeometry") -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
-    """Pairs of tensors with the heads that they have in common; a pair once, however many layers it shares."""
-    sources = src.places
-    seen: set[tuple[int, int]] = set()
+    sources, seen = src.places, set[tuple[int, int]]()
     for place, targets in dst.places.items():
         for source, target in product(sources.get(place, ()), targets):
-            key = (id(source), id(target))
-            heads = _overlap(source.heads, target.heads)
-            if heads and key not in seen:
-                seen.add(key)
-                yield source, target, heads
+            heads, pair = _overlap(source.heads, target.heads), (id(source), id(target))
+            if not heads or pair in seen:
+                continue
+            seen.add(pair)
+            kind = copied(source, target, heads)
+            if kind in known:
+                found = known[kind]
+            else:
+                found = difference(source, target, heads, convert=convert)
+                if kind is not None:
+                    known[kind] = found
+            if found is not None:
+                yield source, found
 
 
 def _scales(src: TensorSpec, dst: TensorSpec, heads: range) -> list[tuple[float, float]]:
@@ -562,20 +541,20 @@ def _base(spec: TensorSpec, place: Place) -> int:
 
 def _cut(src: TensorSpec, dst: TensorSpec, common: range, found: dict[SegmentKey, list[_Region]]) -> "Iterator[_Cut]":
     """One region for every patch of some common heads and the dims of two tensors: the same in each layer and half."""
-    for run in _head_runs(src, dst, common):
+    for run, elements, multiply, divide in _head_runs(src, dst, common):
         heads = _axis_patches(
             src.factors.get("head", ()),
             dst.factors.get("head", ()),
-            run.heads.start - src.heads.start,
-            run.heads.start - dst.heads.start,
-            len(run.heads),
+            run.start - src.heads.start,
+            run.start - dst.heads.start,
+            len(run),
         )
         dims = _axis_patches(src.factors.get("dim", ()), dst.factors.get("dim", ()), 0, 0, src.count("dim"))
         for (head_at, head), (dim_at, dim) in product(heads, dims):
             key = SegmentKey(
                 src.group,
                 src.part,
-                run.elements,
+                elements,
                 head.axes,
                 dim.axes,
                 src.stride("token"),
@@ -586,8 +565,8 @@ def _cut(src: TensorSpec, dst: TensorSpec, common: range, found: dict[SegmentKey
                 RowSide.of_tensor(dst),
             )
             regions = found.setdefault(key, [])
-            at = (run.heads.start + head_at, dim_at, head.src + dim.src, head.dst + dim.dst)
-            yield regions, *at, run.multiply, run.divide
+            at = (run.start + head_at, dim_at, head.src + dim.src, head.dst + dim.dst)
+            yield regions, *at, multiply, divide
 
 
 @lru_cache(maxsize=512)

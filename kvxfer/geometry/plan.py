@@ -32,7 +32,6 @@ from kvxfer.geometry.copyplan import (
     Elements,
     Pieces,
     Segment,
-    Stencil,
     fold,
     sample,
 )
@@ -181,19 +180,21 @@ class ChunkPart:
     def in_place(self, table: I64) -> Segment:
         """From blocks to blocks, by a table of its rows."""
         key, folded = self.slice.key, self.slice.in_place
-        return Segment(folded.regions, Stencil(table, key.src_block, key.dst_block, folded.box), folded.factors)
+        return Segment(folded.regions, table, key.src_block, key.dst_block, folded.box, folded.factors)
 
     def gathered(self, staging: int) -> Segment:
         """From blocks into staging from address `staging` on, where row n is block n and begins there."""
         of, table = self.slice, self.rows.table.copy()
         table[:, 2], table[:, 3] = np.arange(len(table)), 0
-        return self._staged(of.gathered, Stencil(table, of.key.src_block, of.row_bytes, of.gathered.box), 1, staging)
+        folded = self._staged(of.gathered, 1, staging)
+        return Segment(folded.regions, table, of.key.src_block, of.row_bytes, folded.box, folded.factors)
 
     def scattered(self, staging: int) -> Segment:
         """From staging from address `staging` on into blocks; likewise."""
         of, table = self.slice, self.rows.table.copy()
         table[:, 0], table[:, 1] = np.arange(len(table)), 0
-        return self._staged(of.scattered, Stencil(table, of.row_bytes, of.key.dst_block, of.scattered.box), 0, staging)
+        folded = self._staged(of.scattered, 0, staging)
+        return Segment(folded.regions, table, of.row_bytes, of.key.dst_block, folded.box, folded.factors)
 
     def blanks(self, staging: int) -> Iterator[Blank]:
         """What of its room from address `staging` on no segment writes, and whole rows where a part of them is."""
@@ -204,11 +205,11 @@ class ChunkPart:
         if rest := -nbytes % STAGING_ALIGNMENT:
             yield Blank(staging + nbytes, rest)
 
-    def _staged(self, folded: Folded, stencil: Stencil, side: int, staging: int) -> Segment:
+    def _staged(self, folded: Folded, side: int, staging: int) -> Folded:
         """With the regions behind each other in staging, which is the source or destination as `side` says."""
         regions = folded.regions.copy()
         regions[:, side] += folded.number * (len(self.rows.table) * self.slice.row_bytes) + staging
-        return Segment(regions, stencil, folded.factors)
+        return replace(folded, regions=regions)
 
 
 class ChunkPlan:
@@ -321,17 +322,18 @@ class SumPart:
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return len(self.segment.stencil.rows)
+        return len(self.segment.rows)
 
     def cut(self, regions: slice, rows: slice, address: int) -> Segment:
         """Some of its items, copied to an address."""
         whole = self.segment
-        table = whole.stencil.rows[rows].copy()
+        table = whole.rows[rows].copy()
         table[:, 2] = np.arange(len(table))
         bases = whole.regions[regions].copy()
         bases[:, 1] = address + np.arange(len(bases), dtype=np.int64) * (len(table) * self.words * _WORD)
-        stencil = Stencil(table, whole.stencil.src_block, whole.stencil.dst_block, whole.stencil.box)
-        return Segment(bases, stencil, None if whole.factors is None else whole.factors[regions])
+        return replace(
+            whole, regions=bases, rows=table, factors=None if whole.factors is None else whole.factors[regions]
+        )
 
 
 class SumPlan:
@@ -389,8 +391,8 @@ def _part(part: ChunkPart, side: int, first_region: int, first_row: int) -> SumP
     table[:, 2], table[:, 4] = np.arange(len(rows)), rows.table[:, 4]
     number = np.arange(len(of.bases), dtype=np.int64)
     bases = np.stack([of.bases[:, side], number * (len(rows) * words * _WORD)], axis=1)
-    stencil = Stencil(table, (key.src_block, key.dst_block)[side], words * _WORD, box)
-    segment = Segment(bases, stencil, of.factors if elements.converts else None)
+    factors = of.factors if elements.converts else None
+    segment = Segment(bases, table, (key.src_block, key.dst_block)[side], words * _WORD, box, factors)
     whole = row_bytes == words * _WORD and bool((table[:, 4] == grid).all())
     return SumPart(segment, grid, words, whole, first_region, first_row)
 
@@ -531,6 +533,11 @@ class PairPlan:
     def has_state(self) -> bool:
         """Whether a group without tokens takes part."""
         return any(c.key.src_rows.is_state for c in self.classes)
+
+    @lazy
+    def converts(self) -> bool:
+        """Whether anything is converted on its way."""
+        return any(c.key.elements.converts for c in self.classes)
 
     @lazy
     def meetings(self) -> tuple[Meeting, ...]:

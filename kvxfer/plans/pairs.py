@@ -35,7 +35,6 @@ from kvxfer.geometry import (
     check_spans,
     check_tokens,
     common,
-    converts,
     differences,
     normalise_blocks,
     resolve,
@@ -310,9 +309,7 @@ class PairPlans:
         self._geometries: dict[bytes, CacheGeometry] = {}
         self._shares: OrderedDict[tuple[bytes | None, ...], list[PairPlan | None]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
-        self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
-        self._converting: set[tuple[bytes, bool]] = set()
-        self._cramped: set[tuple[bytes, bool]] = set()  # no chunk is small enough for the staging of both sides
+        self._agreed: dict[tuple[bytes, bool], Agreed] = {}  # by peer, and whether this rank sends
         # what a peer asked for last, in how many layers
         self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan, int]] = {}
 
@@ -343,42 +340,38 @@ class PairPlans:
                 geometry = known
             src, dst = (self._own, geometry) if sending else (geometry, self._own)
             self._agree(peer, src, dst, sending=sending, convert=convert)
-            converting, selections = convert and converts(src, dst), common(src, dst)
-            pair = self._pairs.get((peer.identity.incarnation, sending, selections))
-            if pair is None or geometry is not known or converting is not self.converts(peer, sending=sending):
-                pair = _planned(src, dst, selections, convert=converting) if selections else None
+            before = self._agreed.get((peer.identity.incarnation, sending))
+            if before is not None and before.geometry is geometry:
+                return before
+            selections = common(src, dst)
+            pair = _planned(src, dst, selections, convert=convert) if selections else None
         except GeometryError as error:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
             ) from error
         _ = geometry.addressed  # found out once
-        return Agreed(sending, geometry, converting, selections, pair)
+        return Agreed(sending, geometry, pair)
 
     def add_peer(self, peer: PeerInfo, agreed: "Agreed") -> None:
         """Take note of what was found; plans of the same incarnation that were made of something else are no good."""
-        incarnation, sending = peer.identity.incarnation, agreed.sending
-        same = agreed.converts is self.converts(peer, sending=sending)
-        if not same or self._geometries.get(incarnation) is not agreed.geometry:
+        incarnation = peer.identity.incarnation
+        if self._geometries.get(incarnation) is not agreed.geometry:
             self._drop(incarnation)
         self._geometries[incarnation] = agreed.geometry
-        (self._converting.add if agreed.converts else self._converting.discard)((incarnation, sending))
-        self._common[incarnation, sending] = agreed.common
+        self._agreed[incarnation, agreed.sending] = agreed
         if agreed.pair is not None:
-            self._keep((incarnation, sending, agreed.common), agreed.pair)
+            self._keep((incarnation, agreed.sending, agreed.pair.selections), agreed.pair)
 
     def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
         """Whether copies in this direction convert: agreed upon, and needed."""
-        return (peer.identity.incarnation, sending) in self._converting
+        agreed = self._agreed.get((peer.identity.incarnation, sending))
+        return agreed is not None and agreed.pair is not None and agreed.pair.converts
 
-    def bound_chunks(self, peer: PeerInfo, room_bytes: int, *, sending: bool) -> bool:
-        """Take note of how large a staged chunk between this rank and a peer may be; whether the smallest one fits."""
-        key, fits = (peer.identity.incarnation, sending), self.least_chunk_bytes(peer, sending=sending) <= room_bytes
-        (self._cramped.discard if fits else self._cramped.add)(key)
-        return fits
-
-    def chunk_fits(self, peer: PeerInfo, *, sending: bool) -> bool:
-        """What `bound_chunks` said last."""
-        return (peer.identity.incarnation, sending) not in self._cramped
+    def chunk_fits(self, peer: PeerInfo, room_bytes: int, *, sending: bool) -> bool:
+        """Whether the smallest chunk between this rank and a peer has room in staging at both, with so much here."""
+        agreed = self._agreed.get((peer.identity.incarnation, sending))
+        least = 0 if agreed is None or agreed.pair is None else agreed.pair.least_chunk_bytes
+        return least <= min(room_bytes, peer.body.max_chunk_bytes or room_bytes)
 
     @staticmethod
     def _agree(peer: PeerInfo, src: CacheGeometry, dst: CacheGeometry, *, sending: bool, convert: bool) -> None:
@@ -405,8 +398,6 @@ class PairPlans:
     def forget(self, peer: PeerInfo) -> None:
         """The peer is gone."""
         key = peer.identity.incarnation
-        self._converting -= {(key, True), (key, False)}
-        self._cramped -= {(key, True), (key, False)}
         self._geometries.pop(key, None)
         self._drop(key)
 
@@ -414,7 +405,7 @@ class PairPlans:
         """Forget plans with a peer."""
         self._asked.pop(incarnation, None)
         for sending in (True, False):
-            self._common.pop((incarnation, sending), None)
+            self._agreed.pop((incarnation, sending), None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
         for ranks in [ranks for ranks in list(self._shares) if incarnation in ranks]:
@@ -518,10 +509,10 @@ class PairPlans:
 
     def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
         """The plan of all that both sides hold; None if that is nothing."""
-        key = (peer.identity.incarnation, sending)
-        selections = self._common.get(key)
-        if selections is None:
-            selections = common(*self._ends(peer, sending=sending))
+        agreed = self._agreed.get((peer.identity.incarnation, sending))
+        if agreed is not None:
+            return agreed.pair
+        selections = common(*self._ends(peer, sending=sending))
         return self.pair(peer, selections, sending=sending) if selections else None
 
     def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:
@@ -548,9 +539,7 @@ class Agreed:
 
     sending: bool  # whether this rank is the prefill rank
     geometry: CacheGeometry  # what the peer holds
-    converts: bool  # whether copies convert: agreed upon, and needed
-    common: tuple[Selection, ...]  # all that both sides hold
-    pair: PairPlan | None  # the plan of that; None if it is nothing
+    pair: PairPlan | None  # the plan of all that both sides hold; None if that is nothing
 
 
 @cache

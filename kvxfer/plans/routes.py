@@ -53,7 +53,7 @@ class Costs:
     bytes_per_s: float  # bandwidth once all that is under way
 
     def seconds(self, *, nbytes: int, chunks: int, pieces: int) -> float:
-        """By the formula."""
+        """Predicted from `fetch` to its return, for so many contiguous pieces, neighbours merged."""
         return self.fixed_s + chunks * self.chunk_s + pieces * self.piece_s + nbytes / self.bytes_per_s
 
 
@@ -64,17 +64,6 @@ class Profile:
     name: str  # for `kvxfer plan --profile`
     hardware: str  # what was measured, in words
     routes: Mapping[Route, Costs]  # costs of each route
-
-    def seconds(self, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
-        """Predicted seconds from `fetch` to its return.
-
-        Args:
-            route: How the bytes travel.
-            nbytes: Size of the transfer.
-            chunks: Chunks that it is cut into.
-            pieces: Contiguous pieces, neighbours merged.
-        """
-        return self.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
 
 
 _H200: Final = Profile(

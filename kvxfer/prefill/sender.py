@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace as with_fields
 from numpy.typing import NDArray
 
-from kvxfer.copy.mover import Copy, Flow
+from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import (
     NO_PIECES,
     READY,
@@ -298,7 +298,7 @@ class _ActiveFlow(Struct, eq=False):
 class _InDoubt:
     """A flow of which bytes may still move, though the mover has given it up."""
 
-    copy: Copy  # what the mover still has
+    copy: Flow  # what the mover still has
     left: bool  # whether it has left this side: our memory is not read for it any more
     let_go: Callback = no_op  # gives that memory back
 
@@ -337,7 +337,7 @@ class Sender(Struct, eq=False):
     _unreported: wire.Timings = UNTIMED  # what those took that it was not told of
     _reporting: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
     _chunk_bytes: int = 1  # about so many, once there is a plan
-    _firing: Copy | None = None  # `pull`: what waits for the events of the next chunk
+    _firing: Flow | None = None  # `pull`: what waits for the events of the next chunk
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
     _withdraw_rebuild: Callback = no_op
@@ -1076,7 +1076,7 @@ class Sender(Struct, eq=False):
         return bool(self._doubtful) and not self._reads and not may_outlive_agent(self.site, self.peer)
 
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[Flow]:
         """What is in doubt."""
         return [doubt.copy for doubt in self._doubtful]
 

@@ -366,12 +366,12 @@ def _pair(
             wanted,
             nbytes=nbytes,
             pieces=lambda: plan.merged_pieces,
-            seconds=lambda route, pieces: profile.seconds(
-                route, nbytes=nbytes, chunks=usual_chunks(config, route, nbytes), pieces=pieces
+            seconds=lambda route, pieces: profile.routes[route].seconds(
+                nbytes=nbytes, chunks=usual_chunks(config, route, nbytes), pieces=pieces
             ),
         ),
         cut,
     )
     pieces = PieceSizes.of(copy)
-    seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=bound.grid.chunks, pieces=pieces.count)
+    seconds = profile.routes[choice.route].seconds(nbytes=nbytes, chunks=bound.grid.chunks, pieces=pieces.count)
     return PairForecast(prefill_rank, decode_rank, nbytes, pieces, bound.grid.chunks, choice, seconds)

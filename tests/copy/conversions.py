@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from copy_plans import nest, random_shape
 
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Elements, Segment, Stencil
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Elements, Segment
 from kvxfer.names import CONVERTIBLE
 
 PAIRS = [(src, dst) for src in CONVERTIBLE for dst in CONVERTIBLE]
@@ -49,7 +49,7 @@ def line(src, dst, at: int, to: int, count: int, factors=((1.0, 1.0),), regions=
     bases = np.asarray([[at, to]], np.int64) + step
     box = Box((), 0, 0, count, token_in_run=False, elements=e)
     return CopyPlan(
-        (Segment(bases, Stencil(np.asarray([[0, 0, 0, 0, 1]], np.int64), 0, 0, box), np.asarray(factors, np.float32)),)
+        (Segment(bases, np.asarray([[0, 0, 0, 0, 1]], np.int64), 0, 0, box, np.asarray(factors, np.float32)),)
     )
 
 
@@ -82,7 +82,7 @@ def random_plan(seed: int, src_address: int, dst_address: int, nbytes: int, *, m
         outer = tuple(BoxAxis(n, strides[0][str(k)] * s, strides[1][str(k)] * d) for k, n in enumerate(shape.outer))
         box = Box(outer, strides[0]["token"] * s, strides[1]["token"] * d, shape.run, shape.token_in_run, e)
         factors = np.exp2(rng.normal(0, 4, (shape.regions, 2))).astype(np.float32)
-        segments.append(Segment(bases, Stencil(rows, strides[0]["block"] * s, strides[1]["block"] * d, box), factors))
+        segments.append(Segment(bases, rows, strides[0]["block"] * s, strides[1]["block"] * d, box, factors))
         src_at, dst_at = src_at + extents[0] * s, dst_at + extents[1] * d
     return CopyPlan(tuple(segments))
 
@@ -91,16 +91,16 @@ def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):
     """What `dst` (bytes) must be afterwards, by the formula of `copyplan` and none of its code."""
     result = dst.copy()
     for segment in plan.segments:
-        box, e = segment.stencil.box, segment.stencil.box.elements
+        box, e = segment.box, segment.box.elements
         assert segment.factors is not None
         for (src_base, dst_base), (multiply, divide) in zip(segment.regions, segment.factors, strict=True):
-            for src_block, src_first, dst_block, dst_first, tokens in segment.stencil.rows.tolist():
+            for src_block, src_first, dst_block, dst_first, tokens in segment.rows.tolist():
                 shape = (tokens, *(axis.count for axis in box.outer), box.run)
                 index = np.indices(shape).reshape(len(shape), -1)
                 at = index.T @ np.asarray([box.src_token, *(axis.src for axis in box.outer), e.src_bytes])
                 to = index.T @ np.asarray([box.dst_token, *(axis.dst for axis in box.outer), e.dst_bytes])
-                at += src_base - src_address + src_block * segment.stencil.src_block + src_first * box.src_token
-                to += dst_base - dst_address + dst_block * segment.stencil.dst_block + dst_first * box.dst_token
+                at += src_base - src_address + src_block * segment.src_block + src_first * box.src_token
+                to += dst_base - dst_address + dst_block * segment.dst_block + dst_first * box.dst_token
                 given = torch.from_numpy(src[at[:, None] + np.arange(e.src_bytes)]).view(getattr(torch, e.src))[:, 0]
                 made = reference(given, e.dst, float(multiply), float(divide))
                 result[to[:, None] + np.arange(e.dst_bytes)] = made.view(torch.uint8).numpy().reshape(-1, e.dst_bytes)

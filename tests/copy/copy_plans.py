@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment
 
 CANARY = 0xA5
 
@@ -90,7 +90,7 @@ def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Seg
     outer = tuple(BoxAxis(n, src.strides[str(k)], dst.strides[str(k)]) for k, n in enumerate(shape.outer))
     outer = tuple(turned(rng, axis, regions) for axis in outer)
     box = Box(outer, src.strides["token"], dst.strides["token"], shape.run, shape.token_in_run)
-    segment = Segment(regions, Stencil(rows, src.strides["block"], dst.strides["block"], box))
+    segment = Segment(regions, rows, src.strides["block"], dst.strides["block"], box)
     return segment, src.extent, dst.extent
 
 
@@ -201,4 +201,4 @@ def box_plan(
     number = np.arange(regions, dtype=np.int64)
     step = [rows if ascend else pool for ascend in in_order]
     bases = np.stack([src + number * step[0] * src_block, dst + number * step[1] * dst_block], axis=1)
-    return CopyPlan((Segment(bases, Stencil(table, src_block, dst_block, box)),))
+    return CopyPlan((Segment(bases, table, src_block, dst_block, box),))

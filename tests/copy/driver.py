@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvxfer.copy import cuda, records
-from kvxfer.copy.tables import SPARE_WORDS, Launch, SumVariant, Tables, Variant, parts_of, sum_variants, variants
+from kvxfer.copy.tables import SPARE_WORDS, Launch, SumVariant, Tables, Variant, parts_of
 from kvxfer.copy.walk import copy_parts
 from kvxfer.errors import TransferFailedError
 
@@ -214,8 +214,6 @@ class StubKernel:
             self._driver.kernels[function] = variant
         return variant
 
-    compile_sums = compile  # noqa: A003 - as the kernel's
-
     def has(self, variant: Any) -> bool:
         return variant in self._functions
 
@@ -255,14 +253,6 @@ class StubGpu(cuda.Gpu):
     def _room(self, words, lane):
         del lane
         return self._on_device(words), self._on_device(words)
-
-    def warm(self, plans) -> None:
-        for variant in variants(plans):
-            self.kernel.compile(variant)
-
-    def warm_sums(self, plans) -> None:
-        for variant in sum_variants(plans):
-            self.kernel.compile(variant)
 
     @staticmethod
     def error(code: int):

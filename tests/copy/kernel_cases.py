@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvxfer.copy import kernel, tables
 from kvxfer.copy.walk import copy
 from kvxfer.errors import MissingExtraError
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"
 
@@ -94,7 +94,7 @@ def test_every_width_is_used_where_it_fits(width):
         box = Box((BoxAxis(2, 4 * width, 8 * width),), room, room, run, token_in_run=False)
         rows = np.asarray([[0, 1, 2, 0, 3], [2, 0, 0, 2, 2], [1, 2, 1, 1, 2]], np.int64)
         bases = np.asarray([[src + shift(src), dst + shift(dst)]], np.int64)
-        return CopyPlan((Segment(bases, Stencil(rows, 4 * room, 4 * room, box)),))
+        return CopyPlan((Segment(bases, rows, 4 * room, 4 * room, box),))
 
     assert check(make) == [width]
 
@@ -105,7 +105,7 @@ def test_more_axes_than_a_box_has_today():
     def make(src, dst):
         box = Box(axes, 4 * 3**5, 4 * 4**5, 4, token_in_run=False)
         rows = np.asarray([[0, 0, 0, 0, 2]], np.int64)
-        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 0, 0, box)),))
+        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 0, 0, box),))
 
     check(make)
 

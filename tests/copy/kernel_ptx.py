@@ -7,7 +7,7 @@ import warnings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_constants, sum_items
+from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_items
 from kvxfer.copy.tables import SumVariant, Variant
 from kvxfer.geometry.copyplan import Elements
 
@@ -41,7 +41,7 @@ def sums() -> int:
     """How many variants of the sums are not as expected."""
     wrong = 0
     for variant, load in list(SUMS.items())[:: 1 if MORE else 2]:
-        fixed = sum_constants(variant)
+        fixed = constants(variant)
         signature = SUM_SIGNATURE | dict.fromkeys(fixed, "constexpr")
         source = ASTSource(sum_items, signature=signature, constexprs=fixed)
         ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=SUM_OPTIONS).asm["ptx"]

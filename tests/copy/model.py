@@ -21,7 +21,7 @@ from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.compiler import load
-from kvxfer.copy.mover import _EVENT, _READ_BYTES, _Machine
+from kvxfer.copy.mover import _EVENT, _FLOW, _READ_BYTES, _Machine
 from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate
 
@@ -137,14 +137,26 @@ class Model:
             job.gate = rng.randrange(GATES)
             job.generation = generation(self.file, job.gate) - (rng.random() < 0.1)
         self.jobs[slot] = job
-        record = self.record(job)
-        self.sent.append(record)
+        table = np.frombuffer(self.record(job), np.int64)
+        job.kept.append(table)
+        common = slot, job.lane, job.owner, 0, job.until, *self.lock(job)
+        self.sent.append(_FLOW.pack(records.FLOW, *common, table.ctypes.data, *[1] * 5, *[0] * 6, b""))
         if rng.random() < 0.05:  # a row that is taken is not given to another
-            self.sent.append(words(records.COPY, slot, 1 - job.lane, -1, 0, FOREVER, -1))
+            self.sent.append(words(records.FLOW, slot, 1 - job.lane, -1, 0, FOREVER, -1))
 
     def record(self, job: Job) -> bytes:
-        """What is sent of a copy."""
+        """What the only step of a flow is."""
         raise NotImplementedError
+
+    def row(self, job: Job) -> Any:
+        """The row of its step; its own if there is none."""
+        of, state = self.rows[:, records.OF_FLOW], self.rows[:, records.STATE]
+        (found,) = np.nonzero((of == job.slot + 1) & (state != records.FREE))
+        return self.rows[found[0] if len(found) else job.slot]
+
+    def of_step(self, slot: int) -> Job:
+        """Whose step is in that row."""
+        return self.jobs[int(self.rows[slot, records.OF_FLOW]) - 1]
 
     def lock(self, job: Job) -> tuple[int, ...]:
         """The words of a record about its lock."""
@@ -167,7 +179,7 @@ class Model:
         kind = self.rng.choice((0, records.POKE, records.FORGET, 99, -1, 1 << 62))
         slot = self.rng.choice((3, -5, records.JOBS + 1))
         if self.rng.random() < 0.5:
-            kind, slot = records.COPY, self.rng.choice((-1, records.JOBS, -(1 << 50)))
+            kind, slot = records.FLOW, self.rng.choice((-1, records.JOBS, -(1 << 50)))
         self.sent.append(words(kind, slot))
 
     def revoke(self) -> None:
@@ -216,10 +228,13 @@ class Model:
                 self.ports[records.WRITE] = self.really_writes
         with suppress(BlockingIOError):  # it may have said nothing
             news = os.read(self.machine.news, _READ_BYTES)
-            for slot, outcome, code, started, copied, posted, finished, posting in _EVENT.iter_unpack(news):
-                assert (copied <= finished, posted, posting) == (True, 0, 0)
-                self.tell(slot, outcome, code, started, finished)
-        assert self.state[records.LIVE] == len(self.jobs)
+            for slot, flags, code, started, copying, posted, wire, posting in _EVENT.iter_unpack(news):
+                outcome = flags & records.OUTCOMES
+                assert (copying >= 0, posted, wire, posting) == (True, 0, 0, 0)
+                assert flags == outcome | records.COUNTED * (outcome == records.DONE)
+                self.tell(slot, outcome, code, started)
+        steps = np.count_nonzero(self.rows[records.JOBS :, records.STATE] != records.FREE)
+        assert self.state[records.LIVE] == len(self.jobs) + steps
         for number in range(GATES):
             inside = self.inside(number)
             assert self.key._inside[number] == inside, f"gate {number} counts {self.key._inside[number]}, not {inside}"
@@ -233,10 +248,10 @@ class Model:
     def after(self) -> None:
         """What a step has changed."""
 
-    def tell(self, slot, outcome, code, started, finished) -> None:
+    def tell(self, slot, outcome, code, started) -> None:
         """An event has come."""
         job = self.jobs.pop(slot)  # else it was told twice, or of nobody
-        assert 0 < started <= finished <= self.now
+        assert (outcome == records.DONE) <= started <= self.now
         self.outcomes[outcome] += 1
         self.told += 1
         self.judge(job, outcome, code)
@@ -372,8 +387,7 @@ class GpuModel(Model):
         parts = 0 if nothing else 1
         job.reasons = {"nothing"} if nothing else set()
         return words(
-            *(records.COPY, job.slot, job.lane, job.owner, job.nbytes, job.until),
-            *self.lock(job),
+            *(records.COPY, 0, 0, 0, job.nbytes, FOREVER, *[0] * 5),
             *(events.ctypes.data, len(job.events), 0, 0, launches.ctypes.data, parts, 24),
             *(tables.words.ctypes.data, job.words, int(rng.random() < 0.5), *gates, 0),
             *((job.own[0].ctypes.data, job.own[1].ctypes.data) if job.own is not None else (0, 0)),
@@ -433,9 +447,9 @@ class GpuModel(Model):
         assert job.gate < 0 or self.file.revoke(job.gate) is None, f"{job} is begun without its lock"
         if not self.event_errors:
             for other in self.jobs.values():
-                waits = other.lane == job.lane and self.rows[other.slot, records.STATE] == records.WAITING
+                waits = other.lane == job.lane and self.row(other)[records.STATE] == records.WAITING
                 if waits and all(word(event).value == 0 for event in other.events):
-                    turns = [(int(self.rows[one.slot, records.TAG]), one.nbytes) for one in (job, other)]
+                    turns = [(int(self.row(one)[records.TAG]), one.nbytes) for one in (job, other)]
                     assert turns[0] <= turns[1], f"{job} is before {other}"
 
     def take_place(self, job: Job, start: int) -> None:
@@ -454,7 +468,7 @@ class GpuModel(Model):
         lane = self.streams[stream]
         place = (event - self.words.ctypes.data) // 8 - lane * records.QUEUE
         slot = int(self.lane(lane)[records.ORDER + place])
-        job = self.jobs[slot]
+        job = self.of_step(slot)
         if not job.launched:  # what comes before it failed
             self.may_begin(job)
             assert job.failed or self.failed_before, f"{job} is marked, and was not launched"
@@ -598,14 +612,13 @@ class HostModel(Model):
         job.kept += [parts, tables]
         helpers = self.rng.randrange(self.threads)
         return words(
-            *(records.COPY, job.slot, job.lane, job.owner, job.nbytes, job.until),
-            *self.lock(job),
+            *(records.COPY, 0, 0, 0, job.nbytes, FOREVER, *[0] * 5),
             *(0, 0, 0, 0, parts.ctypes.data, count, helpers),
         )
 
     def after(self) -> None:
         slot = int(self.state[records.CURRENT])
-        before, self.current = self.current, self.jobs[slot] if slot >= 0 else None
+        before, self.current = self.current, self.of_step(slot) if slot >= 0 else None
         if before is not None and before is not self.current:
             before.ended = True
         job = self.current

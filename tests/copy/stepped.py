@@ -9,7 +9,7 @@ from copy_plans import CANARY, contiguous_rows
 from msgspec.structs import replace
 
 from kvxfer.copy import records
-from kvxfer.copy.mover import Copy, Mover
+from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.copy.tables import pack
 from kvxfer.geometry.copyplan import CopyPlan
@@ -124,7 +124,7 @@ class World:
 
     def submit(
         self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, from_nic=False, **job
-    ) -> Copy:
+    ) -> Flow:
         """Ask for a copy."""
         tables = replace(pack(self.plan(rows=rows, at=at) if plan is None else plan), from_nic=from_nic)
         return self.mover.submit(CopyJob(tables, self.reports(name), **job), direction)

@@ -27,7 +27,7 @@ def interpret(plan: SumPlan, *, ctas: int, at: int = 6) -> bytes:
     words = torch.from_numpy(np.concatenate([np.full(at, -1, np.int64), packed.words]))
     for launch in packed.launches:
         assert launch.variant in sum_variants([plan])
-        fixed = kernel.sum_constants(launch.variant)
+        fixed = kernel.constants(launch.variant)
         sum_items[(min(ctas, launch.blocks),)](words, at + launch.first, launch.headers, at + packed.at, **fixed)
     return words.numpy()[at + packed.at :].tobytes()
 

@@ -24,7 +24,7 @@ async def world():
     assert (state[records.LIVE], state[records.FLOW_COUNT], state[records.EAGER]) == (0, 0, 0)
     spare = state[records.SPARE : records.SPARE + state[records.SPARE_COUNT]]
     assert sorted(spare) == list(range(records.JOBS, records.ROWS)), "every row of a step is given back"
-    assert (world.mover._copies, world.mover.held_awake) == ({}, 0)
+    assert (world.mover._flows, world.mover.held_awake) == ({}, 0)
     assert sorted(world.mover._free) == list(range(records.JOBS))
 
 

@@ -154,9 +154,6 @@ async def test_torchs_newer_events_are_asked_too(scene):
     assert kind(scene.outcomes["a"]) == "done"
 
 
-# --- rings
-
-
 # --- how much is launched
 
 

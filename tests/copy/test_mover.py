@@ -133,7 +133,7 @@ async def test_a_report_that_raises_strands_nobody(world, error):
     for name in ("before", "after"):
         world.mover.submit(CopyJob(pack(world.plan()), done), Direction.GATHER)
         world.submit(name)
-    for _ in range(4):  # all of them are in the pipe when it is read
+    for _ in range(8):  # all of them are in the pipe when it is read
         world.machine.step()
     await world.settle()
     assert world.order == ["before", "after"]
@@ -386,7 +386,7 @@ def test_a_forked_child_has_neither_pipes_nor_threads_of_it():
 EXIT = """
 src, dst = np.ones(256 * MIB, np.uint8), np.zeros(256 * MIB, np.uint8)
 def row(mover):
-    return mover._machine.jobs[1023]
+    return mover._machine.jobs[records.ROWS - 1]
 async def main():
 {body}
 asyncio.run(main())
@@ -431,7 +431,7 @@ def test_the_machine_has_what_it_reads_also_when_nobody_has_its_mover_any_more()
     async def scene():
         world = World()
         copy = world.submit("a")
-        return world.machine, weakref.ref(copy.kept[0].out)
+        return world.machine, weakref.ref(copy.refs[0].kept[0].out)
 
     machine, parts = asyncio.run(scene())
     try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvxfer.copy import tables
 from kvxfer.copy.tables import HEADER_WORDS, WIDTHS, Variant, pack, variants
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
 
 
 @given(
@@ -68,8 +68,6 @@ def test_tables_are_small():
 
 def test_rows_too_long_for_31_bits_are_refused_by_name():
     box = Box((), 1, 1, 2**31, token_in_run=False)
-    plan = CopyPlan(
-        (Segment(np.asarray([[1, 0]], np.int64), Stencil(np.asarray([[0, 0, 0, 0, 1]], np.int64), 0, 0, box)),)
-    )
+    plan = CopyPlan((Segment(np.asarray([[1, 0]], np.int64), np.asarray([[0, 0, 0, 0, 1]], np.int64), 0, 0, box),))
     with pytest.raises(GeometryError, match="1-byte accesses has 2147483648 words in a row"):
         pack(plan)

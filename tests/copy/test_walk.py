@@ -65,8 +65,7 @@ def test_rows_in_order_equal_their_pieces(walk, row_bytes, gaps, at, rows, regio
         flat="both",
     )
     (segment,) = plan.segments
-    stencil = replace(segment.stencil, rows=np.delete(segment.stencil.rows, [n for n in missing if n < rows], axis=0))
-    plan = CopyPlan((replace(segment, stencil=stencil),))
+    plan = CopyPlan((replace(segment, rows=np.delete(segment.rows, [n for n in missing if n < rows], axis=0)),))
     want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
     walk(pack(plan))
     np.testing.assert_array_equal(dst, want)
@@ -95,7 +94,7 @@ def test_blanks_are_cleared_and_then_written_over():
 def test_an_empty_plan_and_rows_without_tokens_copy_nothing(walk):
     dst = canvas()
     plan = contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=3, regions=1, row_bytes=64, pool=4)
-    plan.segments[0].stencil.rows[:, 4] = 0
+    plan.segments[0].rows[:, 4] = 0
     walk(pack(plan))
     walk(pack(CopyPlan(())))
     assert (dst == CANARY).all()

@@ -131,9 +131,6 @@ class Threaded:
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         self.mover.warm(plans)
 
-    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
-        self.mover.warm_sums(plans)
-
     def occupy(self, ctas: int) -> None:
         self.mover.occupy(ctas)
 

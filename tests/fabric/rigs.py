@@ -10,7 +10,7 @@ import numpy as np
 from stepped import Stepped
 
 from kvxfer.copy import records
-from kvxfer.copy.mover import Copy, Mover
+from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
@@ -148,7 +148,7 @@ class Moving:
     def submit(
         self, tag: str, post: Post | None, *, tables: Any = NOTHING, until: float = 1e9, passage: Passage | None = None,
         **job: Any,
-    ) -> Copy:  # fmt: skip
+    ) -> Flow:  # fmt: skip
         self.results[tag] = []
 
         def done(outcome: CopyOutcome) -> None:
@@ -302,7 +302,7 @@ class Rig(Moving):
     def post(
         self, tag: str = "x", nbytes: int = 8 * PART, *, peer: str = "b", at: int = 0, way: Way | None = None,
         operation: Operation = Operation.WRITE, runs_on: bool = False, **job: Any,
-    ) -> Copy:  # fmt: skip
+    ) -> Flow:  # fmt: skip
         post = Post(peer, operation, *self.piece(nbytes, peer=peer, at=at), runs_on, self.late.append)
         return self.submit(tag, post, passage=way.passage if way else None, **job)
 
@@ -313,7 +313,7 @@ class Rig(Moving):
     def landed(self, peer: str = "b") -> int:
         return int(np.count_nonzero(self.memory[peer]))
 
-    async def given_up(self, **post: Any) -> Copy:
+    async def given_up(self, **post: Any) -> Flow:
         """A post of which nothing moves for as long as the mover waits."""
         copy = self.post(**post)
         self.step()
@@ -363,7 +363,7 @@ class Threaded:
         """How often the transport of one of them was called that may have moved bytes by it."""
         return self._called[side]()
 
-    def post(self, start: int, nbytes: int) -> "tuple[Copy, asyncio.Future[CopyOutcome]]":
+    def post(self, start: int, nbytes: int) -> "tuple[Flow, asyncio.Future[CopyOutcome]]":
         ended = asyncio.get_running_loop().create_future()
         here, there = (Descriptors("DRAM", 0, pieces((one.ctypes.data + start, nbytes))) for one in self.buffers)
         job = CopyJob(NOTHING, ended.set_result, post=Post("b", Operation.WRITE, here, there))

@@ -127,6 +127,7 @@ async def test_a_defect_breaks_the_fabric_loudly_and_answers_everybody(make, mon
     rig.post("after")
     rig.step(2)
     await rig.settle()
+    rig.step()
     assert rig.result("after").outcome is Outcome.FAILED, "nothing is begun any more"
     assert "by zero" in str(rig.result("after").error)
     rig.network.release("c")
@@ -508,6 +509,7 @@ async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeyp
     rig.post("after", at=8 * PART)
     rig.step(2)
     await rig.settle()
+    rig.step()
     assert rig.result("after").outcome is Outcome.FAILED, "nobody waits for an agent that does not come"
     assert "no device" in str(rig.result("after").error)
     await rig.close()

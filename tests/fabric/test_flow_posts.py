@@ -119,7 +119,7 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig.step(10, seconds=0.1)
     assert (rig.late, way.inside, way.lent, rig.counted(), posting.flow.left) == ([True], 0, 0, [0] * 5, False)
     assert posting.landed() == 2, "none was posted since"
-    assert rig.mover._copies == {}
+    assert rig.mover._flows == {}
 
 
 @pytest.mark.parametrize("doing", Operation)

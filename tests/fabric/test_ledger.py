@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rigs import Moving, pieces
 
 from kvxfer.copy import records
-from kvxfer.copy.mover import Copy, Flow
+from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import CopyJob, Descriptors, Direction, Native, Operation, Outcome, Post, Turns
 from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
@@ -222,7 +222,7 @@ class Ledgered(Moving):
     def attach(self, *, anew: bool = False) -> None:
         self.mover.attach(self.ledger.native(), orderly=self.orderly, anew=anew)
 
-    def post(self, tag: str, rows: np.ndarray, *, kind: str = "DRAM", device: int = 0, **job: Any) -> Copy:
+    def post(self, tag: str, rows: np.ndarray, *, kind: str = "DRAM", device: int = 0, **job: Any) -> Flow:
         here, there = Descriptors(kind, device, rows), Descriptors(kind, device, rows + np.array([[1 << 20, 0]]))
         return self.submit(tag, Post("b", Operation.WRITE, here, there, late=self.late.append), **job)
 
@@ -355,7 +355,7 @@ def note(steps: int, scatter: bool) -> bytes:
     return TOKEN + (2 * steps + scatter).to_bytes(8, "little")
 
 
-def turning(moving: Ledgered, direction: Direction, tag: str = "x") -> Copy:
+def turning(moving: Ledgered, direction: Direction, tag: str = "x") -> Flow:
     """A flow of steps that do nothing, and take turns with those of a peer."""
     moving.results[tag] = []
     job, turns = CopyJob(NOTHING, moving.results[tag].append, owner=tag), Turns(2, 0, TOKEN, "b")
@@ -402,7 +402,7 @@ async def played(seed: int) -> Ledgered:
     """Posts that fail in every way, cancels, leases, silence, other agents, and flows that are notified, or not."""
     rng = random.Random(seed)
     moving = Ledgered(orderly=rng.random() < 0.7, no_progress_timeout=rng.choice([2.0, 1e6]))
-    ledger, copies = moving.ledger, list[Copy]()
+    ledger, copies = moving.ledger, list[Flow]()
     rates = {name: rng.choice([0.0, 0.0, 0.05, 0.3]) for name in FALLIBLE}
     ledger.fails = lambda name: rng.choice([BACKEND, -4]) if rng.random() < rates[name] else OK
     holds = list[Any]()
@@ -440,7 +440,7 @@ async def played(seed: int) -> Ledgered:
         release()
     ledger.ends, ledger.fails = True, lambda name: OK
     for copy in copies:
-        if isinstance(copy, Flow):
+        if copy.turns is not None:
             moving.mover.cancel(copy)
     for _ in range(200):
         moving.step(1, seconds=0.3)

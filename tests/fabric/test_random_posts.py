@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from rigs import PART, Rig, Way
 
 from kvxfer.copy import records
-from kvxfer.copy.mover import Copy
+from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import CopyOutcome, Operation, Outcome, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
@@ -44,7 +44,7 @@ class Sent:
     until: float
     runs_on: bool
     way: Way | None
-    copy: Copy | None = None
+    copy: Flow | None = None
     ended: list[CopyOutcome] = field(default_factory=list[CopyOutcome])
     late: list[bool] = field(default_factory=list[bool])
     cancelled: bool = False

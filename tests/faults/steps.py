@@ -17,7 +17,7 @@ from inside import call_agent_by
 from msgspec.structs import replace
 from passing import enter
 
-from kvxfer.copy.mover import Copy, Mover
+from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import READY, CopyOutcome, Direction, Operation
 from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
@@ -166,7 +166,7 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
                     loop.call_later(0.001, wait)
 
             wait()
-            return Copy(job, 0)
+            return Flow(job, 0)
 
         def apart(mover: Mover, *given: Any, **more: Any) -> Any:
             return Apart(mover, *given, **more)

@@ -84,10 +84,10 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
         plans = PairPlans(GEOMETRY)
         try:
             plans.add_peer(peer, plans.examine(peer, sending=sending, convert=draw.random() < 0.3))
-            selections = plans._common[peer.identity.incarnation, sending]
-            if not selections:
+            whole = plans._agreed[peer.identity.incarnation, sending].pair
+            if whole is None:
                 continue
-            pair = plans.pair(peer, selections, sending=sending)
+            pair = plans.pair(peer, whole.selections, sending=sending)
             if not sending:
                 plans.shares([peer], rank=0)
             tokens = range(draw.randrange(4), draw.choice((5, 16, 30)))

@@ -180,7 +180,7 @@ def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> N
     one_slot = all(not src.is_state or len(rows) <= src.block_ratio for (_, src, _), rows in meetings)
     assert not one_slot or transfer.whole.staged_bytes <= transfer.pair.most_staged_bytes(transfer.tokens)
     gathers = [plan.gather(0) for plan in (transfer.whole, *chunks)]
-    rows = [sum(len(s.stencil.rows) * len(s.regions) for s in gather.segments) for gather in gathers]
+    rows = [sum(len(s.rows) * len(s.regions) for s in gather.segments) for gather in gathers]
     assert rows[0] == sum(rows[1:])
     smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair.row_tokens
     if not smallest and not transfer.pair.has_state:
@@ -206,7 +206,7 @@ def check_chunks(
         staging = Space(STAGING - GUARD, cells)
         gather, scatter = give.gather(STAGING), take.scatter(STAGING)
         assert gather.bytes == scatter.bytes == give.bytes
-        assert all((segment.stencil.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
+        assert all((segment.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
         assert bool(gather.blanks) == (give.staged_bytes > give.bytes)
         clear(gather, cells[GUARD:-GUARD])
         filled = run(gather.enumerate(), data, staging)[1]

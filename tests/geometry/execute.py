@@ -36,7 +36,7 @@ def table_pairs(plan: CopyPlan) -> I64:
     """The same from the segment tables, by the formula in the docstring of `kvxfer.geometry.copyplan`."""
     found: list[I64] = [np.zeros((0, 2), np.int64)]
     for segment in plan.segments:
-        elements = segment.stencil.box.elements
+        elements = segment.box.elements
         assert not elements.converts, "bytes do not become bytes where elements are converted"
         first = element_pairs(segment)
         found += [first + byte for byte in range(elements.dst_bytes)]
@@ -45,13 +45,13 @@ def table_pairs(plan: CopyPlan) -> I64:
 
 def element_pairs(segment: Segment) -> I64:
     """int64 (n, 2): the first byte of every element that a segment copies, source and destination address."""
-    stencil, box = segment.stencil, segment.stencil.box
+    box = segment.box
     if box.token_in_run:
         assert box.src_token == box.run * box.elements.src_bytes
         assert box.dst_token == box.run * box.elements.dst_bytes
-    strides = np.asarray([[stencil.src_block, box.src_token], [stencil.dst_block, box.dst_token]], np.int64)
-    firsts = (stencil.rows[:, :4].reshape(-1, 2, 2) * strides).sum(axis=2)
-    tokens = stencil.rows[:, 4].tolist()
+    strides = np.asarray([[segment.src_block, box.src_token], [segment.dst_block, box.dst_token]], np.int64)
+    firsts = (segment.rows[:, :4].reshape(-1, 2, 2) * strides).sum(axis=2)
+    tokens = segment.rows[:, 4].tolist()
     inside = {count: _inside(box, count) for count in set(tokens)}
     rows = [region + at + inside[n] for region in segment.regions for at, n in zip(firsts, tokens, strict=True)]
     return np.concatenate([np.zeros((0, 2), np.int64), *rows])

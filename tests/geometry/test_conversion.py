@@ -26,7 +26,7 @@ from kvxfer.geometry import (
     PairPlan,
     Selection,
     TensorSpec,
-    converts,
+    common,
     differences,
     resolve,
 )
@@ -160,8 +160,7 @@ def pair(src: TensorSpec, dst: TensorSpec, *, convert: bool = True) -> PairPlan:
 def test_dtypes_that_differ_are_refused_unless_asked_for(src: str, dst: str) -> None:
     one, other = spec(src), spec(dst)
     both = CacheGeometry((one,)), CacheGeometry((other,))
-    assert converts(*both) == (src != dst)
-    assert pair(one, other).classes[0].key.elements.converts == (src != dst)
+    assert pair(one, other).converts == (src != dst)
     assert list(differences(*both, convert=True)) == []
     if src != dst:
         words = f"dtype is {src} at the source, but {dst} at the destination; convert=True at the decode rank would"
@@ -207,7 +206,7 @@ def test_scales_of_heads_that_only_one_side_has_do_not_matter() -> None:
     dst = cache_tensor(np.zeros(some["extent"] + 8, np.uint8), some | {"dtype": "bfloat16", "scale": (2.0, 3.0)}).spec()
     both = CacheGeometry((src,)), CacheGeometry((dst,))
     assert list(differences(*both, convert=False)) == []
-    assert not converts(*both)
+    assert not PairPlan(*both, common(*both), convert=True).converts
 
 
 def test_the_digest_covers_elements_and_scales() -> None:

@@ -8,7 +8,7 @@ from execute import by_destination, byte_pairs, table_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Box, BoxAxis, CopyPlan, Elements, Pieces, Segment, Stencil
+from kvxfer.geometry import Box, BoxAxis, CopyPlan, Elements, Pieces, Segment
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, fold
 
 
@@ -77,7 +77,7 @@ def small_segments() -> st.SearchStrategy[Segment]:
         row = st.tuples(*[st.integers(1, 4) if column == 4 else numbers for column in range(width)])
         return st.lists(row, min_size=1, max_size=4).map(lambda rows: np.asarray(rows, np.int64))
 
-    return st.builds(Segment, table(2), st.builds(Stencil, table(5), numbers, numbers, free | joined))
+    return st.builds(Segment, table(2), table(5), numbers, numbers, free | joined)
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

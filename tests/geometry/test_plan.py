@@ -160,7 +160,7 @@ def test_tables_are_regions_plus_rows() -> None:
     assert whole.bytes == whole.staged_bytes == 1 << 30
     for plan in (whole.copy(), whole.gather(0), whole.scatter(0)):
         (segment,) = plan.segments
-        assert (segment.regions.shape, segment.stencil.rows.shape) == ((64, 2), (512, 5))
+        assert (segment.regions.shape, segment.rows.shape) == ((64, 2), (512, 5))
         assert plan.bytes == 1 << 30
     assert whole.copy().pieces == 32768
 

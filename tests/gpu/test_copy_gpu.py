@@ -33,7 +33,6 @@ from kvxfer.geometry.copyplan import (  # noqa: E402
     BoxAxis,
     CopyPlan,
     Segment,
-    Stencil,
 )
 
 pytestmark = [
@@ -131,7 +130,7 @@ def every_size(src, dst):
         zero = np.zeros(256, np.int64)
         rows = np.stack([number * slot + a, zero, number * slot + b, zero, zero + 1], axis=1).astype(np.int64)
         box = Box((), size, size, size, token_in_run=True)
-        segments.append(Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 1, 1, box)))
+        segments.append(Segment(np.asarray([[src, dst]], np.int64), rows, 1, 1, box))
     return CopyPlan(tuple(segments)), 257 * 256 * slot
 
 
@@ -218,9 +217,7 @@ def test_large_conversions_equal_those_on_a_cpu(runner):
         box = Box((BoxAxis(8, 128 * s, 16 * 128 * d),), 8 * 128 * s, 128 * d, 128, token_in_run=False, elements=e)
 
         def plan(at, to, table=table, step=step, factors=factors, box=box, blocks=(block * s, block * d)):
-            return CopyPlan(
-                (Segment(np.asarray([[at, to]]) + step, Stencil(table, blocks[0], blocks[1], box), factors),)
-            )
+            return CopyPlan((Segment(np.asarray([[at, to]]) + step, table, blocks[0], blocks[1], box, factors),))
 
         on_cpu = given.cpu()
         settle()
@@ -264,7 +261,7 @@ def test_blocks_far_from_the_base(runner):
     zero = np.zeros(len(ids), np.int64)
     bases = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
     box = Box((), block, block, block, token_in_run=True)
-    plan = CopyPlan((Segment(bases, Stencil(np.stack([ids, zero, to, zero, zero + 1], axis=1), block, block, box)),))
+    plan = CopyPlan((Segment(bases, np.stack([ids, zero, to, zero, zero + 1], axis=1), block, block, box),))
     settle()
     runner.copy(plan)
     for n, m in zip(ids.tolist(), to.tolist(), strict=True):
@@ -280,7 +277,7 @@ def test_axes_and_tokens_with_strides_beyond_32_bits(runner):
     src, dst = torch.zeros(size, dtype=torch.uint8, device="cuda:0"), canvas(size)
     box = Box((BoxAxis(3, 5 * GIB + 64, 5 * GIB + 128),), 2 * GIB + 32, 2 * GIB + 16, 4096, token_in_run=False)
     rows = np.asarray([[0, 0, 0, 0, 3], [1, 0, 3, 0, 2]], np.int64)
-    segment = Segment(np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64), Stencil(rows, 8192, 8192, box))
+    segment = Segment(np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64), rows, 8192, 8192, box)
     pieces = CopyPlan((segment,)).enumerate()
     for n, at in enumerate((pieces.src - src.data_ptr()).tolist()):
         src[at : at + 4096] = noise(4096, seed=n)
@@ -353,7 +350,7 @@ def test_nothing_is_compiled_after_warming(runner):
     assert runner.copies.compiles == 1
     rows = np.asarray([[0, 0, 1, 0, 16]], np.int64)
     box = Box((), 132, 132, 132, token_in_run=True)
-    whole = CopyPlan((Segment(np.asarray([at], np.int64), Stencil(rows, 2112, 2112, box)),))
+    whole = CopyPlan((Segment(np.asarray([at], np.int64), rows, 2112, 2112, box),))
     assert [launch.variant.width for launch in tables.pack(whole).launches] == [16]
     runner.copies.warm([whole])  # cut at other tokens it needs 8 and 4 bytes too
     assert runner.copies.compiles == 3

@@ -22,7 +22,7 @@ from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImpo
 from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
 from kvxfer.mapped.host import Export, OpenFiles, export, joined, open_window  # noqa: E402
 from kvxfer.memory.device import Backing, allocate, call, load, upload  # noqa: E402
 from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
@@ -46,7 +46,7 @@ def plan(src, dst, nbytes=SIZE, row=64 << 10):
     table = torch.stack([rows, rows * 0, rows.flip(0), rows * 0, rows * 0 + 1], dim=1).numpy()
     box = Box((), row, row, row, token_in_run=True)
     bases = torch.tensor([[src, dst]], dtype=torch.int64).numpy()
-    return CopyPlan((Segment(bases, Stencil(table, row, row, box)),))
+    return CopyPlan((Segment(bases, table, row, row, box),))
 
 
 class Copies:

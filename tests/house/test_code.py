@@ -20,7 +20,7 @@ ENVIRONMENT = {
 BROAD = {
     ("kvxfer/copy/compiler.py", "compiled.make"): 1,  # whatever is wrong with the kept code, it is compiled anew
     ("kvxfer/copy/mover.py", "Mover._query_events"): 1,  # an event of the caller's: the copy fails with it
-    ("kvxfer/copy/mover.py", "Mover._prepare_off_loop"): 1,  # the copy fails with it
+    ("kvxfer/copy/mover.py", "Mover._prepare"): 1,  # the copy fails with it
     ("kvxfer/copy/mover.py", "Mover._sum_on_host"): 1,  # likewise
     ("kvxfer/copy/mover.py", "Mover._report"): 1,  # a callback that must not raise, and did
     ("kvxfer/copy/mover.py", "Mover._on_flow"): 1,  # likewise

@@ -23,7 +23,7 @@ from opened import singly
 
 from kvxfer import worker as assembly
 from kvxfer.copy import records
-from kvxfer.copy.mover import Flow, _machines
+from kvxfer.copy.mover import _machines
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
@@ -563,8 +563,8 @@ def _lane(direction: Any) -> int:
 def launched(mover: Any, direction: Any) -> list[Any]:
     """What was launched in a direction, and has not ended."""
     lane = _lane(direction)
-    copies = [(slot, one.lane, one.job) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
-    for flow in [one for one in mover._copies.values() if isinstance(one, Flow)]:
+    copies: list[Any] = []
+    for flow in mover._flows.values():
         known = [job for one in flow.refs for job in singly([one.job])]
         first = flow.refs[-1].stop - len(known) if flow.refs else 0
         for slot in mover._machine.steps_of(flow.slot):

@@ -8,7 +8,7 @@ from apart import Apart, knows_apart
 from msgspec.structs import replace
 from passing import enter
 
-from kvxfer.copy.mover import Copy
+from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.copy.tables import NOTHING
 from kvxfer.copy.walk import copy, total
@@ -55,12 +55,12 @@ class Standing:
             self._unwanted.add(asked)
         elif asked in self._posted:
             self.real.cancel(self._posted[asked])
-        elif isinstance(asked, Copy):
+        elif isinstance(asked, Flow):
             self.real.cancel(asked)
 
     def may_copy(self, asked):
         moving = self._posted.get(asked, asked)
-        return self.real.may_copy(moving) if isinstance(moving, Copy) else asked in self.held
+        return self.real.may_copy(moving) if isinstance(moving, Flow) else asked in self.held
 
     def go(self):
         """Let them end, and hold no more."""

@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 def test_the_formula():
     profile = Profile("p", "h", {Route.DIRECT: Costs(fixed_s=1.0, chunk_s=0.1, piece_s=0.01, bytes_per_s=100.0)})
-    assert profile.seconds(Route.DIRECT, nbytes=500, chunks=3, pieces=7) == pytest.approx(1 + 0.3 + 0.07 + 5)
+    assert profile.routes[Route.DIRECT].seconds(nbytes=500, chunks=3, pieces=7) == pytest.approx(1 + 0.3 + 0.07 + 5)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_formula():
     ],
 )
 def test_a_profile_is_near_what_was_measured(profile, route, mib, chunks, pieces, measured_s):
-    predicted_s = PROFILES[profile].seconds(route, nbytes=mib * MIB, chunks=chunks, pieces=pieces)
+    predicted_s = PROFILES[profile].routes[route].seconds(nbytes=mib * MIB, chunks=chunks, pieces=pieces)
     assert predicted_s == pytest.approx(measured_s, rel=0.2)
 
 

@@ -16,13 +16,13 @@ WORK = {"nbytes": 1 << 26, "chunks": 2, "pieces": 2048}
 def test_at_first_they_are_the_profiles():
     estimates = Estimates(CPU)
     for route in (Route.MAPPED, Route.STAGED, Route.DIRECT, Route.PULL):
-        assert estimates.seconds(A, route, **WORK) == CPU.seconds(route, **WORK)
+        assert estimates.seconds(A, route, **WORK) == CPU.routes[route].seconds(**WORK)
 
 
 def test_they_come_to_what_transfers_take_and_stay_there():
     estimates, rng = Estimates(CPU), Random(1)
     for _ in range(60):
-        plain = CPU.seconds(Route.DIRECT, **WORK)
+        plain = CPU.routes[Route.DIRECT].seconds(**WORK)
         estimates.learn(A, Route.DIRECT, plain=plain, seconds=0.040 * rng.uniform(0.9, 1.1))
     assert estimates.seconds(A, Route.DIRECT, **WORK) == pytest.approx(0.040, rel=0.1)
 
@@ -37,7 +37,7 @@ def test_one_slow_transfer_is_no_verdict():
 def test_what_was_never_tried_is_as_slow_as_what_was():
     estimates = Estimates(CPU)
     for _ in range(50):
-        plain = CPU.seconds(Route.DIRECT, **WORK)
+        plain = CPU.routes[Route.DIRECT].seconds(**WORK)
         estimates.learn(A, Route.DIRECT, plain=plain, seconds=3 * plain)
     assert estimates.factor(A, Route.STAGED) == pytest.approx(3, rel=0.01)
     assert estimates.factor(B, Route.STAGED) == 1
@@ -97,7 +97,7 @@ class Machine:
         return self.slower[route] * self.plain(route)
 
     def plain(self, route):
-        return CPU.seconds(route, nbytes=1 << 26, chunks=2, pieces=self.pieces)
+        return CPU.routes[route].seconds(nbytes=1 << 26, chunks=2, pieces=self.pieces)
 
     def transfers(self, count):
         """How often each route was taken, and the seconds of all."""

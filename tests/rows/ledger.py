@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from opened import singly
 from ranks import I64, World
 
-from kvxfer.copy.mover import Copy, Flow, Mover
+from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation
 from kvxfer.fabric.loopback import Handle
 from kvxfer.geometry import Pieces
@@ -228,7 +228,7 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
     waiting: set[Noted] = set()
 
     class RecordingMover(Mover):
-        def submit(self, job: CopyJob, direction: Direction) -> Copy:
+        def submit(self, job: CopyJob, direction: Direction) -> Flow:
             ledger.copied(job)
             return super().submit(job, direction)
 

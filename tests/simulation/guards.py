@@ -447,7 +447,7 @@ def first_end(patch):
 
     def told(mover, slot, flow_at, flags, outcome, code):
         if outcome == records.OVER:
-            mover._copies[slot].lefts.update(dict.fromkeys(mover._copies[slot].lefts, False))
+            mover._flows[slot].lefts.update(dict.fromkeys(mover._flows[slot].lefts, False))
         news(mover, slot, flow_at, flags, outcome, code)
 
     patch.setattr(Mover, "_on_step", told)

@@ -118,7 +118,7 @@ def test_bandwidths_of_ones_own_take_the_place_of_measured_ones():
 def test_the_time_is_that_of_the_profile():
     for profile in PROFILES.values():
         (pair,) = plan("Llama-3.1-8B", profile=profile, route="staged").pairs
-        expected = profile.seconds(Route.STAGED, nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
+        expected = profile.routes[Route.STAGED].seconds(nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
         assert pair.predicted_s == expected
 
 

@@ -447,7 +447,7 @@ def arena_shares(worker: Any) -> list[Any]:
 
 def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
     """Address and length of what is in this state of a side."""
-    return [(one.address, one.length) for one in _desk(worker, side).share.extents() if one.state is state]
+    return [(one.address, one.length) for one in _desk(worker, side).share.live if one.state is state]
 
 
 def staging(worker: Any, side: str) -> Any:

@@ -346,8 +346,8 @@ class Crowd:
         books, of_decode = self.books, [extent for one in self.transfers for extent in one.held]
         for one in self.transfers:
             one.check()
-        self._check_share(books.receiving.extents(), of_decode)
-        self._check_share(books.sending.extents(), [e for one in self.transfers for e in one.shipped.values()])
+        self._check_share(books.receiving.live, of_decode)
+        self._check_share(books.sending.live, [e for one in self.transfers for e in one.shipped.values()])
         holders = books.custody.snapshot().holders
         assert holders.keys() == {one.name for one in self.transfers if one.custody != "free"}
 

@@ -693,7 +693,7 @@ class Service:
         self.prefill: Final = Prefill(site)  # what peers fetch here
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
-        self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.on_agent_renewed)
+        self.rebuilding: Final = Rebuilding(site, roles, self.links)
         look = TransportWatch(site, roles).look
         self._watch: Final = LoopWatch(site.now, site.call_at, site.metrics, look, own=own_loop)
 

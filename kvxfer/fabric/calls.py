@@ -201,7 +201,6 @@ class Fabric:
         self._set_up = False
         self._gone = False  # the agent
         self._due: float | None = None  # since when it owes a pass, or is in one
-        self._renewing = False
         mover.ready = self._ready
 
     # ---- what others ask for ----------------------------------------------------------------------------------------
@@ -255,7 +254,8 @@ class Fabric:
 
         Nothing is posted meanwhile. What is in flight has `timeout` seconds to end, and is `IN_DOUBT` if it does not,
         with an error that says `disconnected`, since this side has ended its own work; but for what runs on without an
-        agent. All else goes on afterwards. Tokens and names of peers stay valid. It is not cancelled with the caller.
+        agent. All else goes on afterwards. Tokens and names of peers stay valid. It is not cancelled with the caller,
+        who asks for one at a time.
 
         Returns:
             True once it is done: what others have under way to the old agent does not land any more if it comes over a
@@ -264,9 +264,6 @@ class Fabric:
         """
         if self._refusal is not None:
             raise _restated(self._refusal)
-        if self._renewing:
-            raise FabricError("the agent is being rebuilt already")
-        self._renewing = True
         return await asyncio.shield(asyncio.ensure_future(self._rebuild(self._runtime.now() + timeout)))
 
     @property
@@ -315,33 +312,26 @@ class Fabric:
         return self._submit(lambda: self._holdings.load_peer(peer))
 
     async def _rebuild(self, until: float) -> bool:
-        mover, done = self._mover, False
+        mover, now = self._mover, self._runtime.now
+        mover.stop_posting()
+        while mover.under_way and self._closing is None and now() < until:  # noqa: ASYNC110 - nobody says it
+            await asyncio.sleep(_LOOK_S)
+        await mover.abandon_posts()
         try:
-            mover.stop_posting()
-            while mover.under_way and self._waits(until):  # noqa: ASYNC110 - nobody says it
-                await asyncio.sleep(_LOOK_S)
-            await mover.abandon_posts()
+            done = await asyncio.wrap_future(self._submit(self._holdings.renew))
+        except FabricError as error:
+            if self._closing is None:  # else it was refused, and nobody posts any more
+                self._break(error)
+                mover.attach(None, anew=True)
+                mover.cancel_posts()
+            raise
+        for peer in mover.peers if done else ():
             try:
-                done = await asyncio.wrap_future(self._submit(self._holdings.renew))
-            except FabricError as error:
-                if self._closing is None:  # else it was refused, and nobody posts any more
-                    self._break(error)
-                    mover.attach(None, anew=True)
-                    mover.cancel_posts()
-                raise
-            for peer in mover.peers if done else ():
-                try:
-                    await asyncio.wrap_future(self._tell(peer))
-                except FabricError as error:  # what is posted to it fails with its own error
-                    _log.warning("peer_not_met_again", peer=peer, error=str(error))
-            self._attach(anew=done)
-        finally:
-            self._renewing = False
+                await asyncio.wrap_future(self._tell(peer))
+            except FabricError as error:  # what is posted to it fails with its own error
+                _log.warning("peer_not_met_again", peer=peer, error=str(error))
+        self._attach(anew=done)
         return done
-
-    def _waits(self, until: float) -> bool:
-        """Whether there is time before the agent is made anew."""
-        return self._closing is None and self._runtime.now() < until
 
     async def _close(self) -> bool:
         with self._lock:

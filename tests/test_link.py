@@ -35,14 +35,14 @@ class Frames:
 
     def __init__(self, peer):
         self.state, self.peer, self.draining = State.OPEN, peer, False
-        self.unread_bytes, self.unsent = 0, b""
+        self.unread, self.unsent = b"", b""
         self.liveness = Liveness(TURN_SECONDS, PEER_TIMEOUT, 0.0, 0.0, 0.0)
 
     def receive(self, data, now):
         self.excuse(now)
-        self.unread_bytes += len(data)
-        for number in data:
-            self.unread_bytes -= 1
+        self.unread += data
+        while self.unread:
+            number, self.unread = self.unread[0], self.unread[1:]
             if self.state is State.CLOSED:
                 return
             if number == 255:
@@ -63,6 +63,10 @@ class Frames:
         if self.unsent or len(frame) > at_once:
             self.unsent, frame = self.unsent + frame, b""
         return frame
+
+    @property
+    def unread_bytes(self):
+        return len(self.unread)
 
     @property
     def unsent_bytes(self):
@@ -116,7 +120,7 @@ class Handler:
     def new_session(self, role, *, process, endpoint, since):
         del role, process, endpoint
         self.since = since
-        return Frames("peer"), True
+        return Frames(PEER), True
 
     def examine(self, link, peer):
         del link

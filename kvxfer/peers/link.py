@@ -11,10 +11,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
@@ -23,7 +20,7 @@ from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Route
-from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
@@ -81,14 +78,6 @@ class LinkHandler(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """A peer was looked at: comes before what the peer said meanwhile."""
-
-    peer: PeerInfo
-    task: "asyncio.Task[Any]"
-
-
 class Link(asyncio.Protocol):
     """One control stream."""
 
@@ -113,9 +102,9 @@ class Link(asyncio.Protocol):
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._rest: Iterator[SessionEvent | _Met] | None = None  # what came in and waits for its turn
-        self._meeting: asyncio.Task[Any] | None = None  # and for this
+        self._meeting: asyncio.Task[Any] | None = None  # looks at the peer
         self._heard = bytearray()  # meanwhile
+        self._more = False  # something came in before, and waits for its turn
         self._known = False  # whether the handler was told that it is open
         self._handling = False
         self._later: tuple[wire.Message, ...] = ()  # goes at the end of this turn, or before what is sent until then
@@ -246,32 +235,36 @@ class Link(asyncio.Protocol):
 
         They are read all the same: a stream that is aborted loses what nobody has read.
         """
-        session = self._session
         if self._meeting is not None:
             self._heard += data
             if len(self._heard) >= _HEARD_BYTES and self._transport is not None and not self._transport.is_closing():
                 self._transport.pause_reading()
-        elif session is not None:
-            self._handle(iter(session.receive(data, self._runtime.now())))
+        elif self._session is not None:
+            self._handle(self._session, data)
 
-    def _handle(self, events: "Iterator[SessionEvent | _Met]") -> None:
+    def _handle(self, session: Session, data: bytes, met: "asyncio.Task[Any] | None" = None) -> None:
         """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done.
 
-        Nor is anything handled before the peer was looked at, once it has said what it is.
+        Nor is anything handled before the peer was looked at, once it has said what it is: it was if it is `met`.
         """
-        until = self._runtime.now() + TURN_SECONDS
+        now = self._runtime.now()
+        until = now + TURN_SECONDS
         self._handling = True
         try:
-            for event in events:
-                if isinstance(event, (Opened, _Met)):
-                    self._meet(event)
-                else:
-                    self._handler.frames_received[type(event).__name__] += 1
-                    own = isinstance(event, (wire.Goodbye, wire.Renewed))
-                    (self._handler.on_peer_news if own else self.take)(self, event)
-                if self._meeting is not None or self._runtime.now() >= until:
-                    unread = self._session is not None and self._session.unread_bytes
-                    self._rest = events if unread or self._meeting is not None else None
+            if met is not None:
+                self._on_opened(self.peer, met.result())
+            for event in session.receive(data, now):
+                if isinstance(event, Opened):
+                    self.is_open = True
+                    self._set_timer()  # this side speaks while it looks at the peer, and does not listen
+                    self._meeting = self._handler.examine(self, event.peer)
+                    self._meeting.add_done_callback(self._on_met)
+                    break
+                self._handler.frames_received[type(event).__name__] += 1
+                own = isinstance(event, (wire.Goodbye, wire.Renewed))
+                (self._handler.on_peer_news if own else self.take)(self, event)
+                if self._runtime.now() >= until:
+                    self._more = session.unread_bytes > 0
                     break
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -284,53 +277,34 @@ class Link(asyncio.Protocol):
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         finally:
             self._handling = False
-        if self._session is not None and self._session.unsent_bytes:
+        if session.unsent_bytes:
             self._flush()
-        if self._rest is not None and self._transport is not None and self._meeting is None:
+        if self._more and self._transport is not None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
             self._loop.call_soon(self._resume)
 
-    def _meet(self, event: "Opened | _Met") -> None:
-        match event:
-            case Opened(peer):
-                self.is_open = True
-                self._set_timer()  # this side speaks while it looks at the peer, and does not listen
-                self._meeting = self._handler.examine(self, peer)
-                self._meeting.add_done_callback(partial(self._on_met, peer))
-            case _Met(peer, task):
-                self._on_opened(peer, task.result())
-
-    def _on_met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
+    def _on_met(self, task: "asyncio.Task[Any]") -> None:
         self._meeting = None
         if task.cancelled():
             self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
         elif self.failure is not None:
             task.exception()  # nobody wants to know any more
-        elif self._session is not None and self._rest is not None:
-            self._rest = chain((_Met(peer, task),), self._rest)
-        self._resume()
+        self._resume(task if self.failure is None else None)
 
-    def _resume(self) -> None:
-        rest, self._rest, stream = self._rest, None, self._transport
-        if rest is not None and stream is not None:
-            if self._session is not None:
-                self._session.excuse(self._runtime.now())
-            if not stream.is_closing():
-                stream.resume_reading()
-            self._handle(rest)  # pauses it again if there is still more
-        self._handle_rest()
+    def _resume(self, met: "asyncio.Task[Any] | None" = None) -> None:
+        """Handle what has waited: what came before the peer was looked at first, and then what came meanwhile."""
+        self._more = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        heard, self._heard = bytes(self._heard), bytearray()
+        if self._session is not None:
+            self._handle(self._session, heard, met)  # pauses it again if there is still more
         self._end_if_handled()
-
-    def _handle_rest(self) -> None:
-        """Handle what came in while the peer was looked at, once all that came before has been."""
-        if self._heard and self._rest is None and self._session is not None:
-            heard, self._heard = bytes(self._heard), bytearray()
-            self._handle(iter(self._session.receive(heard, self._runtime.now())))
 
     def _end_if_handled(self) -> None:
         """The stream has ended; what came before its end counts, and is handled first."""
-        if self._rest is None and self._end is not None:
+        if self._end is not None and self._meeting is None and not self._more:
             self._fail(self._end)
 
     def _on_opened(self, peer: PeerInfo, found: Any) -> None:

@@ -121,9 +121,9 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
     resumed: list[Any] = []
     go_on = Link._resume
 
-    def resume(link: Any) -> None:
+    def resume(link: Any, *met: Any) -> None:
         resumed.append(link)
-        go_on(link)
+        go_on(link, *met)
 
     monkeypatch.setattr("kvxfer.peers.link.TURN_SECONDS", 0.0)
     monkeypatch.setattr(Link, "_resume", resume)

@@ -36,7 +36,7 @@ from kvxfer.errors import (
     RequestError,
     UsageError,
 )
-from kvxfer.fabric import Memory, Transport, agent_name
+from kvxfer.fabric import Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
 from kvxfer.mapped.host import Windows, elsewhere, here, may_be_elsewhere, own_number
@@ -174,8 +174,7 @@ class Staging:
         shares = (self.arena.sending, self.arena.receiving)
         spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in shares]
         for span in spans:  # apart, since what this side gathers into is nobody else's
-            memory = Memory(span.kind, span.device, span.address, span.length)
-            self.reachable.append(await asyncio.wrap_future(fabric.register([memory])))
+            self.reachable.append(await asyncio.wrap_future(fabric.register([span])))
         self.sending, self.receiving = spans
         self.reachable = self.reachable[1:]
 
@@ -528,11 +527,12 @@ async def _body(
     return await parts.runtime.in_thread(lambda: {trusted: encoded(trusted) for trusted in (False, True)})
 
 
-def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:
+def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[wire.MemorySpan]:
     """The memory of all tensors, each allocation once."""
     kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
     found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
-    return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
+    device = geometry.device if kind == "VRAM" else 0
+    return [wire.MemorySpan(kind, device, base, size) for base, size in sorted(found.items())]
 
 
 async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:

@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError, ProtocolError
-from kvxfer.fabric import Memory, Transport, check_owner
+from kvxfer.fabric import Transport, check_owner
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime, Stop
 from kvxfer.telemetry import logger
@@ -35,7 +36,7 @@ __all__ = ["Fabric", "Holdings", "Lanes"]
 class _Registered:
     """Memory that is registered; what is handed out for it."""
 
-    memories: tuple[Memory, ...]
+    memories: tuple[MemorySpan, ...]
     token: object
     """The transport's own."""
 
@@ -60,7 +61,7 @@ class Holdings:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def register(self, memories: Sequence[Memory]) -> object:
+    def register(self, memories: Sequence[MemorySpan]) -> object:
         """Make memory reachable; returns a token."""
         held = _Registered(tuple(memories), self._transport.register(memories))
         self._registered.append(held)
@@ -217,7 +218,7 @@ class Fabric:
         await asyncio.wrap_future(self.metadata(()))
         self._attach()
 
-    def register(self, memories: Sequence[Memory]) -> Future[object]:
+    def register(self, memories: Sequence[MemorySpan]) -> Future[object]:
         """Make memory reachable. The owner keeps it allocated until `deregister` is done, or for ever if that fails.
 
         Returns:

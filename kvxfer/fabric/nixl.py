@@ -40,7 +40,8 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.port import Native
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import Memory, is_of_worker, pack, unpack
+from kvxfer.fabric import is_of_worker, pack, unpack
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.telemetry import logger
 
 __all__ = [
@@ -710,7 +711,7 @@ class NixlTransport:
         except CallError as error:
             raise _translated(error, "list its plugins") from error
 
-    def register(self, memories: Sequence[Memory]) -> object:
+    def register(self, memories: Sequence[MemorySpan]) -> object:
         """Register memories with every backend that takes their kind.
 
         Raises:
@@ -864,10 +865,10 @@ def _make_current(device: int) -> None:
         raise FabricError(f"CUDA device {device} cannot be made current: {error}") from error
 
 
-def _memory_rows(memories: Sequence[Memory], kind: str) -> list[tuple[int, int, int]]:
+def _memory_rows(memories: Sequence[MemorySpan], kind: str) -> list[tuple[int, int, int]]:
     """NIXL's rows (address, bytes, device) of memories of one kind."""
     if kind not in KINDS:
         raise FabricError(f"memory is of kind {' or '.join(KINDS)}, not {kind!r}")
-    if any(memory.address <= 0 or memory.nbytes <= 0 or memory.device < 0 for memory in memories):
+    if any(memory.address <= 0 or memory.length <= 0 or memory.device < 0 for memory in memories):
         raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
-    return [(memory.address, memory.nbytes, memory.device) for memory in memories]
+    return [(memory.address, memory.length, memory.device) for memory in memories]

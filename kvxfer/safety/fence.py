@@ -43,7 +43,6 @@ from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.mapped.host import (
-    Export,
     OpenFiles,
     Window,
     Windows,
@@ -488,7 +487,7 @@ class Exports:
         spans = [range(spec.base, spec.base + spec.extent_bytes) for spec in geometry.tensors]
         kind, device = geometry.kind, geometry.device
 
-        def make() -> list[Export]:
+        def make() -> list[wire.MappedMemory]:
             found = export(kind, device, spans, self._files)
             if kind == "cuda":
                 gates = self._gates = allocate("cuda", GATES * GATE_BYTES, device)
@@ -507,9 +506,7 @@ class Exports:
             log("cache_not_exported", reason=str(error))
             self._end(Backing.close)
         else:
-            self.frames = [
-                wire.MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in found
-            ]
+            self.frames = found
 
     def close(self) -> None:
         """Give the gates back. Nobody may write the cache any more."""
@@ -625,8 +622,7 @@ class Mappings:
         own = peer.identity.incarnation in _here
         opened: list[Window] = []
         try:
-            told = (Export(one.kind, one.device, one.address, one.length, one.handle) for one in peer.body.mapped)
-            for given in joined(told):
+            for given in joined(peer.body.mapped):
                 check_process(given.handle, peer.process)
                 opened.append(open_window(given, kind, device, own=own))
             windows = Windows(opened)

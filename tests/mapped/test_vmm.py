@@ -5,7 +5,6 @@ import ctypes
 import os
 import resource
 import struct
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +13,7 @@ import fake_cuda
 import pytest
 from elsewhere import elsewhere
 from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
+from msgspec.structs import replace
 
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError

@@ -81,9 +81,6 @@ class OpenFiles:
     def __init__(self) -> None:
         self._held: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def keep(self, descriptor: int) -> int:
         """Own an open file, which no child process inherits from now on. Also a refused one is closed with the others.
 
@@ -196,9 +193,6 @@ class Windows:
         self._stops: Final = np.asarray([window.address + window.length for window in self._windows], np.int64)
         self._shifts: Final = np.asarray([window.local - window.address for window in self._windows], np.int64)
         self._reached: OrderedDict[int, tuple[I64, I64]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._windows)
 
     def local(self, addresses: I64) -> I64:
         """Addresses of the peer, int64 (N,), as this process sees them.

@@ -463,11 +463,6 @@ class Peers:
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._away: OrderedDict[str, _Away] = OrderedDict()
 
-    @property
-    def links(self) -> list[Link]:
-        """Every open link."""
-        return list(self._links.values())
-
     def known(self, endpoint: str, epoch: bytes) -> Link | None:
         """The link to an endpoint if it is open and the engine there is of this epoch; else ask `link`."""
         link = self._links.get(endpoint)
@@ -484,10 +479,6 @@ class Peers:
         """Endpoints that could not be reached when they were last tried: seconds for which they are left in peace."""
         now = self._site.now()
         return {endpoint: max(0.0, away.until - now) for endpoint, away in self._away.items()}
-
-    def opening(self, endpoint: str) -> bool:
-        """Whether an endpoint is being connected."""
-        return endpoint in self._opening
 
     async def link(self, endpoint: str, epoch: bytes | None) -> Link:
         """The open link to an endpoint; many callers at once make one handshake.

@@ -241,11 +241,6 @@ class PeerGate:
         self._borrowers = 0
         self._closing = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it holds on to the peer's file."""
-        return not self._pages.closed
-
     def close(self) -> None:
         """Close it, as soon as nothing of it is lent.
 
@@ -408,9 +403,6 @@ class PeerGates:
     def __init__(self) -> None:
         self._keys: dict[bytes, PeerGate | None] = {}
 
-    def __len__(self) -> int:
-        return sum(key is not None for key in self._keys.values())
-
     def on_session(self, peer: PeerInfo) -> None:
         """A session with a peer begins: open its gates, if it has any, unless that was tried before.
 
@@ -562,9 +554,6 @@ class Mappings:
         self._runtime: Final = runtime
         self._retire: Final = retire
         self._mappings: dict[bytes, _Mapping] = {}
-
-    def __len__(self) -> int:
-        return sum(mapping.windows is not None for mapping in self._mappings.values())
 
     @staticmethod
     def is_offered(peer: PeerInfo) -> bool:

@@ -207,7 +207,7 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
         handle(link, message)
 
     receiver.handle = handle_later
-    for link in worker._service.peers.links:
+    for link in worker._service.peers._links.values():
         link.take = handle_later
 
 

@@ -232,7 +232,7 @@ def no_confirmation(patch):
         await read(one, bound)
         if one.protocol.granted == one.protocol.chunks:
             nbytes = bound.carried(0, one.protocol.chunks)
-            one.on_result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
+            one.on_result(KvAgentResult(one.protocol.transfer, WHOLE, Status.OK, nbytes, last=True))
 
     patch.setattr(Receiver, "_submit_reads", confirm)
 

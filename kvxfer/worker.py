@@ -688,7 +688,7 @@ class Service:
         self.greeting: Final[set[Link]] = set()  # those whose handshake is not complete
         self.listener: Listener | None = None  # where peers connect; None before `listen`
         self.frames_sent, self.frames_received = site.metrics.frames_sent, site.metrics.frames_received
-        self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
+        self._streams: Final = Streams(site, self._link)
         self.peers: Final = Peers(site, self._streams.connect)  # links to prefill ranks
         self.prefill: Final = Prefill(site)  # what peers fetch here
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
@@ -741,7 +741,18 @@ class Service:
     # --- links
 
     def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
-        """A fresh session for a new stream, and whether its peer is trusted with addresses."""
+        """A fresh session for a new stream, and whether its peer is trusted with addresses.
+
+        Args:
+            role: Which side of the stream this is.
+            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
+                another namespace of processes; None if the peer is not such a process.
+            endpoint: Where the peer is.
+            since: When the stream was opened; TLS may have taken a while.
+
+        Raises:
+            BusyError: If there are as many streams as may be.
+        """
         site, config = self.site, self.site.config
         if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
@@ -766,12 +777,15 @@ class Service:
         return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
 
     def examine(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
-        """A peer has said what it is."""
+        """A peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
+
+        The task's result is given to `on_opened`; a `KvxferError` of it ends the link.
+        """
         looking = self.site.examine(peer, sending=link.role is Role.SERVER)
         return self.site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
 
     def on_opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
-        """A handshake is complete. A new session of an incarnation ends its old one."""
+        """A handshake is complete; `found` is what `examine` has. A new session of an incarnation ends its old one."""
         site, sending = self.site, link.role is Role.SERVER
         older = superseded(link, (*self.links, *self.greeting))
         site.admit(peer, found, trusted=link.trusted, sending=sending, pidfd=link.process)
@@ -789,7 +803,7 @@ class Service:
             self.rebuilding.send_renewed(link)
 
     def on_lost(self, link: Link, error: KvxferError) -> None:
-        """A link is gone."""
+        """A link is gone. Called once, and only if `on_opened` was."""
         self.links.discard(link)
         self.decode.engines.clear()
         _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
@@ -803,7 +817,11 @@ class Service:
             self.site.forget(link.peer)
 
     def on_peer_news(self, link: Link, message: wire.Message) -> None:
-        """A peer says that it drains, or that its agent is another one."""
+        """A peer says that it drains, or that its agent is another one.
+
+        Raises:
+            ProtocolError: If it says so too often, which closes the link.
+        """
         if isinstance(message, wire.Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, wire.Renewed):

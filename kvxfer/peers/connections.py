@@ -18,14 +18,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvxfer.config import Config, Contexts, Credentials
+from kvxfer.config import Contexts, Credentials
 from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
 from kvxfer.mapped.host import here
 from kvxfer.names import Endpoint
 from kvxfer.peers.link import Link
 from kvxfer.protocol.session import Role
-from kvxfer.runtime import Runtime
-from kvxfer.site import Site, Tasks
+from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
 __all__ = ["Backoff", "Listener", "Peers", "Streams"]
@@ -67,7 +66,6 @@ _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
 _log: Final = logger("kvxfer.link")
 
 _Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
-MakeLink: TypeAlias = Callable[[Role, str], Link]
 
 
 class Listener:
@@ -94,12 +92,12 @@ class Listener:
 class Streams:
     """Opens streams for the links of one worker."""
 
-    def __init__(self, config: Config, runtime: Runtime, tasks: Tasks, link: MakeLink) -> None:
-        self._config: Final = config
-        self._runtime: Final = runtime
-        self._tasks: Final = tasks
+    def __init__(self, site: Site, link: Callable[[Role, str], Link]) -> None:
+        self._config: Final = site.config
+        self._runtime: Final = site.runtime
+        self._tasks: Final = site.tasks
         self._link: Final = link
-        self._credentials: Final = Credentials(config.tls)
+        self._credentials: Final = Credentials(site.config.tls)
         self._accepting: Final[set[asyncio.Task[None]]] = set()
 
     async def listen(self) -> Listener:

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped.host import process_of_stream
@@ -24,7 +24,10 @@ from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "admitted", "superseded"]
+if TYPE_CHECKING:
+    from kvxfer.worker import Service
+
+__all__ = ["Link", "admitted", "superseded"]
 
 # --- the link
 
@@ -39,49 +42,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _log: Final = logger("kvxfer.link")
 
 
-class LinkHandler(Protocol):
-    """What the worker does with a link."""
-
-    frames_sent: Counter[str]  # counts messages that go out, by their names
-    frames_received: Counter[str]  # and those that come in
-
-    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
-        """A fresh session, and whether the peer will be trusted with addresses.
-
-        Args:
-            role: Which side of the stream this is.
-            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
-                another namespace of processes; None if the peer is not such a process.
-            endpoint: Where the peer is.
-            since: When the stream was opened; TLS may have taken a while.
-        """
-        ...
-
-    def examine(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
-        """The peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
-
-        Returns:
-            A task whose result `on_opened` is given, and whose `KvxferError` ends the link.
-        """
-        ...
-
-    def on_opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
-        """The handshake is complete; `found` is what `examine` has found out."""
-        ...
-
-    def on_peer_news(self, link: "Link", message: wire.Message) -> None:
-        """The peer said something of itself. May raise `ProtocolError`, which closes the link."""
-        ...
-
-    def on_lost(self, link: "Link", error: KvxferError) -> None:
-        """The link is gone. Called once, and only if `on_opened` was."""
-        ...
-
-
 class Link(asyncio.Protocol):
     """One control stream."""
 
-    def __init__(self, role: Role, endpoint: str, handler: LinkHandler, runtime: Runtime) -> None:
+    def __init__(self, role: Role, endpoint: str, handler: "Service", runtime: Runtime) -> None:
         self.role: Final = role  # which side of it this is
         self.endpoint: Final = endpoint  # where the peer is, as far as it is known
         self.trusted = False  # whether this side shares addresses with the peer
@@ -173,7 +137,7 @@ class Link(asyncio.Protocol):
                 link fails first.
 
         Returns:
-            False if the link is gone; who must know hears it from `LinkHandler.on_lost`.
+            False if the link is gone; who must know hears it from `Service.on_lost`.
         """
         session, stream = self._session, self._transport
         if session is None or stream is None or session.state is not State.OPEN:

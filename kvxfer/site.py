@@ -186,7 +186,7 @@ class Rebuilds:
         self._requests: dict[RebuildRequest, None] = {}
         self._taken: list[RebuildRequest] = []
         self._held: list[Callable[[], None]] = []
-        self._next: asyncio.Future[None] = loop.create_future()
+        self.next: asyncio.Future[None] = loop.create_future()  # done when it has been done once more
 
     @property
     def requests(self) -> list[RebuildRequest]:
@@ -199,11 +199,6 @@ class Rebuilds:
         self._requests[request] = None
         self.on_request()
         return lambda: self._drop(request)
-
-    @property
-    def next(self) -> "asyncio.Future[None]":
-        """Done when it has been done once more."""
-        return self._next
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Call `then` once peers may be granted or told something: at once, unless it is about to be done."""
@@ -224,8 +219,8 @@ class Rebuilds:
         self.paused = False
         if done:
             self.count += 1
-            self._next.set_result(None)
-            self._next = self._loop.create_future()
+            self.next.set_result(None)
+            self.next = self._loop.create_future()
             for request in taken:
                 self._drop(request)
         for then in held:

@@ -122,15 +122,15 @@ class Gaps:
         if capacity:
             self._offsets, self._lengths, self._by_length = [0], {0: capacity}, [(capacity, 0)]
 
-    def take(self, length: int) -> int | None:
-        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals.
+    def take(self, length: int) -> int:
+        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals; returns their offset.
 
-        Returns:
-            The offset of the first byte, or None if no gap is large enough.
+        Raises:
+            InvariantError: no gap is so large.
         """
         index = bisect_left(self._by_length, (length, 0))
         if index == len(self._by_length):
-            return None
+            raise InvariantError(f"no gap holds {length} bytes: the largest has {self.largest}")
         gap, offset = self._by_length.pop(index)
         place = bisect_left(self._offsets, offset)
         del self._lengths[offset]
@@ -290,19 +290,19 @@ class _Turn(Enum):
 class Share:
     """The books of one direction's share of the arena."""
 
-    def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16) -> None:
+    max_overtakes = 16  # requests that may be granted before one that waits for a gap; 0 for strict turns
+
+    def __init__(self, name: str, *, base: int, capacity: int) -> None:
         """Make the books of an empty share.
 
         Args:
             name: What messages and metrics call it.
             base: Address of the first byte, a multiple of `ALIGNMENT`.
             capacity: Bytes from there on; what exceeds a multiple of `ALIGNMENT` is left unused.
-            max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
         """
         self.name: Final = name
         self.base: Final = base
         self.capacity: Final = capacity // ALIGNMENT * ALIGNMENT
-        self.max_overtakes: Final = max_overtakes
         self._alone = self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
@@ -465,7 +465,8 @@ class Share:
                     return served
                 passed.append(request)
             elif turn is _Turn.FITS:
-                granted.append((request, self._grant(request)))
+                granted.append((request, self._reserve(request.peer, request.nbytes, request.length)))
+                self._queue.serve(request)
                 served = True
                 for blocked in passed:
                     overtaken[blocked] += 1
@@ -484,15 +485,8 @@ class Share:
             return _Turn.FITS
         return _Turn.BLOCKS if length <= self._reachable() else _Turn.HELD_BACK
 
-    def _grant(self, request: Request) -> Extent:
-        extent = self._reserve(request.peer, request.nbytes, request.length)
-        self._queue.serve(request)
-        return extent
-
     def _reserve(self, peer: str, nbytes: int, length: int, state: ExtentState = ExtentState.RESERVED) -> Extent:
         offset = self._gaps.take(length)
-        if offset is None:
-            raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
         extent = Extent(self.base + offset, offset, length, nbytes, peer, state)
         self.live[extent] = None
         self.held[peer] = self.held.get(peer, 0) + length

@@ -27,7 +27,8 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.share = Share("receive", base=BASE, capacity=self.UNITS * UNIT + 100, max_overtakes=2)
+        self.share = Share("receive", base=BASE, capacity=self.UNITS * UNIT + 100)
+        self.share.max_overtakes = 2
         self.waiting: dict[Request, None] = {}
         self.live: dict[Extent, ExtentState] = {}
         self.over: list[Request] = []

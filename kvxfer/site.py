@@ -329,13 +329,12 @@ class Desk:
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
         self.share.quarantine(extent, reason)
-        self._metrics.quarantined(extent.length)
+        self._metrics.quarantined_bytes_ever += extent.length
         self.advance()
 
     def settle(self, extent: Extent) -> None:
         """Give a quarantined extent back: there is evidence now."""
         self.share.settle(extent)
-        self._metrics.quarantined_bytes -= extent.length
         self.advance()
 
     def advance(self) -> None:

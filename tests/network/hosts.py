@@ -94,7 +94,9 @@ class Host(Strangers):
     def books(self) -> dict[str, Any]:
         """What is under way, held, in quarantine or in doubt."""
         (worker,) = self.workers
-        return {**self.quiet()[0], "quarantined": worker.describe()["metrics"]["quarantined_bytes"]}
+        arena = worker.describe()["arena"]
+        quarantined = arena["send"].quarantined_bytes + arena["receive"].quarantined_bytes
+        return {**self.quiet()[0], "quarantined": quarantined}
 
     def rebuilt(self) -> int:
         """How often the agent was made anew."""

@@ -49,12 +49,11 @@ class Exposure(Struct, eq=False):
     then: Callable[[], None] = no_op
     routes: Collection[Route] = ()  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
-    fenced: bool = False  # whether the peer passes it, or touches nothing
+    fenced: bool | None = None  # whether the peer passes it by all grants; None if it touches nothing
     ended: bool = False  # nobody touches it any more
     _renewals: int = sys.maxsize  # how often the peer had made its agent anew when the last grant was given
     _renewed: bool = False  # as the peer has said
     _in_doubt: bool = False  # likewise
-    _granted: bool = False
     _news: "asyncio.Future[None] | None" = None  # for which whoever looks for evidence waits
 
     @property
@@ -86,8 +85,8 @@ class Exposure(Struct, eq=False):
             gate = self.gate = gates.allot()
         passes = gate != SHARED_GATE and link.peer.identity.incarnation in self.site.fenced
         generation = gates.granted(gate) if passes or (mapped and gates.words) else 0
-        self.fenced = generation > 0 and (self.fenced or not self._granted)
-        self._granted, self._renewals, self._renewed = True, link.renewals, False
+        self.fenced = generation > 0 and self.fenced is not False
+        self._renewals, self._renewed = link.renewals, False
         return generation
 
     def on_renewals(self, renewals: int) -> None:
@@ -102,7 +101,7 @@ class Exposure(Struct, eq=False):
 
     def void(self) -> None:
         """The peer touches nothing under what was granted so far."""
-        self._granted = self.fenced = False
+        self.fenced = None
 
     def seek(self) -> None:
         """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended.

@@ -18,11 +18,12 @@ from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped.host import unlike
 from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
+from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import SMALL_PLAN, Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
-from kvxfer.protocol.session import IdentityKey, PeerInfo
+from kvxfer.protocol.session import IdentityKey, PeerInfo, Role
 from kvxfer.runtime import Runtime
 from kvxfer.safety.fence import Gates, Mappings, PeerGates
 from kvxfer.safety.processes import Processes
@@ -581,20 +582,14 @@ class Site:
         async with self.looking:
             return await self.runtime.in_thread(look)
 
-    def admit(self, peer: PeerInfo, agreed: Agreed, *, trusted: bool, sending: bool, pidfd: Callable[[], int]) -> None:
-        """Take note of a new peer, and begin to prepare copies in one direction.
-
-        Args:
-            peer: The other side.
-            agreed: What `examine` has found.
-            trusted: Whether this side shared its addresses with it.
-            sending: Whether this rank is the prefill rank.
-            pidfd: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+    def admit(self, link: Link, agreed: Agreed) -> None:
+        """Take note of the peer of a new link, of which `examine` has found this, and begin to prepare copies.
 
         Raises:
             MismatchError: If what both sides hold cannot be copied on any route, or in no chunk that the settings
                 allow; or if the peer holds something else than what is mapped of it.
         """
+        peer, trusted, sending = link.peer, link.trusted, link.role is Role.SERVER
         theirs = Capability(peer.identity.capabilities)
         self.means_of.clear()
         self.plans.add_peer(peer, agreed)
@@ -602,7 +597,7 @@ class Site:
         self.peer_gates.on_session(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.note_fenced(peer, fenced=True)
-        self.processes.on_session(peer, pidfd)
+        self.processes.on_session(peer, link.process)
         self._compare_chunks(peer, trusted=trusted, sending=sending)
         least = self.plans.least_chunk_bytes(peer, sending=sending)
         if least and not self.routes(peer, trusted=trusted, sending=sending):

@@ -53,7 +53,7 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import ROUTE_NAMES, Capability, Route, Status
-from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, PeerInfo, Role, Session, Terms
+from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, Role, Session, Terms
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home, Placement, Runtime, ThreadRuntime, place
 from kvxfer.safety.doubt import Rebuilding
@@ -740,21 +740,19 @@ class Service:
 
     # --- links
 
-    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
+    def new_session(self, link: Link, process: int | None) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses.
 
         Args:
-            role: Which side of the stream this is.
+            link: The stream, which may have been opened a while ago: TLS takes some time.
             process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
                 another namespace of processes; None if the peer is not such a process.
-            endpoint: Where the peer is.
-            since: When the stream was opened; TLS may have taken a while.
 
         Raises:
             BusyError: If there are as many streams as may be.
         """
         site, config = self.site, self.site.config
-        if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
+        if link.role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
         secret = config.secret.get_secret_value().encode() if config.secret is not None else None
         trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
@@ -767,36 +765,35 @@ class Service:
             body=site.body[trusted],
             key=site.key,
             secret=secret,
-            endpoint=endpoint,
+            endpoint=link.endpoint,
             engaged_at=self._engaged_at,
             heartbeat=config.heartbeat,
             peer_timeout=config.peer_timeout,
             handshake_timeout=config.handshake_timeout,
         )
         nonce = site.runtime.token(_NONCE_BYTES)
-        return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
+        return Session(link.role, identity, terms, nonce=nonce, now=link.since, process=process or 0), trusted
 
-    def examine(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
+    def examine(self, link: Link) -> "asyncio.Task[Agreed]":
         """A peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
 
         The task's result is given to `on_opened`; a `KvxferError` of it ends the link.
         """
-        looking = self.site.examine(peer, sending=link.role is Role.SERVER)
-        return self.site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
+        looking = self.site.examine(link.peer, sending=link.role is Role.SERVER)
+        return self.site.tasks.spawn(looking, f"kvxfer meet {link.peer.name}", spare=True)
 
-    def on_opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
+    def on_opened(self, link: Link, found: Agreed) -> None:
         """A handshake is complete; `found` is what `examine` has. A new session of an incarnation ends its old one."""
-        site, sending = self.site, link.role is Role.SERVER
+        site, role = self.site, self.prefill if link.role is Role.SERVER else self.decode
         older = superseded(link, (*self.links, *self.greeting))
-        site.admit(peer, found, trusted=link.trusted, sending=sending, pidfd=link.process)
+        site.admit(link, found)
         self.decode.engines.clear()
         self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:
             other.close("a newer session of the same peer was opened")
-        _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
+        _log.info("peer_connected", peer=link.peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
-        role = self.prefill if sending else self.decode
         link.take = role.handle
         role.on_link_opened(link)
         if link.outdated(site.body[link.trusted]):

@@ -117,21 +117,20 @@ class Handler:
         self.frames_sent, self.frames_received = Counter(), Counter()
         self.looking = asyncio.get_running_loop().create_future()
 
-    def new_session(self, role, *, process, endpoint, since):
-        del role, process, endpoint
-        self.since = since
+    def new_session(self, link, process):
+        del process
+        self.since = link.since
         return Frames(PEER), True
 
-    def examine(self, link, peer):
-        del link
-        assert peer is PEER
+    def examine(self, link):
+        assert link.peer is PEER
         return asyncio.create_task(self._look())
 
     async def _look(self):
         return await self.looking
 
-    def on_opened(self, link, peer, found):
-        assert (peer, link.renewals) == (PEER, 3)
+    def on_opened(self, link, found):
+        assert link.renewals == 3
         self.got.append(found)
 
     def on_peer_news(self, link, message):

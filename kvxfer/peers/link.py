@@ -184,9 +184,7 @@ class Link(asyncio.Protocol):
         self.encrypted = stream.get_extra_info("ssl_object") is not None
         process = _process(stream.get_extra_info("socket"))
         try:
-            self._session, self.trusted = self._handler.new_session(
-                self.role, process=process, endpoint=self.endpoint, since=self.since
-            )
+            self._session, self.trusted = self._handler.new_session(self, process)
         except KvxferError as error:
             stream.write(encode(wire.Goodbye(error.code, str(error))))
             self._fail(error)
@@ -216,12 +214,12 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             if met is not None:
-                self._on_opened(self.peer, met.result())
+                self._on_opened(met.result())
             for event in session.receive(data, now):
                 if isinstance(event, Opened):
                     self.is_open = True
                     self._set_timer()  # this side speaks while it looks at the peer, and does not listen
-                    self._meeting = self._handler.examine(self, event.peer)
+                    self._meeting = self._handler.examine(self)
                     self._meeting.add_done_callback(self._on_met)
                     break
                 self._handler.frames_received[type(event).__name__] += 1
@@ -271,14 +269,21 @@ class Link(asyncio.Protocol):
         if self._end is not None and self._meeting is None and not self._more:
             self._fail(self._end)
 
-    def _on_opened(self, peer: PeerInfo, found: Any) -> None:
+    def _on_opened(self, found: Any) -> None:
         """The handshake is complete."""
-        self.renewals = peer.body.renewals
-        self._warn_if_untrusted(peer)
+        self.renewals = self.peer.body.renewals
+        if not self.trusted:
+            _log.warning(
+                "peer_not_trusted",
+                peer=self.peer.name,
+                endpoint=self.endpoint,
+                # over TCP and CMA, UCX checks no address that a peer names
+                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
+            )
         self._known = True
-        self._handler.on_opened(self, peer, found)
+        self._handler.on_opened(self, found)
         if not self.ready.done():
-            self.ready.set_result(peer)
+            self.ready.set_result(self.peer)
 
     def pause_writing(self) -> None:
         """The peer has yet to read what was written."""
@@ -298,16 +303,6 @@ class Link(asyncio.Protocol):
         self._end_if_handled()
 
     # --- inside
-
-    def _warn_if_untrusted(self, peer: PeerInfo) -> None:
-        """Say what the transport does not enforce: over TCP and CMA, UCX checks no address that a peer names."""
-        if not self.trusted:
-            _log.warning(
-                "peer_not_trusted",
-                peer=peer.name,
-                endpoint=self.endpoint,
-                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
-            )
 
     def _flush(self) -> None:
         """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""

@@ -71,14 +71,8 @@ class Doubts:
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
 
-    def add(self, transfer: int, ended: Sender, *, connected: bool) -> None:
-        """Something has ended in doubt.
-
-        Args:
-            transfer: Its number.
-            ended: What it is.
-            connected: Whether its peer is.
-        """
+    def add(self, transfer: int, ended: Sender) -> None:
+        """Something has ended in doubt, of a peer that is connected."""
         peer, processes = ended.link.peer, self._site.processes
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
         doubt = Doubt(ended, ended.severed or far)
@@ -86,8 +80,6 @@ class Doubts:
             doubt.withdraw = self._site.rebuilds.request(urgent=False)
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
-        if not connected:
-            self.on_link_lost(who)
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
@@ -398,8 +390,10 @@ class Prefill:
         if not sender.in_doubt:
             self._places.give(who)
             return
-        self._doubtful.add(transfer, sender, connected=who in self._links)
-        if (here := self._links.get(who)) is not None:
+        self._doubtful.add(transfer, sender)
+        if (here := self._links.get(who)) is None:
+            self._doubtful.on_link_lost(who)
+        else:
             sender.keep_polling()
             self.on_agent_renewed(here)  # it may have told of that before our post to the old one ended
 

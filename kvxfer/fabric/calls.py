@@ -151,33 +151,6 @@ _LOOK_S: Final = 0.002
 _SLOW_S: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call, and the future that gets what it returns or raises."""
-
-    run: Callable[[], Any]
-    future: Future[Any]
-
-    def make(self) -> None:
-        """Make it, unless nobody waits any more. Lets out what is no `FabricError`: that is a defect."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            value = self.run()
-        except FabricError as error:
-            self.future.set_exception(error)
-        except Exception as error:
-            self.future.set_exception(_broken_by(error))
-            raise
-        else:
-            self.future.set_result(value)
-
-    def refuse(self, error: FabricError) -> None:
-        """Do not make it."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
 class Fabric:
     """A transport, and the calls of it that may take long. None of the methods blocks.
 
@@ -191,7 +164,7 @@ class Fabric:
         self._mover: Final = mover
         # shared with the callers' threads, under the lock
         self._lock: Final = threading.Lock()
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._refusal: FabricError | None = None
         self._closing: asyncio.Task[bool] | None = None
         self._called: Final = threading.Event()  # something came in
@@ -349,7 +322,7 @@ class Fabric:
         with self._lock:
             refusal = None if closing else self._refusal
             if refusal is None:
-                self._inbox.append(_Call(run, future))
+                self._inbox.append((run, future))
         if refusal is not None:
             future.set_exception(_restated(refusal))
         elif self._stop is not None:
@@ -387,9 +360,9 @@ class Fabric:
     def _take(self) -> None:
         try:
             while self._inbox:
-                call, began = self._inbox.popleft(), self._runtime.now()
+                (run, future), began = self._inbox.popleft(), self._runtime.now()
                 self._due = began
-                call.make()
+                _make(run, future)
                 if (took := self._runtime.now() - began) > _SLOW_S:
                     _log.info("slow_call_ended", name=self._transport.name, duration=took)
         finally:
@@ -401,8 +374,9 @@ class Fabric:
         with self._lock:
             self._refusal = self._refusal or error
             refused, self._inbox = list(self._inbox), deque()
-        for call in refused:
-            call.refuse(_restated(self._refusal))
+        for _, future in refused:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_restated(self._refusal))
         _log.error("fabric_broken", name=self._transport.name, error=str(error))
 
     def _shut(self, *, clean: bool) -> bool:
@@ -427,6 +401,21 @@ class Fabric:
                 _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
                 clean = False
         return clean
+
+
+def _make(run: Callable[[], Any], future: Future[Any]) -> None:
+    """Make a call, unless nobody waits any more. Lets out what is no `FabricError`: that is a defect."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        value = run()
+    except FabricError as error:
+        future.set_exception(error)
+    except Exception as error:
+        future.set_exception(_broken_by(error))
+        raise
+    else:
+        future.set_result(value)
 
 
 def _broken_by(error: Exception) -> FabricError:

@@ -198,6 +198,14 @@ async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypat
     assert new.stream.reading
 
 
+async def test_who_was_left_while_it_was_looked_at_is_not_opened(new):
+    new.data_received(bytes([253, 1]))
+    new.close("enough")
+    new.handler.looking.set_result("found")
+    await turns()
+    assert new.handler.got == []
+
+
 async def test_what_came_before_the_end_of_the_stream_counts(link):
     link.data_received(bytes(range(5)))
     link.stream.close()

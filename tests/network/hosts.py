@@ -95,8 +95,7 @@ class Host(Strangers):
         """What is under way, held, in quarantine or in doubt."""
         (worker,) = self.workers
         arena = worker.describe()["arena"]
-        quarantined = arena["send"].quarantined_bytes + arena["receive"].quarantined_bytes
-        return {**self.quiet()[0], "quarantined": quarantined}
+        return {**self.quiet()[0], "quarantined": sum(arena[side].quarantined_bytes for side in ("send", "receive"))}
 
     def rebuilt(self) -> int:
         """How often the agent was made anew."""

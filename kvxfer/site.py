@@ -18,11 +18,12 @@ from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped.host import unlike
 from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
+from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import SMALL_PLAN, Agreed, PairPlans
 from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
-from kvxfer.protocol.session import IdentityKey, PeerInfo
+from kvxfer.protocol.session import IdentityKey, PeerInfo, Role
 from kvxfer.runtime import Runtime
 from kvxfer.safety.fence import Gates, Mappings, PeerGates
 from kvxfer.safety.processes import Processes
@@ -186,7 +187,7 @@ class Rebuilds:
         self._requests: dict[RebuildRequest, None] = {}
         self._taken: list[RebuildRequest] = []
         self._held: list[Callable[[], None]] = []
-        self._next: asyncio.Future[None] = loop.create_future()
+        self.next: asyncio.Future[None] = loop.create_future()  # done when it has been done once more
 
     @property
     def requests(self) -> list[RebuildRequest]:
@@ -199,11 +200,6 @@ class Rebuilds:
         self._requests[request] = None
         self.on_request()
         return lambda: self._drop(request)
-
-    @property
-    def next(self) -> "asyncio.Future[None]":
-        """Done when it has been done once more."""
-        return self._next
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Call `then` once peers may be granted or told something: at once, unless it is about to be done."""
@@ -224,8 +220,8 @@ class Rebuilds:
         self.paused = False
         if done:
             self.count += 1
-            self._next.set_result(None)
-            self._next = self._loop.create_future()
+            self.next.set_result(None)
+            self.next = self._loop.create_future()
             for request in taken:
                 self._drop(request)
         for then in held:
@@ -334,13 +330,12 @@ class Desk:
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
         self.share.quarantine(extent, reason)
-        self._metrics.quarantined(extent.length)
+        self._metrics.quarantined_bytes_ever += extent.length
         self.advance()
 
     def settle(self, extent: Extent) -> None:
         """Give a quarantined extent back: there is evidence now."""
         self.share.settle(extent)
-        self._metrics.quarantined_bytes -= extent.length
         self.advance()
 
     def advance(self) -> None:
@@ -587,20 +582,14 @@ class Site:
         async with self.looking:
             return await self.runtime.in_thread(look)
 
-    def admit(self, peer: PeerInfo, agreed: Agreed, *, trusted: bool, sending: bool, pidfd: Callable[[], int]) -> None:
-        """Take note of a new peer, and begin to prepare copies in one direction.
-
-        Args:
-            peer: The other side.
-            agreed: What `examine` has found.
-            trusted: Whether this side shared its addresses with it.
-            sending: Whether this rank is the prefill rank.
-            pidfd: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+    def admit(self, link: Link, agreed: Agreed) -> None:
+        """Take note of the peer of a new link, of which `examine` has found this, and begin to prepare copies.
 
         Raises:
             MismatchError: If what both sides hold cannot be copied on any route, or in no chunk that the settings
                 allow; or if the peer holds something else than what is mapped of it.
         """
+        peer, trusted, sending = link.peer, link.trusted, link.role is Role.SERVER
         theirs = Capability(peer.identity.capabilities)
         self.means_of.clear()
         self.plans.add_peer(peer, agreed)
@@ -608,7 +597,7 @@ class Site:
         self.peer_gates.on_session(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.note_fenced(peer, fenced=True)
-        self.processes.on_session(peer, pidfd)
+        self.processes.on_session(peer, link.process)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         there, excluded = peer.body.max_chunk_bytes or here, ""
         if not self.plans.chunk_fits(peer, here, sending=sending) and self._both_stage(peer):

@@ -361,9 +361,7 @@ class _Account:
 
 
 class Metrics:
-    """Counters of one worker, by the names that `snapshot` gives; those with a label by label.
-
-    Everything only grows, but for `quarantined_bytes`, which is what is in custody now.
+    """Counters of one worker, by the names that `snapshot` gives; those with a label by label. They only grow.
 
     Args:
         observer: Who hears of transfers and offers too.
@@ -385,8 +383,7 @@ class Metrics:
         self.frames_received: Final[Counter[str]] = Counter()
         self.sessions_opened: Final[Counter[str]] = Counter()  # handshakes, by what this rank does in the session
         self.offers_ended: Final[Counter[str]] = Counter()
-        self.quarantined_bytes = 0
-        self.quarantined_bytes_ever = 0
+        self.quarantined_bytes_ever = 0  # memory that went into quarantine because a peer may still touch it
         self.agents_rebuilt = 0
         self.admission_waits = 0  # transfers that had to wait for memory
         self.admission_wait_seconds = 0.0
@@ -428,11 +425,6 @@ class Metrics:
         self.offers_ended[how] += 1
         if self._observer is not None:
             self._observer.offer_ended(key, how, at)
-
-    def quarantined(self, nbytes: int) -> None:
-        """Count memory that went into custody because a peer may still touch it."""
-        self.quarantined_bytes += nbytes
-        self.quarantined_bytes_ever += nbytes
 
     def fell_back(self, reason: str) -> None:
         """Count a transfer that took a slower route than the settings prefer.

@@ -37,7 +37,7 @@ from kvxfer.errors import (
     RequestError,
     UsageError,
 )
-from kvxfer.fabric import Memory, Transport, agent_name
+from kvxfer.fabric import Transport, agent_name
 from kvxfer.fabric.calls import Fabric, Lanes
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
 from kvxfer.mapped.host import Windows, elsewhere, here, may_be_elsewhere, own_number
@@ -54,7 +54,7 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import ROUTE_NAMES, Capability, Route, Status
-from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, PeerInfo, Role, Session, Terms
+from kvxfer.protocol.session import PRIVATE_BYTES, Identity, IdentityKey, Role, Session, Terms
 from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home, Placement, Runtime, ThreadRuntime, place
 from kvxfer.safety.doubt import Rebuilding
@@ -174,8 +174,7 @@ class Staging:
         kind, device = ("DRAM", 0) if backing.kind in {"cpu", "pinned"} else ("VRAM", geometry.device)
         spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in self.shares]
         for span in spans:  # apart, since what this side gathers into is nobody else's
-            memory = Memory(span.kind, span.device, span.address, span.length)
-            self.reachable.append(await asyncio.wrap_future(fabric.register([memory])))
+            self.reachable.append(await asyncio.wrap_future(fabric.register([span])))
         self.sending, self.receiving = spans
         self.reachable = self.reachable[1:]
 
@@ -516,11 +515,12 @@ async def _body(
     return await parts.runtime.in_thread(lambda: {trusted: encoded(trusted) for trusted in (False, True)})
 
 
-def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:
+def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[wire.MemorySpan]:
     """The memory of all tensors, each allocation once."""
     kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
     found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
-    return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
+    device = geometry.device if kind == "VRAM" else 0
+    return [wire.MemorySpan(kind, device, base, size) for base, size in sorted(found.items())]
 
 
 async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:
@@ -647,12 +647,12 @@ class Service:
         self.greeting: Final[set[Link]] = set()  # those whose handshake is not complete
         self.listener: Listener | None = None  # where peers connect; None before `listen`
         self.frames_sent, self.frames_received = site.metrics.frames_sent, site.metrics.frames_received
-        self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
+        self._streams: Final = Streams(site, self._link)
         self.peers: Final = Peers(site, self._streams.connect)  # links to prefill ranks
         self.prefill: Final = Prefill(site)  # what peers fetch here
         self.decode: Final = Decode(site, self.peers)  # what is fetched from peers
         roles = self.prefill, self.decode
-        self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.on_agent_renewed)
+        self.rebuilding: Final = Rebuilding(site, roles, self.links)
         self._watch: Final = Watch(site, roles, own_loop=own_loop)
 
     async def listen(self) -> Listener:
@@ -698,10 +698,19 @@ class Service:
 
     # --- links
 
-    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
-        """A fresh session for a new stream, and whether its peer is trusted with addresses."""
+    def new_session(self, link: Link, process: int | None) -> tuple[Session, bool]:
+        """A fresh session for a new stream, and whether its peer is trusted with addresses.
+
+        Args:
+            link: The stream, which may have been opened a while ago: TLS takes some time.
+            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
+                another namespace of processes; None if the peer is not such a process.
+
+        Raises:
+            BusyError: If there are as many streams as may be.
+        """
         site, config = self.site, self.site.config
-        if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
+        if link.role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
         secret = config.secret.get_secret_value().encode() if config.secret is not None else None
         trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
@@ -714,40 +723,42 @@ class Service:
             body=site.body[trusted],
             key=site.key,
             secret=secret,
-            endpoint=endpoint,
+            endpoint=link.endpoint,
             engaged_at=self._engaged_at,
             heartbeat=config.heartbeat,
             peer_timeout=config.peer_timeout,
             handshake_timeout=config.handshake_timeout,
         )
         nonce = site.runtime.token(_NONCE_BYTES)
-        return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
+        return Session(link.role, identity, terms, nonce=nonce, now=link.since, process=process or 0), trusted
 
-    def examine(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
-        """A peer has said what it is."""
-        looking = self.site.examine(peer, sending=link.role is Role.SERVER)
-        return self.site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
+    def examine(self, link: Link) -> "asyncio.Task[Agreed]":
+        """A peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
 
-    def on_opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
-        """A handshake is complete. A new session of an incarnation ends its old one."""
-        site, sending = self.site, link.role is Role.SERVER
+        The task's result is given to `on_opened`; a `KvxferError` of it ends the link.
+        """
+        looking = self.site.examine(link.peer, sending=link.role is Role.SERVER)
+        return self.site.tasks.spawn(looking, f"kvxfer meet {link.peer.name}", spare=True)
+
+    def on_opened(self, link: Link, found: Agreed) -> None:
+        """A handshake is complete; `found` is what `examine` has. A new session of an incarnation ends its old one."""
+        site, role = self.site, self.prefill if link.role is Role.SERVER else self.decode
         older = superseded(link, (*self.links, *self.greeting))
-        site.admit(peer, found, trusted=link.trusted, sending=sending, pidfd=link.process)
+        site.admit(link, found)
         self.decode.engines.clear()
         self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:
             other.close("a newer session of the same peer was opened")
-        _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
+        _log.info("peer_connected", peer=link.peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
-        role = self.prefill if sending else self.decode
         link.take = role.handle
         role.on_link_opened(link)
         if link.outdated(site.body[link.trusted]):
             self.rebuilding.send_renewed(link)
 
     def on_lost(self, link: Link, error: KvxferError) -> None:
-        """A link is gone."""
+        """A link is gone. Called once, and only if `on_opened` was."""
         self.links.discard(link)
         self.decode.engines.clear()
         _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
@@ -761,7 +772,11 @@ class Service:
             self.site.forget(link.peer)
 
     def on_peer_news(self, link: Link, message: wire.Message) -> None:
-        """A peer says that it drains, or that its agent is another one."""
+        """A peer says that it drains, or that its agent is another one.
+
+        Raises:
+            ProtocolError: If it says so too often, which closes the link.
+        """
         if isinstance(message, wire.Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, wire.Renewed):

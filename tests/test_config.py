@@ -221,6 +221,8 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"advertise": "tcp:0.0.0.0:1"}, "peers cannot connect to this"),
         ({"allow_peers": ["10.0.*"]}, "the pattern '10.0.*' must begin with"),
         ({"fabric": {"backends": []}}, "fabric.backends is []: name at least one NIXL backend"),
+        ({"fabric": {"backends": ["UCX", "UCX"]}}, "each once"),
+        ({"fabric": {"backend_params": {"UCX": {"num_threads": 1}}}}, "UCX.num_threads is hidden: set it to text"),
         ({"fabric": {"backend_params": {"GDS": {}}}}, "names 'GDS', but fabric.backends is UCX"),
         ({"fabric": {"backend_params": "{"}}, "not valid JSON"),
         ({"allow_peers": ["x" * 100_000]}, f"the pattern '{'x' * 80}' must begin with"),

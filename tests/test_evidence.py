@@ -1,12 +1,14 @@
 """How often evidence is looked for: while looking may find some, and not otherwise."""
 
 import asyncio
-from functools import cached_property
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvxfer.safety.doubt import seek
+from kvxfer.protocol.messages import Route
+from kvxfer.safety.doubt import Exposure
 from kvxfer.safety.fence import SHARED_GATE, Revoked
 from kvxfer.site import Rebuilds, Tasks
 from kvxfer.testing import simulate
@@ -39,6 +41,8 @@ class Looked:
     def retire(self, number):
         pass
 
+    give_back = retire
+
     def hold(self, peer):
         return lambda: None
 
@@ -50,121 +54,122 @@ class Looked:
         return self.process is not None and self.process.done() and not self._survived
 
 
-class Doubt:
-    """Something in doubt."""
+class Doubt(Exposure):
+    """Something in doubt, and what has ended that."""
 
-    def __init__(self, *, gate=OWN, fenced=True, ends_with_process=True):
-        self.link = SimpleNamespace(peer=SimpleNamespace(body=SimpleNamespace(staging=[], host="")))
-        self.gate, self.fenced, self.ends_with_process, self.in_doubt = gate, fenced, ends_with_process, True
-        self.why = ""
-
-    @cached_property
-    def ended_with_agent(self):
-        return asyncio.get_running_loop().create_future()
+    why: str = ""
 
     def on_evidence(self, why):
         self.why = why
+        super().on_evidence(why)
 
 
-def hour(doubt, ending, **found):
-    """Looks in an hour of doubt, and its reason if `ending(site, found)` ends it then."""
+def look_after(site, *, gate=OWN, fenced=True, ends_with_process=True, staging=()):
+    """Something in doubt, for whose end evidence is looked for from now on."""
+    peer = SimpleNamespace(body=SimpleNamespace(staging=staging, host=""), name="p")
+    routes = [Route.MAPPED if ends_with_process else Route.DIRECT]
+    link: Any = SimpleNamespace(peer=peer, renewals=0)
+    doubt = Doubt(site, link, "look", routes=routes, gate=gate, fenced=fenced)
+    doubt.seek()
+    return doubt
+
+
+def hour(ending, *, doubt=None, **found):
+    """Looks in an hour of doubt, and what was evidence in the end if `ending(site, doubt)` comes then."""
 
     async def scenario(runtime):
         site = Looked(**found)
-        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        one = look_after(site, **doubt or {})
         await asyncio.sleep(3600)
         looks = site.looks
-        ending(site, over)
+        ending(site, one)
         assert await site.lookouts.drain(5)
-        return looks
+        return looks, one.why
 
     return simulate(scenario)
 
 
-def closes(site, over):
+def closes(site, _):
     site.closing.set_result(None)
 
 
-def dies(site, over):
+def dies(site, _):
     site.process.set_result(None)
 
 
-def answers(site, over):
-    over()
+def answers(_, doubt):
+    doubt.end()
 
 
 @pytest.mark.parametrize("ending", [closes, dies, answers])
 @pytest.mark.parametrize("doubt", [{"fenced": False}, {"gate": SHARED_GATE}])
 def test_where_only_the_end_of_a_process_can_show_nobody_looks(doubt, ending):
-    one = Doubt(**doubt)
-    assert hour(one, ending, process=True) <= 3
-    assert one.why == ("its process has ended" if ending is dies else "")
+    looks, why = hour(ending, doubt=doubt, process=True)
+    assert looks <= 3
+    assert why == ("its process has ended" if ending is dies else "")
 
 
 @pytest.mark.parametrize("ending", [closes, answers])
 @pytest.mark.parametrize("found", [None, Revoked.DIED])
 def test_where_nothing_can_show_nobody_looks(found, ending):
     """A peer on another host; or one that died in its gate, and what it had left to a socket may still land."""
-    one = Doubt(fenced=found is not None, ends_with_process=False)
-    assert hour(one, ending, found=found) <= 3
-    assert not one.why
+    looks, why = hour(ending, doubt={"fenced": found is not None, "ends_with_process": False}, found=found)
+    assert looks <= 3
+    assert not why
 
 
 @pytest.mark.parametrize("found", [{"found": None}, {"found": Revoked.IDLE, "inside": 1}])
 def test_a_gate_that_somebody_is_in_is_looked_at_once_a_second(found):
-    one = Doubt()
-    assert 3600 <= hour(one, closes, process=True, **found) < 5 * 3600
-    assert not one.why
+    looks, why = hour(closes, process=True, **found)
+    assert 3600 <= looks < 5 * 3600
+    assert not why
 
 
 @pytest.mark.parametrize(
     ("kind", "staging", "ends"), [("cpu", "DRAM", True), ("cuda", "DRAM", False), ("cpu", "VRAM", False)]
 )
 def test_who_died_in_a_gate_may_have_left_work_to_a_gpu(kind, staging, ends):
-    doubt = Doubt()
-    doubt.link.peer.body.staging = [SimpleNamespace(kind=staging)]
-
     async def scenario(runtime):
         site = Looked(found=Revoked.DIED)
         site.geometry.kind = kind
-        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        doubt = look_after(site, staging=[SimpleNamespace(kind=staging)])
         await asyncio.sleep(10)
-        over()
+        doubt.end()
         assert await site.lookouts.drain(5)
+        return bool(doubt.why)
 
-    simulate(scenario)
-    assert bool(doubt.why) is ends
+    assert simulate(scenario) is ends
 
 
 def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
-    doubt = Doubt()
-
     async def scenario(runtime):
         site = Looked(found=Revoked.DIED, inside=1, process=True, survived=True)
-        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
-        dies(site, over)
+        doubt = look_after(site)
+        dies(site, doubt)
         await asyncio.sleep(3600)
         looks = site.looks
-        closes(site, over)
+        closes(site, doubt)
         assert await site.lookouts.drain(5)
+        assert not doubt.why
         return looks
 
     assert simulate(scenario) < 10
-    assert not doubt.why
 
 
 def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(monkeypatch):
     monkeypatch.setattr("kvxfer.safety.doubt.severed", lambda site, peer: True)
 
     async def scenario(runtime):
-        site, doubt = Looked(), Doubt(fenced=False)
-        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        site = Looked()
+        doubt = look_after(site, fenced=False)
+        doubt.on_in_doubt()
+        doubt.on_renewals(sys.maxsize)  # as often as at the last grant
         await asyncio.sleep(1)
         assert [want.answered for want in site.rebuilds.requests] == [False]
-        doubt.ended_with_agent.set_result(None)
+        doubt.on_renewals(sys.maxsize + 1)
         await asyncio.sleep(1)
         assert [want.answered for want in site.rebuilds.requests] == [True]
-        over()
+        doubt.end()
         await asyncio.sleep(1)
         assert not list(site.rebuilds.requests)
 

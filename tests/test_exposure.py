@@ -27,4 +27,4 @@ def test_one_grant_that_names_no_gate_is_enough_for_it_to_tell_nothing(granted, 
             exposure.void()
         else:
             assert exposure.grant(mapped=True) == one
-    assert exposure.fenced is fenced
+    assert bool(exposure.fenced) is fenced

@@ -35,14 +35,14 @@ class Frames:
 
     def __init__(self, peer):
         self.state, self.peer, self.draining = State.OPEN, peer, False
-        self.unread_bytes, self.unsent = 0, b""
+        self.unread, self.unsent = b"", b""
         self.liveness = Liveness(TURN_SECONDS, PEER_TIMEOUT, 0.0, 0.0, 0.0)
 
     def receive(self, data, now):
         self.excuse(now)
-        self.unread_bytes += len(data)
-        for number in data:
-            self.unread_bytes -= 1
+        self.unread += data
+        while self.unread:
+            number, self.unread = self.unread[0], self.unread[1:]
             if self.state is State.CLOSED:
                 return
             if number == 255:
@@ -63,6 +63,10 @@ class Frames:
         if self.unsent or len(frame) > at_once:
             self.unsent, frame = self.unsent + frame, b""
         return frame
+
+    @property
+    def unread_bytes(self):
+        return len(self.unread)
 
     @property
     def unsent_bytes(self):
@@ -113,21 +117,20 @@ class Handler:
         self.frames_sent, self.frames_received = Counter(), Counter()
         self.looking = asyncio.get_running_loop().create_future()
 
-    def new_session(self, role, *, process, endpoint, since):
-        del role, process, endpoint
-        self.since = since
-        return Frames("peer"), True
+    def new_session(self, link, process):
+        del process
+        self.since = link.since
+        return Frames(PEER), True
 
-    def examine(self, link, peer):
-        del link
-        assert peer is PEER
+    def examine(self, link):
+        assert link.peer is PEER
         return asyncio.create_task(self._look())
 
     async def _look(self):
         return await self.looking
 
-    def on_opened(self, link, peer, found):
-        assert (peer, link.renewals) == (PEER, 3)
+    def on_opened(self, link, found):
+        assert link.renewals == 3
         self.got.append(found)
 
     def on_peer_news(self, link, message):
@@ -193,6 +196,14 @@ async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypat
     await turns()
     assert new.handler.got == ["found", 1, 2, 3, 4]
     assert new.stream.reading
+
+
+async def test_who_was_left_while_it_was_looked_at_is_not_opened(new):
+    new.data_received(bytes([253, 1]))
+    new.close("enough")
+    new.handler.looking.set_result("found")
+    await turns()
+    assert new.handler.got == []
 
 
 async def test_what_came_before_the_end_of_the_stream_counts(link):

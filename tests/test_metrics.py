@@ -20,9 +20,6 @@ def buckets(histogram):
 def test_counters():
     metrics = Metrics()
     metrics.offer_ended(("r", 0), "released", 1.0)
-    metrics.quarantined(64)
-    metrics.quarantined(32)
-    metrics.quarantined_bytes -= 64
     metrics.agents_rebuilt += 1
     metrics.fell_back("no native atomics")
     metrics.frames_received["Accept"] += 2
@@ -38,8 +35,6 @@ def test_counters():
         "fallbacks": {"no native atomics": 1},
         "frames_received": {"Accept": 2},
         "offers_ended": {"released": 1},
-        "quarantined_bytes": 32,
-        "quarantined_bytes_ever": 96,
         "admission_waits": 2,
         "admission_wait_seconds": 0.75,
         "agents_rebuilt": 1,

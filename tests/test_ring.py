@@ -31,11 +31,11 @@ async def site():
 @pytest.fixture
 def grants(site):
     peer: Any = SimpleNamespace(account="peer", name="peer", identity=SimpleNamespace(incarnation=b"peer"))
-    return Grants(site, peer, site.receive_desk)
+    return Grants(site, peer)
 
 
 def begin_ring(grants, places, chunk=0):
-    (extent,) = grants.desk.take("peer", PAGE)
+    (extent,) = grants.site.receive_desk.take("peer", PAGE)
     grants.begin_ring(extent, places, chunk)
 
 

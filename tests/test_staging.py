@@ -1,11 +1,11 @@
 """Which memory the arena gets when some of it is refused, by CUDA or by the transport. CUDA is a stand-in."""
 
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer import worker as module
 from kvxfer.config import Config
@@ -100,7 +100,7 @@ async def test_what_is_refused_by_nobody(world, kind, device, found, span):
     assert world.spans == [span, span]
     sending, receiving = world.staging.sending, world.staging.receiving
     assert receiving.address == sending.address + sending.length
-    assert [[(m.address, m.nbytes) for m in memories] for memories in world.kept.values()] == [
+    assert [[(m.address, m.length) for m in memories] for memories in world.kept.values()] == [
         [(sending.address, sending.length)],
         [(receiving.address, receiving.length)],
     ]

@@ -101,8 +101,8 @@ def fetch_error(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError
         retry_after = failure.retry_after_ms / 1000 or None
         return RefusedError(f"{what}: {reason}", peer=peer, reason=failure.code, retry_after=retry_after)
     what = f"{what} while {part.step.value} on route {part.route.name.lower()} after {part.tally.bytes} bytes: {reason}"
-    if part.checking is not None and (found := part.checking.finding) is not None:
-        chunk, bad = found.chunk, found.damage
+    if part.checking is not None and part.checking.found is not None:
+        chunk, bad = part.checking.found
         return IntegrityError(
             what, chunk=chunk, layers=bad.layers, damaged=bad.blocks, peer=peer, transfer=fetch.id, blocks=blocks
         )
@@ -267,9 +267,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         try:
             for part in engine.parts:
                 link, number = part.link, next(role.numbers) if self.receivers else self.number
-                grants = Grants(site, link.peer, site.receive_desk)
+                grants = Grants(site, link.peer)
                 exposure = Exposure(site, link, f"{role.prefix}{number}")
-                receiver = Receiver(site, link, number, part, self, link.peer, grants, exposure, Receiving(number))
+                receiver = Receiver(site, link, part, self, link.peer, grants, exposure, Receiving(number))
                 sent = receiver.send_fetch() and sent
             for link in engine.idle:
                 link.send(wire.Release(self.ref))

@@ -16,7 +16,6 @@ is through with, and quarantines what it may still write.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from secrets import token_bytes
@@ -39,13 +38,13 @@ from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Stat
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
-from kvxfer.site import Desk, Site, Tally, no_op, resolve
+from kvxfer.site import Site, Tally, no_op, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
     from kvxfer.decode.fetch import Fetch
 
-__all__ = ["Checking", "Finding", "Part", "PrefillEngine", "Receiver"]
+__all__ = ["Checking", "Part", "PrefillEngine", "Receiver"]
 
 # --- sums, compared
 #
@@ -54,14 +53,6 @@ __all__ = ["Checking", "Finding", "Part", "PrefillEngine", "Receiver"]
 
 _NAMED: Final = 8
 _NOWHERE: Final = Damage((), (), {})
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A chunk that is not what it should be."""
-
-    chunk: int  # its number
-    damage: Damage  # where it differs; empty if the prefill rank did not say what it should be
 
 
 class Checking:
@@ -73,7 +64,8 @@ class Checking:
     """
 
     def __init__(self, transfer: int, every: int) -> None:
-        self.finding: Finding | None = None  # the first that differs
+        # the first that differs, and where; nowhere if the prefill rank did not say what it should be
+        self.found: tuple[int, Damage] | None = None
         self._transfer: Final = transfer
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
@@ -93,10 +85,11 @@ class Checking:
         if theirs == ours:
             return ""
         if len(theirs) != len(ours):
-            self.finding = Finding(chunk, _NOWHERE)
+            self.found = chunk, _NOWHERE
             return f"{peer} did not say what chunk {chunk} adds up to"
-        self.finding = Finding(chunk, damage(part, ours, theirs))
-        return f"chunk {chunk} is not what {peer} holds: {_said(self.finding.damage)}"
+        where = damage(part, ours, theirs)
+        self.found = chunk, where
+        return f"chunk {chunk} is not what {peer} holds: {_said(where)}"
 
 
 def _said(where: Damage) -> str:
@@ -138,7 +131,6 @@ class Grants(Struct, eq=False):
 
     site: Site
     peer: PeerInfo
-    desk: Desk  # where it comes from
     lease_ms: int = 0  # for how long `Fetch` grants, from its arrival on
     ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
     ring: Sequence[Extent] = ()  # what chunks take turns in
@@ -174,14 +166,14 @@ class Grants(Struct, eq=False):
 
     def begin_ring(self, extent: Extent, most: int, chunk: int) -> list[wire.Place]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now."""
-        self.ring, self._first = self.desk.begin_writing(extent, most - 1), chunk
+        self.ring, self._first = self.site.receive_desk.begin_writing(extent, most - 1), chunk
         return to_places(self.ring)
 
     def turns(self) -> int:
         """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
         pace = self.site.estimates.paces.get(self.peer.identity.incarnation, 0.0)
         ring = self.ring or self.ahead
-        if not pace or self.desk.contended or self.site.mover.crowded:
+        if not pace or self.site.receive_desk.contended or self.site.mover.crowded:
             return _TURNS
         return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace)))
 
@@ -199,7 +191,7 @@ class Grants(Struct, eq=False):
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
         written = self.site.written_in_place.get(self.peer.identity.incarnation, 0)
-        return self.site.lease_ms(written + self.desk.share.held.get(self.peer.account, 0))
+        return self.site.lease_ms(written + self.site.receive_desk.share.held.get(self.peer.account, 0))
 
     def places(self, chunks: range) -> list[Extent]:
         """Where chunks go, or are."""
@@ -218,7 +210,7 @@ class Grants(Struct, eq=False):
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
         for extent in (*self.ahead, *kept):
             if extent.state is not ExtentState.QUARANTINED:
-                self.desk.quarantine(extent, f"{self.peer.name} is silent")
+                self.site.receive_desk.quarantine(extent, f"{self.peer.name} is silent")
         if ring:
             self._give_back([extent for extent in ring if extent not in kept] if kept else ring)
 
@@ -226,10 +218,10 @@ class Grants(Struct, eq=False):
         written = extents
         for extent in extents:
             if extent.state is ExtentState.QUARANTINED:
-                self.desk.settle(extent)
+                self.site.receive_desk.settle(extent)
                 written = [one for one in written if one is not extent]
         if written:
-            self.desk.release(*written)
+            self.site.receive_desk.release(*written)
 
 
 def to_places(ring: Sequence[Extent]) -> list[wire.Place]:
@@ -277,7 +269,6 @@ class Receiver(Struct, eq=False):
 
     site: Site
     link: Link  # the control stream to the prefill rank; another one when the same incarnation is reached again
-    transfer: int  # its number, unique within this rank's incarnation
     part: Part  # what is asked for
     fetch: "Fetch"  # what it is a part of
     peer: PeerInfo
@@ -406,12 +397,12 @@ class Receiver(Struct, eq=False):
         staged = first is Route.STAGED
         self._routes, self._staged, self._writable, exposure.then = routes, staged, writes, self._on_evidence
         if site.sums_every:
-            self.checking = Checking(self.transfer, site.sums_every)
+            self.checking = Checking(self.protocol.transfer, site.sums_every)
         ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
         if ahead:
             self._agreement = pair.agreement(spans, tokens)  # it may raise: nothing is taken, and nobody knows of this
         fetch.receivers.append(self)
-        fetch.role.incoming[self.transfer] = self
+        fetch.role.incoming[self.protocol.transfer] = self
         generation, self._asked = 0, site.now()
         if ahead and staged:
             ahead = self._grant_ahead(tokens)
@@ -424,7 +415,7 @@ class Receiver(Struct, eq=False):
         left, turns = fetch.deadline - self._asked, self._turns
         message = replace(
             part.asks,
-            transfer=self.transfer,
+            transfer=self.protocol.transfer,
             ticket=fetch.ref,
             spans=encode_spans(spans, pair.groups),
             token_start=tokens.start,
@@ -452,11 +443,11 @@ class Receiver(Struct, eq=False):
         nbytes = self.part.pair.most_staged_bytes(tokens)
         if nbytes > site.place_bytes:
             places, nbytes = -(-nbytes // site.place_bytes), site.place_bytes
-            most = min(site.config.window, grants.desk.share.most_extents(nbytes), places)
+            most = min(site.config.window, site.receive_desk.share.most_extents(nbytes), places)
             token, agent = _new_token(None if self.checking is not None else self._peer_agent())
             if not token:
                 return False
-        grants.ahead = grants.desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
+        grants.ahead = site.receive_desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
         places = self.protocol.staged_ahead = len(grants.ahead)
         if token and places:
             self._turns = Turns(places, 0, token, agent)
@@ -589,10 +580,10 @@ class Receiver(Struct, eq=False):
         transfer takes its turn as well. So they are where there are fewer than are wanted by now: a stream begins with
         the few chunks that are ready first.
         """
-        protocol, grants = self.protocol, self.grants
+        protocol, grants, desk = self.protocol, self.grants, self.site.receive_desk
         self._check_moving()
         more, free = protocol.granted < protocol.ready, self._copied
-        room, contended = grants.desk.share.most_extents(bound.most_bytes), grants.desk.contended
+        room, contended = desk.share.most_extents(bound.most_bytes), desk.contended
         most = min(self.site.config.window, room, protocol.ready - protocol.granted)
         if grants.ring and free == protocol.granted and (not more or contended or len(grants.ring) < most):
             self._release_ring()
@@ -610,7 +601,7 @@ class Receiver(Struct, eq=False):
             if named is None or rebuilds.paused:  # what is granted now would be for an agent that is about to go
                 rebuilds.when_done(self._wake)
                 return
-            (token, agent), extent, self._extent, contended = named, self._extent, None, grants.desk.contended
+            (token, agent), extent, self._extent, contended = named, self._extent, None, desk.contended
             ring = grants.begin_ring(extent, most, protocol.granted)
             # now: what is heard of chunks before there is a flow for them would be lost
             self._turns = Turns(len(ring), protocol.granted, token, agent)
@@ -660,7 +651,7 @@ class Receiver(Struct, eq=False):
 
     def _request_staging(self, bound: BoundPlan) -> None:
         """Ask for memory that holds any chunk, and wait for it no longer than a grant holds."""
-        desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
+        desk, account, nbytes = self.site.receive_desk, self.peer.account, max(1, bound.most_bytes)
         self._asked = self.site.now()
         if free := desk.take(account, nbytes):
             self._extent = free[0]
@@ -674,7 +665,7 @@ class Receiver(Struct, eq=False):
         if isinstance(found, KvxferError):
             self._fail(found)
         elif self._given_up:
-            self.grants.desk.release(found)
+            self.site.receive_desk.release(found)
         else:
             self._extent = found
             self._wake()
@@ -780,7 +771,7 @@ class Receiver(Struct, eq=False):
         passage = None if post is None else site.peer_gates.passage(self.peer, generation)
         progress = partial(self._on_progress, first)
         flow = site.mover.flow(
-            CopyJob(NOTHING, partial(progress, over=True), passage=passage, owner=self.transfer, post=post),
+            CopyJob(NOTHING, partial(progress, over=True), passage=passage, owner=self.protocol.transfer, post=post),
             Direction.SCATTER,
             steps,
             total=protocol.chunks - first,
@@ -917,7 +908,7 @@ class Receiver(Struct, eq=False):
         if wrong:
             self.stop(Failure(Status.FAILED, Code.INTEGRITY, wrong))
             if self.protocol.state is ReceiveState.STOPPED:  # its last result has come, so there was nothing to ask
-                self.link.send(wire.Cancel(self.transfer, Code.INTEGRITY))
+                self.link.send(wire.Cancel(self.protocol.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
     async def _flush_or_sum(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
@@ -938,7 +929,7 @@ class Receiver(Struct, eq=False):
             resolve(ended, outcome)
             self._reclaim()
 
-        job = CopyJob(tables, done, nbytes=nbytes, owner=self.transfer, sums=sums)
+        job = CopyJob(tables, done, nbytes=nbytes, owner=self.protocol.transfer, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
         self._copies += 1
         outcome = await ended
@@ -1097,7 +1088,8 @@ class Receiver(Struct, eq=False):
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
         if self._pending_accept is not None and self.moving:
             plan, self._pending_accept = self._pending_accept, None
-            self.site.tasks.spawn(self.run(plan), f"kvxfer receive {self.transfer}", self.fetch.on_error, spare=True)
+            name = f"kvxfer receive {self.exposure.name}"
+            self.site.tasks.spawn(self.run(plan), name, self.fetch.on_error, spare=True)
             return
         self._has_news = True
         if self._news is not None and not self._news.done():
@@ -1108,7 +1100,7 @@ class Receiver(Struct, eq=False):
         self._check_moving()
         while not self._writable:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
-            job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.transfer)
+            job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.protocol.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
                 outcome = await self._wait_shared(asked)
@@ -1122,7 +1114,7 @@ class Receiver(Struct, eq=False):
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, KvxferError):
-            _log.error("task_failed", task=f"kvxfer receive {self.transfer}", error=repr(error), exc_info=error)
+            _log.error("task_failed", task=f"kvxfer receive {self.exposure.name}", error=repr(error), exc_info=error)
             error = TransferFailedError(f"a step of the transfer failed: {error!r}")
         code = error.reason if isinstance(error, RefusedError) else error.code
         self.stop(Failure(Status.FAILED, code, str(error)))
@@ -1164,10 +1156,10 @@ class Receiver(Struct, eq=False):
         if self.protocol.exposed:  # perhaps before its answer was understood: the peer may be writing by now
             self._keep_polling()
         if self._request is not None:
-            self.grants.desk.withdraw(self._request)
+            self.site.receive_desk.withdraw(self._request)
             self._request = None
         if self._extent is not None:
-            self.grants.desk.release(self._extent)
+            self.site.receive_desk.release(self._extent)
             self._extent = None
         if self._active is not None:
             self.site.mover.cancel(self._active.flow)

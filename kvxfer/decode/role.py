@@ -262,10 +262,10 @@ class Recoveries:
     def begin(self, receiver: Receiver) -> None:
         """Something is in doubt: do what ends that, unless it is being done already."""
         receiver.exposure.seek()
-        if receiver.transfer not in self._asking and not self._cancelled:
-            task = self._site.tasks.spawn(self._ask(receiver), f"kvxfer ask about {receiver.transfer}")
-            self._asking[receiver.transfer] = task
-            task.add_done_callback(lambda _: self._asking.pop(receiver.transfer, None))
+        if receiver.protocol.transfer not in self._asking and not self._cancelled:
+            task = self._site.tasks.spawn(self._ask(receiver), f"kvxfer ask about {receiver.protocol.transfer}")
+            self._asking[receiver.protocol.transfer] = task
+            task.add_done_callback(lambda _: self._asking.pop(receiver.protocol.transfer, None))
 
     def cancel(self) -> None:
         """Ask nobody any more; for shutdown."""
@@ -475,7 +475,7 @@ class Decode:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
         self._claims.remove(fetch.key)
         for receiver in fetch.receivers:
-            del self.incoming[receiver.transfer]
+            del self.incoming[receiver.protocol.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
@@ -518,7 +518,7 @@ class Decode:
             fetch.on_doubt_ended()
             for receiver in receivers[:]:
                 if not receiver.owes_an_answer:
-                    self.incoming.pop(receiver.transfer, None)
+                    self.incoming.pop(receiver.protocol.transfer, None)
                     receiver.exposure.end()
                     receiver.grants.release()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
@@ -653,7 +653,7 @@ class Decode:
             return  # whoever closes the claim comes here
         doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
         others = self._send_release(ticket, links, doubtful)
-        if soon := [endpoint for endpoint in others if self.peers.opening(endpoint)]:
+        if soon := set(others).intersection(self.peers.connecting):
             later = self._release_when_connected(ticket, soon)
             task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
             self._later[ticket.key] = task

@@ -9,25 +9,15 @@ in-process one that can be made to fail, for tests.
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvxfer.copy.port import Native
 from kvxfer.errors import FabricError
+from kvxfer.protocol.messages import MemorySpan
 
-__all__ = ["Memory", "Transport", "agent_name", "check_owner", "is_of_worker", "pack", "unpack"]
+__all__ = ["Transport", "agent_name", "check_owner", "is_of_worker", "pack", "unpack"]
 
 # --- the port
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A stretch of memory to register."""
-
-    kind: str  # `"DRAM"` or `"VRAM"`
-    device: int  # index of the GPU; 0 for DRAM
-    address: int
-    nbytes: int
 
 
 class Transport(Protocol):
@@ -59,8 +49,8 @@ class Transport(Protocol):
         """The agent as it is now, as the mover calls it; another one after `renew`."""
         ...
 
-    def register(self, memories: Sequence[Memory]) -> object:
-        """Make memory reachable; returns a token for `deregister`."""
+    def register(self, memories: Sequence[MemorySpan]) -> object:
+        """Make memory reachable, which is of kind `DRAM` or `VRAM`; returns a token for `deregister`."""
         ...
 
     def deregister(self, token: object) -> None:

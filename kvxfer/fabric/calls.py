@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError, ProtocolError
-from kvxfer.fabric import Memory, Transport, check_owner
+from kvxfer.fabric import Transport, check_owner
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime, Stop
 from kvxfer.telemetry import logger
@@ -35,7 +36,7 @@ __all__ = ["Fabric", "Holdings", "Lanes"]
 class _Registered:
     """Memory that is registered; what is handed out for it."""
 
-    memories: tuple[Memory, ...]
+    memories: tuple[MemorySpan, ...]
     token: object
     """The transport's own."""
 
@@ -60,7 +61,7 @@ class Holdings:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def register(self, memories: Sequence[Memory]) -> object:
+    def register(self, memories: Sequence[MemorySpan]) -> object:
         """Make memory reachable; returns a token."""
         held = _Registered(tuple(memories), self._transport.register(memories))
         self._registered.append(held)
@@ -150,33 +151,6 @@ _LOOK_S: Final = 0.002
 _SLOW_S: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call, and the future that gets what it returns or raises."""
-
-    run: Callable[[], Any]
-    future: Future[Any]
-
-    def make(self) -> None:
-        """Make it, unless nobody waits any more. Lets out what is no `FabricError`: that is a defect."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            value = self.run()
-        except FabricError as error:
-            self.future.set_exception(error)
-        except Exception as error:
-            self.future.set_exception(_broken_by(error))
-            raise
-        else:
-            self.future.set_result(value)
-
-    def refuse(self, error: FabricError) -> None:
-        """Do not make it."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
 class Fabric:
     """A transport, and the calls of it that may take long. None of the methods blocks.
 
@@ -190,7 +164,7 @@ class Fabric:
         self._mover: Final = mover
         # shared with the callers' threads, under the lock
         self._lock: Final = threading.Lock()
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._refusal: FabricError | None = None
         self._closing: asyncio.Task[bool] | None = None
         self._called: Final = threading.Event()  # something came in
@@ -201,7 +175,6 @@ class Fabric:
         self._set_up = False
         self._gone = False  # the agent
         self._due: float | None = None  # since when it owes a pass, or is in one
-        self._renewing = False
         mover.ready = self._ready
 
     # ---- what others ask for ----------------------------------------------------------------------------------------
@@ -218,7 +191,7 @@ class Fabric:
         await asyncio.wrap_future(self.metadata(()))
         self._attach()
 
-    def register(self, memories: Sequence[Memory]) -> Future[object]:
+    def register(self, memories: Sequence[MemorySpan]) -> Future[object]:
         """Make memory reachable. The owner keeps it allocated until `deregister` is done, or for ever if that fails.
 
         Returns:
@@ -255,7 +228,8 @@ class Fabric:
 
         Nothing is posted meanwhile. What is in flight has `timeout` seconds to end, and is `IN_DOUBT` if it does not,
         with an error that says `disconnected`, since this side has ended its own work; but for what runs on without an
-        agent. All else goes on afterwards. Tokens and names of peers stay valid. It is not cancelled with the caller.
+        agent. All else goes on afterwards. Tokens and names of peers stay valid. It is not cancelled with the caller,
+        who asks for one at a time.
 
         Returns:
             True once it is done: what others have under way to the old agent does not land any more if it comes over a
@@ -264,9 +238,6 @@ class Fabric:
         """
         if self._refusal is not None:
             raise _restated(self._refusal)
-        if self._renewing:
-            raise FabricError("the agent is being rebuilt already")
-        self._renewing = True
         return await asyncio.shield(asyncio.ensure_future(self._rebuild(self._runtime.now() + timeout)))
 
     @property
@@ -315,33 +286,26 @@ class Fabric:
         return self._submit(lambda: self._holdings.load_peer(peer))
 
     async def _rebuild(self, until: float) -> bool:
-        mover, done = self._mover, False
+        mover, now = self._mover, self._runtime.now
+        mover.stop_posting()
+        while mover.under_way and self._closing is None and now() < until:  # noqa: ASYNC110 - nobody says it
+            await asyncio.sleep(_LOOK_S)
+        await mover.abandon_posts()
         try:
-            mover.stop_posting()
-            while mover.under_way and self._waits(until):  # noqa: ASYNC110 - nobody says it
-                await asyncio.sleep(_LOOK_S)
-            await mover.abandon_posts()
+            done = await asyncio.wrap_future(self._submit(self._holdings.renew))
+        except FabricError as error:
+            if self._closing is None:  # else it was refused, and nobody posts any more
+                self._break(error)
+                mover.attach(None, anew=True)
+                mover.cancel_posts()
+            raise
+        for peer in mover.peers if done else ():
             try:
-                done = await asyncio.wrap_future(self._submit(self._holdings.renew))
-            except FabricError as error:
-                if self._closing is None:  # else it was refused, and nobody posts any more
-                    self._break(error)
-                    mover.attach(None, anew=True)
-                    mover.cancel_posts()
-                raise
-            for peer in mover.peers if done else ():
-                try:
-                    await asyncio.wrap_future(self._tell(peer))
-                except FabricError as error:  # what is posted to it fails with its own error
-                    _log.warning("peer_not_met_again", peer=peer, error=str(error))
-            self._attach(anew=done)
-        finally:
-            self._renewing = False
+                await asyncio.wrap_future(self._tell(peer))
+            except FabricError as error:  # what is posted to it fails with its own error
+                _log.warning("peer_not_met_again", peer=peer, error=str(error))
+        self._attach(anew=done)
         return done
-
-    def _waits(self, until: float) -> bool:
-        """Whether there is time before the agent is made anew."""
-        return self._closing is None and self._runtime.now() < until
 
     async def _close(self) -> bool:
         with self._lock:
@@ -358,7 +322,7 @@ class Fabric:
         with self._lock:
             refusal = None if closing else self._refusal
             if refusal is None:
-                self._inbox.append(_Call(run, future))
+                self._inbox.append((run, future))
         if refusal is not None:
             future.set_exception(_restated(refusal))
         elif self._stop is not None:
@@ -396,9 +360,9 @@ class Fabric:
     def _take(self) -> None:
         try:
             while self._inbox:
-                call, began = self._inbox.popleft(), self._runtime.now()
+                (run, future), began = self._inbox.popleft(), self._runtime.now()
                 self._due = began
-                call.make()
+                _make(run, future)
                 if (took := self._runtime.now() - began) > _SLOW_S:
                     _log.info("slow_call_ended", name=self._transport.name, duration=took)
         finally:
@@ -410,8 +374,9 @@ class Fabric:
         with self._lock:
             self._refusal = self._refusal or error
             refused, self._inbox = list(self._inbox), deque()
-        for call in refused:
-            call.refuse(_restated(self._refusal))
+        for _, future in refused:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_restated(self._refusal))
         _log.error("fabric_broken", name=self._transport.name, error=str(error))
 
     def _shut(self, *, clean: bool) -> bool:
@@ -436,6 +401,21 @@ class Fabric:
                 _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
                 clean = False
         return clean
+
+
+def _make(run: Callable[[], Any], future: Future[Any]) -> None:
+    """Make a call, unless nobody waits any more. Lets out what is no `FabricError`: that is a defect."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        value = run()
+    except FabricError as error:
+        future.set_exception(error)
+    except Exception as error:
+        future.set_exception(_broken_by(error))
+        raise
+    else:
+        future.set_result(value)
 
 
 def _broken_by(error: Exception) -> FabricError:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.port import Descriptors, Native, Operation
 from kvxfer.errors import FabricError
-from kvxfer.fabric import Memory
+from kvxfer.protocol.messages import MemorySpan
 
 __all__ = [
     "EVERY_PEER",
@@ -713,8 +713,8 @@ class LoopbackTransport:
         self._name = self._first_name = name
         self._renewals = 0
         self._network = network
-        self._registered: dict[int, tuple[Memory, ...]] = {}
-        self._peers: dict[str, dict[int, tuple[Memory, ...]]] = {}
+        self._registered: dict[int, tuple[MemorySpan, ...]] = {}
+        self._peers: dict[str, dict[int, tuple[MemorySpan, ...]]] = {}
         self._open = False
 
     @property
@@ -745,11 +745,11 @@ class LoopbackTransport:
         """Its functions, for compiled code."""
         return ported(self)
 
-    def register(self, memories: Sequence[Memory]) -> object:
+    def register(self, memories: Sequence[MemorySpan]) -> object:
         """Note memory as reachable; its owner keeps it allocated until `deregister`."""
         self._check_open()
         for memory in memories:
-            if memory.kind != "DRAM" or memory.address <= 0 or memory.nbytes <= 0:
+            if memory.kind != "DRAM" or memory.address <= 0 or memory.length <= 0:
                 raise FabricError(f"the loopback takes memory of this process only: {memory}")
         key = self._network.key()
         self._registered = {**self._registered, key: tuple(memories)}
@@ -768,7 +768,7 @@ class LoopbackTransport:
         if unknown := [token for token in tokens if token not in self._registered]:
             raise FabricError(f"{unknown} is not registered (any more)")
         covered = {
-            key: [(memory.address, memory.nbytes) for memory in memories]
+            key: [(memory.address, memory.length) for memory in memories]
             for key, memories in self._registered.items()
             if key in tokens
         }
@@ -781,7 +781,7 @@ class LoopbackTransport:
             content = json.loads(metadata)
             peer = str(content["agent"])
             memories = {
-                int(key): tuple(Memory("DRAM", 0, int(address), int(nbytes)) for address, nbytes in ranges)
+                int(key): tuple(MemorySpan("DRAM", 0, int(address), int(nbytes)) for address, nbytes in ranges)
                 for key, ranges in content["memories"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -861,7 +861,7 @@ def _part(handle: Handle) -> PostedPart:
     return handle
 
 
-def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[Memory, ...]], whose: str) -> frozenset[int]:
+def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[MemorySpan, ...]], whose: str) -> frozenset[int]:
     """Numbers of the registrations that hold these pieces.
 
     Raises:
@@ -872,7 +872,7 @@ def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[Memory, ...
     for key, memories in registered.items():
         for memory in memories:
             within = pieces[:, 0] >= memory.address
-            within &= pieces.sum(axis=1) <= memory.address + memory.nbytes
+            within &= pieces.sum(axis=1) <= memory.address + memory.length
             if within.any():
                 keys.add(key)
                 inside |= within

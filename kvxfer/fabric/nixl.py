@@ -40,7 +40,8 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.port import Native
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import Memory, is_of_worker, pack, unpack
+from kvxfer.fabric import is_of_worker, pack, unpack
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.telemetry import logger
 
 __all__ = [
@@ -493,34 +494,23 @@ _UCX_PARAMS: Final = frozenset({
 
 def checked_params(
     backends: Sequence[str],
-    given: Mapping[str, Mapping[str, object]],
+    given: Mapping[str, Mapping[str, str]],
     num_workers: int | None,
     devices: Sequence[str],
     named: str | None,
 ) -> dict[str, dict[str, str]]:
-    """Settings of NIXL's backends, checked, as it takes them: parameters by backend.
+    """Settings of NIXL's backends as it takes them: parameters by backend. What `Config` knows is checked there.
 
     Network devices that the environment names (`named`, from `UCX_NET_DEVICES`) win.
 
     Raises:
-        ConfigError: A setting is malformed, or contradicts another.
+        ConfigError: A setting is none of UCX's, or contradicts another.
     """
-    if not backends or len(set(backends)) != len(backends):
-        raise ConfigError(f"backends must name at least one NIXL plugin, each once: {list(backends)}")
-    if unknown := set(given) - set(backends):
-        raise ConfigError(f"backend_params names {sorted(unknown)}, which backends={list(backends)} does not load")
-    params: dict[str, dict[str, str]] = {backend: {} for backend in backends}
-    for backend, values in given.items():
-        for key, value in values.items():
-            if not isinstance(value, str):
-                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, not {type(value).__name__}")
-            params[backend][key] = value
+    params = {backend: dict(given.get(backend, {})) for backend in backends}
     if unknown := set(params.get("UCX", {})) - _UCX_PARAMS:
         raise ConfigError(f"NIXL's UCX backend has no {sorted(unknown)}; it has {sorted(_UCX_PARAMS)}")
     derived = device_params(devices, named)
     if num_workers is not None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         derived["num_workers"] = str(num_workers)
     if derived and "UCX" not in params:
         raise ConfigError(f"num_workers and devices are settings of UCX, which backends={list(backends)} does not load")
@@ -610,7 +600,7 @@ class NixlTransport:
             once a process, before its first agent.
 
     Raises:
-        ConfigError: A setting is malformed, or contradicts another.
+        ConfigError: A setting is none of UCX's, or contradicts another.
         MissingExtraError: NIXL is not installed, or one that is not known here.
     """
 
@@ -625,8 +615,6 @@ class NixlTransport:
         devices: Sequence[str] = (),
         scatter_lists: bool = False,
     ) -> None:
-        if not 0 < len(name.encode()) <= 255:
-            raise ConfigError(f"a NIXL agent needs a name of 1 to 255 bytes, got {name!r}")
         self._wheel: Final = find()
         self._name = self._first_name = name
         self._renewals = 0
@@ -723,7 +711,7 @@ class NixlTransport:
         except CallError as error:
             raise _translated(error, "list its plugins") from error
 
-    def register(self, memories: Sequence[Memory]) -> object:
+    def register(self, memories: Sequence[MemorySpan]) -> object:
         """Register memories with every backend that takes their kind.
 
         Raises:
@@ -877,10 +865,10 @@ def _make_current(device: int) -> None:
         raise FabricError(f"CUDA device {device} cannot be made current: {error}") from error
 
 
-def _memory_rows(memories: Sequence[Memory], kind: str) -> list[tuple[int, int, int]]:
+def _memory_rows(memories: Sequence[MemorySpan], kind: str) -> list[tuple[int, int, int]]:
     """NIXL's rows (address, bytes, device) of memories of one kind."""
     if kind not in KINDS:
         raise FabricError(f"memory is of kind {' or '.join(KINDS)}, not {kind!r}")
-    if any(memory.address <= 0 or memory.nbytes <= 0 or memory.device < 0 for memory in memories):
+    if any(memory.address <= 0 or memory.length <= 0 or memory.device < 0 for memory in memories):
         raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
-    return [(memory.address, memory.nbytes, memory.device) for memory in memories]
+    return [(memory.address, memory.length, memory.device) for memory in memories]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.errors import FabricError, KvxferError
-from kvxfer.mapped.host import CUDA, VMM, Export, OpenFiles, Window, files_of, joined
+from kvxfer.mapped.host import CUDA, VMM, OpenFiles, Window, files_of, joined
 from kvxfer.memory.device import admit, call, in_thread, lay_out, load
 from kvxfer.names import MAX_HANDLE
+from kvxfer.protocol.messages import MappedMemory
 
 __all__ = ["export_cuda", "open_cuda"]
 
@@ -166,7 +167,7 @@ def _pieces(handle: bytes) -> Iterator[tuple[int, _Piece]]:
 
 
 def _open_pieces(
-    driver: Any, runtime: Any, given: Export, process: int, pieces: Sequence[_Piece], device: int
+    driver: Any, runtime: Any, given: MappedMemory, process: int, pieces: Sequence[_Piece], device: int
 ) -> Window:
     """Map pieces of another process side by side. The GPU that will address them is current in this thread."""
     if sum(piece.length for piece in pieces) != given.length or not all(piece.length for piece in pieces):
@@ -203,7 +204,7 @@ def _import(driver: Any, piece: _Piece, take: Callable[[int], int]) -> Any:
 _PURPOSE: Final = "the route mapped"
 
 
-def export_cuda(device: int, spans: Sequence[range], files: OpenFiles) -> list[Export]:
+def export_cuda(device: int, spans: Sequence[range], files: OpenFiles) -> list[MappedMemory]:
     """The allocations in which these addresses lie, each once.
 
     Raises:
@@ -211,20 +212,20 @@ def export_cuda(device: int, spans: Sequence[range], files: OpenFiles) -> list[E
     """
     runtime, driver = load("runtime", _PURPOSE), load("driver", _PURPOSE)
 
-    def make() -> list[Export]:
+    def make() -> list[MappedMemory]:
         call(runtime, "cudaSetDevice", device)
         identity = _identity(runtime, device)
-        found: list[Export] = []
+        found: list[MappedMemory] = []
         for base, length in _allocations(driver, spans):
             try:
                 handle = _HANDLE.pack(os.getpid(), bytes(call(runtime, "cudaIpcGetMemHandle", base).reserved))
-                found.append(Export(CUDA, identity, base, length, handle))
+                found.append(MappedMemory(CUDA, identity, base, length, handle))
             except KvxferError as error:
                 try:
                     handle = _pieces_handle(driver, base, length, files)
                 except KvxferError as other:
                     raise FabricError(f"{error}; {other}") from other
-                found.append(Export(VMM, identity, base, length, handle))
+                found.append(MappedMemory(VMM, identity, base, length, handle))
         return joined(found, most=MAX_HANDLE)
 
     return in_thread(make)
@@ -248,7 +249,7 @@ def _identity(runtime: Any, device: int) -> str:
     return bytes(call(runtime, "cudaGetDeviceProperties", device).uuid.bytes).hex()
 
 
-def open_cuda(given: Export, device: int, *, own: bool) -> Window:
+def open_cuda(given: MappedMemory, device: int, *, own: bool) -> Window:
     """Map memory of another process for kernels of this GPU, or find it in this process.
 
     Raises:
@@ -297,7 +298,7 @@ def _check_peer(runtime: Any, device: int, other: int) -> None:
         )
 
 
-def _admit(runtime: Any, driver: Any, given: Export, device: int, other: int) -> None:
+def _admit(runtime: Any, driver: Any, given: MappedMemory, device: int, other: int) -> None:
     """Let kernels of the current GPU address memory of another one of this process."""
     if given.kind == VMM:
         admit(driver, given.address, given.length, device)  # which what follows would not

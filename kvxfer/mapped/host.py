@@ -16,7 +16,7 @@ import struct
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import ArenaError, FabricError, GeometryError
+from kvxfer.protocol.messages import MappedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ __all__ = [
     "CPU",
     "CUDA",
     "VMM",
-    "Export",
     "OpenFiles",
     "Window",
     "Windows",
@@ -80,9 +80,6 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._held: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def keep(self, descriptor: int) -> int:
         """Own an open file, which no child process inherits from now on. Also a refused one is closed with the others.
@@ -168,18 +165,7 @@ CPU: Final = "shm"
 CUDA: Final = "cuda_ipc"
 VMM: Final = "cuda_vmm"
 _KINDS: Final = {"cpu": (CPU,), "cuda": (CUDA, VMM)}
-"""Of exports, by what a process copies with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """One allocation that its owner lets others map, or several pieces of memory that lie side by side."""
-
-    kind: str  # `CPU`, `CUDA`, or `VMM` for pieces
-    device: str  # identity of the GPU; empty for CPU memory
-    address: int  # first byte, as the owner addresses it
-    length: int
-    handle: bytes  # what a peer needs to map it
+"""Of what owners let others map (`VMM` for pieces), by what a process copies with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,9 +193,6 @@ class Windows:
         self._stops: Final = np.asarray([window.address + window.length for window in self._windows], np.int64)
         self._shifts: Final = np.asarray([window.local - window.address for window in self._windows], np.int64)
         self._reached: OrderedDict[int, tuple[I64, I64]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._windows)
 
     def local(self, addresses: I64) -> I64:
         """Addresses of the peer, int64 (N,), as this process sees them.
@@ -265,7 +248,7 @@ def _check(address: int, length: int) -> None:
         raise FabricError(f"{length} bytes at {address:#x} are no memory of a process")
 
 
-def export(kind: str, device: int, spans: Sequence[range], files: OpenFiles) -> list[Export]:
+def export(kind: str, device: int, spans: Sequence[range], files: OpenFiles) -> list[MappedMemory]:
     """Make the allocations that hold these addresses available to other processes; each allocation once.
 
     Args:
@@ -285,9 +268,9 @@ def export(kind: str, device: int, spans: Sequence[range], files: OpenFiles) -> 
     return export_shared(spans)
 
 
-def joined(exports: Iterable[Export], most: int | None = None) -> list[Export]:
+def joined(exports: Iterable[MappedMemory], most: int | None = None) -> list[MappedMemory]:
     """Exports by address, pieces that lie side by side as one, as long as a handle has `most` bytes at most."""
-    runs: list[list[Export]] = []
+    runs: list[list[MappedMemory]] = []
     size = 0  # of the handles of the last run
     for one in sorted(exports, key=lambda export: export.address):
         last = runs[-1][-1] if runs else None
@@ -297,18 +280,24 @@ def joined(exports: Iterable[Export], most: int | None = None) -> list[Export]:
             size = len(one.handle)
         runs[-1].append(one)
     return [
-        replace(run[0], length=sum(one.length for one in run), handle=b"".join(one.handle for one in run))
+        MappedMemory(
+            run[0].kind,
+            run[0].device,
+            run[0].address,
+            sum(one.length for one in run),
+            b"".join(one.handle for one in run),
+        )
         for run in runs
     ]
 
 
-def _adjoin(one: Export, other: Export) -> bool:
+def _adjoin(one: MappedMemory, other: MappedMemory) -> bool:
     return (one.kind, one.device) == (other.kind, other.device) == (VMM, one.device) and (
         one.address + one.length == other.address
     )
 
 
-def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> Window:
+def open_window(given: MappedMemory, kind: str, device: int, *, own: bool = False) -> Window:
     """Map an allocation of another process, or pieces of its memory that lie side by side.
 
     Args:
@@ -581,7 +570,7 @@ def _forget(file: _File) -> None:
     os.close(file.descriptor)
 
 
-def export_shared(spans: Sequence[range]) -> list[Export]:
+def export_shared(spans: Sequence[range]) -> list[MappedMemory]:
     """The shared files in which these addresses lie, each once.
 
     Raises:
@@ -596,11 +585,11 @@ def export_shared(spans: Sequence[range]) -> list[Export]:
     return [_export(found[address]) for address in sorted(found)]
 
 
-def _export(file: _File) -> Export:
-    return Export(CPU, "", file.address, file.length, handle_of(file.descriptor))
+def _export(file: _File) -> MappedMemory:
+    return MappedMemory(CPU, "", file.address, file.length, handle_of(file.descriptor))
 
 
-def open_shared(given: Export, *, own: bool) -> Window:
+def open_shared(given: MappedMemory, *, own: bool) -> Window:
     """Map a shared file of another process, or find one of this process.
 
     Raises:

@@ -10,12 +10,13 @@ evidence. Offers hold nothing, since requests that share a prefix offer the same
 
 import operator
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto, unique
 from types import MappingProxyType
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -29,12 +30,10 @@ __all__ = [
     "Custody",
     "CustodySnapshot",
     "Extent",
-    "ExtentRow",
     "ExtentState",
     "Gaps",
     "HolderSnapshot",
     "InvariantError",
-    "PeerSnapshot",
     "Request",
     "Share",
     "ShareSnapshot",
@@ -122,22 +121,15 @@ class Gaps:
         if capacity:
             self._offsets, self._lengths, self._by_length = [0], {0: capacity}, [(capacity, 0)]
 
-    def __len__(self) -> int:
-        return len(self._offsets)
+    def take(self, length: int) -> int:
+        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals; returns their offset.
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Every gap as (offset, length), by offset."""
-        return [(offset, self._lengths[offset]) for offset in self._offsets]
-
-    def take(self, length: int) -> int | None:
-        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals.
-
-        Returns:
-            The offset of the first byte, or None if no gap is large enough.
+        Raises:
+            InvariantError: no gap is so large.
         """
         index = bisect_left(self._by_length, (length, 0))
         if index == len(self._by_length):
-            return None
+            raise InvariantError(f"no gap holds {length} bytes: the largest has {self.largest}")
         gap, offset = self._by_length.pop(index)
         place = bisect_left(self._offsets, offset)
         del self._lengths[offset]
@@ -214,10 +206,6 @@ class WaitingQueue:
         """Peers with a waiting request, in the order of the round."""
         return self._round.keys()
 
-    def waiting(self, peer: str) -> int:
-        """How many requests of `peer` wait."""
-        return len(self._round.get(peer, ()))
-
     def heads(self) -> list[Request]:
         """The waiting request of each peer whose turn it is, in the order of the round."""
         return [next(iter(own)) for own in self._round.values()]
@@ -250,31 +238,9 @@ class WaitingQueue:
 # --- what the books show
 
 
-class ExtentRow(NamedTuple):
-    """One held extent: where it is in its share, in bytes, its state and its peer."""
-
-    offset: int
-    length: int
-    state: ExtentState
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSnapshot:
-    """What one peer holds of a share, in bytes by state, and how many of its requests wait."""
-
-    reserved_bytes: int
-    writing_bytes: int
-    quarantined_bytes: int
-    waiting_requests: int
-
-
 @dataclass(frozen=True, slots=True)
 class ShareSnapshot:
-    """One share at one moment. The bytes by state add up to the capacity.
-
-    Extents come by offset; `reasons` says by offset why one is in quarantine.
-    """
+    """One share at one moment. The bytes by state add up to the capacity."""
 
     name: str
     capacity_bytes: int
@@ -285,9 +251,7 @@ class ShareSnapshot:
     largest_gap_bytes: int
     waiting_requests: int
     waiting_bytes: int
-    peers: Mapping[str, PeerSnapshot]
-    extents: list[ExtentRow]
-    reasons: Mapping[int, str]
+    extents: list[Extent]  # copies of those that are held, by offset
 
 
 # --- a share
@@ -313,8 +277,6 @@ class ShareSnapshot:
 ALIGNMENT: Final = 512
 """Bytes: every extent begins at a multiple of it and occupies a multiple; any access width needs no more."""
 
-_HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
-
 
 class _Turn(Enum):
     """What a request can expect at its turn."""
@@ -327,28 +289,25 @@ class _Turn(Enum):
 class Share:
     """The books of one direction's share of the arena."""
 
-    def __init__(self, name: str, *, base: int, capacity: int, max_overtakes: int = 16) -> None:
+    max_overtakes = 16  # requests that may be granted before one that waits for a gap; 0 for strict turns
+
+    def __init__(self, name: str, *, base: int, capacity: int) -> None:
         """Make the books of an empty share.
 
         Args:
             name: What messages and metrics call it.
             base: Address of the first byte, a multiple of `ALIGNMENT`.
             capacity: Bytes from there on; what exceeds a multiple of `ALIGNMENT` is left unused.
-            max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
         """
         self.name: Final = name
         self.base: Final = base
         self.capacity: Final = capacity // ALIGNMENT * ALIGNMENT
-        self.max_overtakes: Final = max_overtakes
         self._alone = self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
-        self._live: dict[Extent, None] = {}
+        self.live: Final[dict[Extent, None]] = {}  # extents that are held, in the order in which they were granted
         self.held: Final[dict[str, int]] = {}  # by peer, bytes that it holds, quarantined ones included
-        self._accounts: dict[str, dict[ExtentState, int]] = {}  # the same by state
-        self._doubtful: list[tuple[int, int]] = []
-        self._doubt_grew = False
-        self._reachable_cache: int | None = None
+        self._doubtful: dict[str, int] = {}  # by peer, those
 
     # --- asking
 
@@ -393,7 +352,7 @@ class Share:
         """
         found: list[Extent] = []
         length = nbytes + -nbytes % ALIGNMENT
-        contenders = len(self._accounts) + (peer not in self._accounts)
+        contenders = len(self.held) + (peer not in self.held)
         while len(found) < most and nbytes > 0 and not self._queue.overtaken:
             if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
                 break
@@ -419,16 +378,14 @@ class Share:
             what remains holds them; each with the exception to raise.
         """
         refused: list[tuple[Request, ArenaError]] = []
-        if self._doubt_grew:
-            self._doubt_grew = False
-            for request in self._queue.requests():
-                if self._hopeless(request.length):
-                    self._queue.remove(request)
-                    refused.append((request, self._quarantine_error(request.nbytes, request.length)))
+        for request in self._queue.requests() if self._doubtful else ():
+            if self._hopeless(request.length):
+                self._queue.remove(request)
+                refused.append((request, self._quarantine_error(request.nbytes, request.length)))
         granted: list[tuple[Request, Extent]] = []
         if self._queue.overtaken:
             # a grant moves its peer from those that wait to those that hold: the number of both stays the same
-            contenders = len(self._accounts.keys() | set(self._queue.peers))
+            contenders = len(self.held.keys() | set(self._queue.peers))
             while self._serve_round(contenders, granted):
                 pass
         return [*granted, *refused]
@@ -438,7 +395,7 @@ class Share:
         return ArenaError(
             f"a reservation of {request.nbytes} bytes for {request.peer} waited {waited:.3f} s for the {self.name} "
             f"share of the arena and passed its deadline: of {self.capacity} bytes {self._gaps.free} are free "
-            f"(largest gap {self._gaps.largest}), {self._total(ExtentState.QUARANTINED)} are in quarantine, and "
+            f"(largest gap {self._gaps.largest}), {self.quarantined_bytes()} are in quarantine, and "
             f"{len(self._queue)} more requests wait; raise arena_bytes or the time-out"
         )
 
@@ -463,47 +420,35 @@ class Share:
         """RESERVED or WRITING -> QUARANTINED: somebody may still touch the bytes, because of `reason`."""
         self._move(extent, ExtentState.QUARANTINED)
         extent.reason = reason
-        insort(self._doubtful, (extent.offset, extent.length))
-        self._reachable_cache = None
-        self._doubt_grew = True
 
     def settle(self, extent: Extent) -> None:
         """QUARANTINED -> FREE, exactly once: there is evidence that nobody can touch the bytes any more."""
         if extent.state not in {ExtentState.QUARANTINED, ExtentState.FREE}:
             raise InvariantError(f"{extent} is not in quarantine, so there is nothing to settle")
         self._move(extent, ExtentState.FREE)
-        del self._doubtful[bisect_left(self._doubtful, (extent.offset, extent.length))]
-        self._reachable_cache = None
 
     # --- looking
 
-    def quarantined_bytes(self, peer: str | None = None) -> int:
-        """Bytes in quarantine: those of `peer`, or all."""
-        if peer is None:
-            return self._total(ExtentState.QUARANTINED)
-        return self._accounts.get(peer, {}).get(ExtentState.QUARANTINED, 0)
-
-    def extents(self) -> list[Extent]:
-        """Extents that are held, in the order in which they were granted."""
-        return list(self._live)
+    def quarantined_bytes(self) -> int:
+        """Bytes in quarantine."""
+        return sum(self._doubtful.values())
 
     def snapshot(self) -> ShareSnapshot:
-        """What is where now, as plain numbers. It costs time in proportion to the extents and the waiting requests."""
-        extents = sorted(self._live, key=lambda extent: extent.offset)
-        peers = sorted(self._accounts.keys() | set(self._queue.peers))
+        """What is where now. It costs time in proportion to the extents and the waiting requests."""
+        by_state = Counter[ExtentState]()
+        for extent in self.live:
+            by_state[extent.state] += extent.length
         return ShareSnapshot(
             name=self.name,
             capacity_bytes=self.capacity,
             free_bytes=self._gaps.free,
-            reserved_bytes=self._total(ExtentState.RESERVED),
-            writing_bytes=self._total(ExtentState.WRITING),
-            quarantined_bytes=self._total(ExtentState.QUARANTINED),
+            reserved_bytes=by_state[ExtentState.RESERVED],
+            writing_bytes=by_state[ExtentState.WRITING],
+            quarantined_bytes=by_state[ExtentState.QUARANTINED],
             largest_gap_bytes=self._gaps.largest,
             waiting_requests=len(self._queue),
             waiting_bytes=sum(request.length for request in self._queue.requests()),
-            peers={peer: self._peer_snapshot(peer) for peer in peers},
-            extents=[ExtentRow(extent.offset, extent.length, extent.state, extent.peer) for extent in extents],
-            reasons={extent.offset: extent.reason for extent in extents if extent.state is ExtentState.QUARANTINED},
+            extents=sorted(map(copy, self.live), key=lambda extent: extent.offset),
         )
 
     # --- inside
@@ -519,7 +464,8 @@ class Share:
                     return served
                 passed.append(request)
             elif turn is _Turn.FITS:
-                granted.append((request, self._grant(request)))
+                granted.append((request, self._reserve(request.peer, request.nbytes, request.length)))
+                self._queue.serve(request)
                 served = True
                 for blocked in passed:
                     overtaken[blocked] += 1
@@ -529,91 +475,61 @@ class Share:
 
     def _judge(self, peer: str, length: int, contenders: int, *, alone: bool) -> _Turn:
         """Whether `length` bytes can be given to a peer now; it is `alone` if no other waits."""
-        account = self._accounts.get(peer)
-        if account is not None:
-            held = self.held[peer]
-            doubtful = account[ExtentState.QUARANTINED]
+        if (held := self.held.get(peer)) is not None:
+            doubtful = self._doubtful.get(peer, 0)
             cap = self._alone if alone else self.capacity // contenders
             if doubtful * 4 > self.capacity or (held > doubtful and held + length > cap):
                 return _Turn.HELD_BACK
         if length <= self._gaps.largest:
             return _Turn.FITS
-        return _Turn.BLOCKS if length <= self._reachable else _Turn.HELD_BACK
-
-    def _grant(self, request: Request) -> Extent:
-        extent = self._reserve(request.peer, request.nbytes, request.length)
-        self._queue.serve(request)
-        return extent
+        return _Turn.BLOCKS if length <= self._reachable() else _Turn.HELD_BACK
 
     def _reserve(self, peer: str, nbytes: int, length: int, state: ExtentState = ExtentState.RESERVED) -> Extent:
         offset = self._gaps.take(length)
-        if offset is None:
-            raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
         extent = Extent(self.base + offset, offset, length, nbytes, peer, state)
-        self._live[extent] = None
-        account = self._accounts.get(peer)
-        if account is None:
-            account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
-        account[state] += length
+        self.live[extent] = None
         self.held[peer] = self.held.get(peer, 0) + length
         return extent
 
     def _move(self, extent: Extent, target: ExtentState) -> None:
         """Carry out one transition of an extent: beside `_reserve` the only place where a state and a count change."""
         source = extent.state
-        if extent not in self._live:
+        if extent not in self.live:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
         if target not in TRANSITIONS[source]:
             legal = ", ".join(sorted(state.name for state in TRANSITIONS[source]))
             raise InvariantError(f"an extent cannot go from {source.name} to {target.name}; from there only to {legal}")
-        account = self._accounts[extent.peer]
-        account[source] -= extent.length
-        if target is not ExtentState.FREE:
-            account[target] += extent.length
-        else:
-            self._gaps.give(extent.offset, extent.length)
-            del self._live[extent]
-            self.held[extent.peer] -= extent.length
-            if not self.held[extent.peer]:
-                del self.held[extent.peer], self._accounts[extent.peer]
+        peer, length = extent.peer, extent.length
+        if target is ExtentState.QUARANTINED:
+            self._doubtful[peer] = self._doubtful.get(peer, 0) + length
+        elif source is ExtentState.QUARANTINED and (left := self._doubtful.pop(peer) - length):
+            self._doubtful[peer] = left
+        if target is ExtentState.FREE:
+            self._gaps.give(extent.offset, length)
+            del self.live[extent]
+            if left := self.held.pop(peer) - length:
+                self.held[peer] = left
         extent.state = target
-
-    def _total(self, state: ExtentState) -> int:
-        """Bytes in a state, whoever holds them."""
-        return sum(account[state] for account in self._accounts.values())
 
     def _hopeless(self, length: int) -> bool:
         """Whether so much is in quarantine that a request of `length` bytes had better fail now than wait."""
-        return length > self._reachable and self._total(ExtentState.QUARANTINED) * 2 > self.capacity
+        return self.quarantined_bytes() * 2 > self.capacity and length > self._reachable()
 
-    @property
     def _reachable(self) -> int:
         """Bytes of the largest run without a quarantined byte: no gap can be larger before a quarantine ends."""
-        if self._reachable_cache is None:
-            largest = end = 0
-            for offset, length in self._doubtful:
-                largest = max(largest, offset - end)
-                end = offset + length
-            self._reachable_cache = max(largest, self.capacity - end)
-        return self._reachable_cache
+        largest = end = 0
+        doubtful = [extent for extent in self.live if extent.state is ExtentState.QUARANTINED] if self._doubtful else []
+        for extent in sorted(doubtful, key=lambda extent: extent.offset):
+            largest, end = max(largest, extent.offset - end), extent.offset + extent.length
+        return max(largest, self.capacity - end)
 
     def _quarantine_error(self, nbytes: int, length: int) -> ArenaError:
-        doubtful = {peer: self.quarantined_bytes(peer) for peer in self._accounts}
-        names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(doubtful.items()) if held)
+        names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(self._doubtful.items()))
         return ArenaError(
             f"a reservation of {nbytes} bytes ({length} with alignment) cannot be served: of the {self.capacity} bytes "
-            f"of the {self.name} share {self._total(ExtentState.QUARANTINED)} are in quarantine, and the largest run "
-            f"beside them is {self._reachable} bytes; silent peers may still touch the rest: {names}"
-        )
-
-    def _peer_snapshot(self, peer: str) -> PeerSnapshot:
-        account = self._accounts.get(peer, {})
-        return PeerSnapshot(
-            reserved_bytes=account.get(ExtentState.RESERVED, 0),
-            writing_bytes=account.get(ExtentState.WRITING, 0),
-            quarantined_bytes=account.get(ExtentState.QUARANTINED, 0),
-            waiting_requests=self._queue.waiting(peer),
+            f"of the {self.name} share {self.quarantined_bytes()} are in quarantine, and the largest run beside them "
+            f"is {self._reachable()} bytes; silent peers may still touch the rest: {names}"
         )
 
 

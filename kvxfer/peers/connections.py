@@ -18,14 +18,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvxfer.config import Config, Contexts, Credentials
+from kvxfer.config import Contexts, Credentials
 from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
 from kvxfer.mapped.host import here
 from kvxfer.names import Endpoint
 from kvxfer.peers.link import Link
 from kvxfer.protocol.session import Role
-from kvxfer.runtime import Runtime
-from kvxfer.site import Site, Tasks
+from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
 __all__ = ["Backoff", "Listener", "Peers", "Streams"]
@@ -67,7 +66,6 @@ _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
 _log: Final = logger("kvxfer.link")
 
 _Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
-MakeLink: TypeAlias = Callable[[Role, str], Link]
 
 
 class Listener:
@@ -94,12 +92,12 @@ class Listener:
 class Streams:
     """Opens streams for the links of one worker."""
 
-    def __init__(self, config: Config, runtime: Runtime, tasks: Tasks, link: MakeLink) -> None:
-        self._config: Final = config
-        self._runtime: Final = runtime
-        self._tasks: Final = tasks
+    def __init__(self, site: Site, link: Callable[[Role, str], Link]) -> None:
+        self._config: Final = site.config
+        self._runtime: Final = site.runtime
+        self._tasks: Final = site.tasks
         self._link: Final = link
-        self._credentials: Final = Credentials(config.tls)
+        self._credentials: Final = Credentials(site.config.tls)
         self._accepting: Final[set[asyncio.Task[None]]] = set()
 
     async def listen(self) -> Listener:
@@ -150,25 +148,17 @@ class Streams:
             return Listener(f"unix:{path}", opened)
 
     async def _listen_tcp(self, where: str) -> Listener:
-        loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
         sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
         endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
         with contextlib.ExitStack() as opened:
-            if self._config.tls.enabled:
-                opened.callback(self._stop_accepting)
-                for sock in sockets:
-                    self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
-            else:
-                servers = [await loop.create_server(link, sock=sock, start_serving=False) for sock in sockets]
-                for server in servers:
-                    opened.callback(server.close)
-                for server in servers:
-                    await server.start_serving()
+            opened.callback(self._stop_accepting)
+            for sock in sockets:
+                self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
             return Listener(endpoint, opened)
 
     async def _accept(self, sock: socket.socket, endpoint: str) -> None:
-        """Accept streams for ever; each agrees on TLS in a task of its own.
+        """Accept streams for ever; each agrees on TLS, if there is any, in a task of its own.
 
         `asyncio.Server` would do, but that it never tells of a handshake that failed, keeps those under way when it is
         closed, and takes one context for all.
@@ -185,19 +175,13 @@ class Streams:
                     self._hold(self._greet(stream, f"tcp:{address[0]}:{address[1]}"), f"kvxfer greet {address[0]}")
 
     async def _greet(self, sock: socket.socket, peer: str) -> None:
-        """Agree on TLS with who has connected."""
+        """Open a link to who has connected."""
         with contextlib.ExitStack() as unless_opened:
             unless_opened.enter_context(sock)
-            contexts = await self._contexts()
+            tls = await self._tls(Role.SERVER)
             unless_opened.pop_all()
         link = self._link(Role.SERVER, self._config.listen)
-        connecting = asyncio.get_running_loop().connect_accepted_socket(
-            lambda: link,
-            sock,
-            ssl=contexts.server,
-            ssl_handshake_timeout=self._config.handshake_timeout,
-            ssl_shutdown_timeout=self._config.close_timeout,
-        )
+        connecting = asyncio.get_running_loop().connect_accepted_socket(lambda: link, sock, **tls)
         try:
             await _agreed(link, connecting, _refusal)
         except UnreachableError as error:
@@ -243,26 +227,30 @@ class Streams:
 
     async def _over_tcp(self, endpoint: str) -> Link:
         config, loop = self._config, asyncio.get_running_loop()
-        contexts = await self._contexts() if config.tls.enabled else None
+        tls = await self._tls(Role.CLIENT)
         async with _in_time(endpoint, config.connect_timeout):
             where = Endpoint.parse(endpoint)
             sock = await _dial(await self._runtime.in_thread(partial(_addresses, where)))
         link = self._link(Role.CLIENT, endpoint)
-        if contexts is None:
-            await _agreed(link, loop.create_connection(lambda: link, sock=sock), str)
-            return link
-        connecting = loop.create_connection(
-            lambda: link,
-            sock=sock,
-            ssl=contexts.client,
-            server_hostname=config.tls.server_name or where.host,
-            ssl_handshake_timeout=config.handshake_timeout,  # the kernel connects, but only the process does TLS
-            ssl_shutdown_timeout=config.close_timeout,
-        )
-        await _agreed(link, connecting, lambda error: _refusal(error, endpoint))
+        if tls:
+            tls["server_hostname"] = config.tls.server_name or where.host
+        said = partial(_refusal, endpoint=endpoint) if tls else str
+        await _agreed(link, loop.create_connection(lambda: link, sock=sock, **tls), said)
         return link
 
     # --- TLS
+
+    async def _tls(self, role: Role) -> dict[str, Any]:
+        """How a stream is opened for TLS, as asyncio takes it; empty without."""
+        if not self._config.tls.enabled:
+            return {}
+        contexts = await self._contexts()
+        return {
+            "ssl": contexts.client if role is Role.CLIENT else contexts.server,
+            # the kernel connects, but only the process does TLS
+            "ssl_handshake_timeout": self._config.handshake_timeout,
+            "ssl_shutdown_timeout": self._config.close_timeout,
+        }
 
     async def _contexts(self) -> Contexts:
         """The contexts for the next handshake, of the files as they are now.
@@ -463,11 +451,6 @@ class Peers:
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._away: OrderedDict[str, _Away] = OrderedDict()
 
-    @property
-    def links(self) -> list[Link]:
-        """Every open link."""
-        return list(self._links.values())
-
     def known(self, endpoint: str, epoch: bytes) -> Link | None:
         """The link to an endpoint if it is open and the engine there is of this epoch; else ask `link`."""
         link = self._links.get(endpoint)
@@ -484,10 +467,6 @@ class Peers:
         """Endpoints that could not be reached when they were last tried: seconds for which they are left in peace."""
         now = self._site.now()
         return {endpoint: max(0.0, away.until - now) for endpoint, away in self._away.items()}
-
-    def opening(self, endpoint: str) -> bool:
-        """Whether an endpoint is being connected."""
-        return endpoint in self._opening
 
     async def link(self, endpoint: str, epoch: bytes | None) -> Link:
         """The open link to an endpoint; many callers at once make one handshake.

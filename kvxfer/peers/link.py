@@ -11,11 +11,8 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped.host import process_of_stream
@@ -23,11 +20,14 @@ from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Route
-from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "admitted", "superseded"]
+if TYPE_CHECKING:
+    from kvxfer.worker import Service
+
+__all__ = ["Link", "admitted", "superseded"]
 
 # --- the link
 
@@ -42,57 +42,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _log: Final = logger("kvxfer.link")
 
 
-class LinkHandler(Protocol):
-    """What the worker does with a link."""
-
-    frames_sent: Counter[str]  # counts messages that go out, by their names
-    frames_received: Counter[str]  # and those that come in
-
-    def new_session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
-        """A fresh session, and whether the peer will be trusted with addresses.
-
-        Args:
-            role: Which side of the stream this is.
-            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
-                another namespace of processes; None if the peer is not such a process.
-            endpoint: Where the peer is.
-            since: When the stream was opened; TLS may have taken a while.
-        """
-        ...
-
-    def examine(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
-        """The peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
-
-        Returns:
-            A task whose result `on_opened` is given, and whose `KvxferError` ends the link.
-        """
-        ...
-
-    def on_opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
-        """The handshake is complete; `found` is what `examine` has found out."""
-        ...
-
-    def on_peer_news(self, link: "Link", message: wire.Message) -> None:
-        """The peer said something of itself. May raise `ProtocolError`, which closes the link."""
-        ...
-
-    def on_lost(self, link: "Link", error: KvxferError) -> None:
-        """The link is gone. Called once, and only if `on_opened` was."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """A peer was looked at: comes before what the peer said meanwhile."""
-
-    peer: PeerInfo
-    task: "asyncio.Task[Any]"
-
-
 class Link(asyncio.Protocol):
     """One control stream."""
 
-    def __init__(self, role: Role, endpoint: str, handler: LinkHandler, runtime: Runtime) -> None:
+    def __init__(self, role: Role, endpoint: str, handler: "Service", runtime: Runtime) -> None:
         self.role: Final = role  # which side of it this is
         self.endpoint: Final = endpoint  # where the peer is, as far as it is known
         self.trusted = False  # whether this side shares addresses with the peer
@@ -113,9 +66,9 @@ class Link(asyncio.Protocol):
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._rest: Iterator[SessionEvent | _Met] | None = None  # what came in and waits for its turn
-        self._meeting: asyncio.Task[Any] | None = None  # and for this
+        self._meeting: asyncio.Task[Any] | None = None  # looks at the peer
         self._heard = bytearray()  # meanwhile
+        self._more = False  # something came in before, and waits for its turn
         self._known = False  # whether the handler was told that it is open
         self._handling = False
         self._later: tuple[wire.Message, ...] = ()  # goes at the end of this turn, or before what is sent until then
@@ -184,7 +137,7 @@ class Link(asyncio.Protocol):
                 link fails first.
 
         Returns:
-            False if the link is gone; who must know hears it from `LinkHandler.on_lost`.
+            False if the link is gone; who must know hears it from `Service.on_lost`.
         """
         session, stream = self._session, self._transport
         if session is None or stream is None or session.state is not State.OPEN:
@@ -231,9 +184,7 @@ class Link(asyncio.Protocol):
         self.encrypted = stream.get_extra_info("ssl_object") is not None
         process = _process(stream.get_extra_info("socket"))
         try:
-            self._session, self.trusted = self._handler.new_session(
-                self.role, process=process, endpoint=self.endpoint, since=self.since
-            )
+            self._session, self.trusted = self._handler.new_session(self, process)
         except KvxferError as error:
             stream.write(encode(wire.Goodbye(error.code, str(error))))
             self._fail(error)
@@ -246,32 +197,36 @@ class Link(asyncio.Protocol):
 
         They are read all the same: a stream that is aborted loses what nobody has read.
         """
-        session = self._session
         if self._meeting is not None:
             self._heard += data
             if len(self._heard) >= _HEARD_BYTES and self._transport is not None and not self._transport.is_closing():
                 self._transport.pause_reading()
-        elif session is not None:
-            self._handle(iter(session.receive(data, self._runtime.now())))
+        elif self._session is not None:
+            self._handle(self._session, data)
 
-    def _handle(self, events: "Iterator[SessionEvent | _Met]") -> None:
+    def _handle(self, session: Session, data: bytes, met: "asyncio.Task[Any] | None" = None) -> None:
         """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done.
 
-        Nor is anything handled before the peer was looked at, once it has said what it is.
+        Nor is anything handled before the peer was looked at, once it has said what it is: it was if it is `met`.
         """
-        until = self._runtime.now() + TURN_SECONDS
+        now = self._runtime.now()
+        until = now + TURN_SECONDS
         self._handling = True
         try:
-            for event in events:
-                if isinstance(event, (Opened, _Met)):
-                    self._meet(event)
-                else:
-                    self._handler.frames_received[type(event).__name__] += 1
-                    own = isinstance(event, (wire.Goodbye, wire.Renewed))
-                    (self._handler.on_peer_news if own else self.take)(self, event)
-                if self._meeting is not None or self._runtime.now() >= until:
-                    unread = self._session is not None and self._session.unread_bytes
-                    self._rest = events if unread or self._meeting is not None else None
+            if met is not None:
+                self._on_opened(met.result())
+            for event in session.receive(data, now):
+                if isinstance(event, Opened):
+                    self.is_open = True
+                    self._set_timer()  # this side speaks while it looks at the peer, and does not listen
+                    self._meeting = self._handler.examine(self)
+                    self._meeting.add_done_callback(self._on_met)
+                    break
+                self._handler.frames_received[type(event).__name__] += 1
+                own = isinstance(event, (wire.Goodbye, wire.Renewed))
+                (self._handler.on_peer_news if own else self.take)(self, event)
+                if self._runtime.now() >= until:
+                    self._more = session.unread_bytes > 0
                     break
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -284,63 +239,51 @@ class Link(asyncio.Protocol):
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         finally:
             self._handling = False
-        if self._session is not None and self._session.unsent_bytes:
+        if session.unsent_bytes:
             self._flush()
-        if self._rest is not None and self._transport is not None and self._meeting is None:
+        if self._more and self._transport is not None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
             self._loop.call_soon(self._resume)
 
-    def _meet(self, event: "Opened | _Met") -> None:
-        match event:
-            case Opened(peer):
-                self.is_open = True
-                self._set_timer()  # this side speaks while it looks at the peer, and does not listen
-                self._meeting = self._handler.examine(self, peer)
-                self._meeting.add_done_callback(partial(self._on_met, peer))
-            case _Met(peer, task):
-                self._on_opened(peer, task.result())
-
-    def _on_met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
+    def _on_met(self, task: "asyncio.Task[Any]") -> None:
         self._meeting = None
         if task.cancelled():
             self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
         elif self.failure is not None:
             task.exception()  # nobody wants to know any more
-        elif self._session is not None and self._rest is not None:
-            self._rest = chain((_Met(peer, task),), self._rest)
-        self._resume()
+        self._resume(task if self.failure is None else None)
 
-    def _resume(self) -> None:
-        rest, self._rest, stream = self._rest, None, self._transport
-        if rest is not None and stream is not None:
-            if self._session is not None:
-                self._session.excuse(self._runtime.now())
-            if not stream.is_closing():
-                stream.resume_reading()
-            self._handle(rest)  # pauses it again if there is still more
-        self._handle_rest()
+    def _resume(self, met: "asyncio.Task[Any] | None" = None) -> None:
+        """Handle what has waited: what came before the peer was looked at first, and then what came meanwhile."""
+        self._more = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        heard, self._heard = bytes(self._heard), bytearray()
+        if self._session is not None:
+            self._handle(self._session, heard, met)  # pauses it again if there is still more
         self._end_if_handled()
-
-    def _handle_rest(self) -> None:
-        """Handle what came in while the peer was looked at, once all that came before has been."""
-        if self._heard and self._rest is None and self._session is not None:
-            heard, self._heard = bytes(self._heard), bytearray()
-            self._handle(iter(self._session.receive(heard, self._runtime.now())))
 
     def _end_if_handled(self) -> None:
         """The stream has ended; what came before its end counts, and is handled first."""
-        if self._rest is None and self._end is not None:
+        if self._end is not None and self._meeting is None and not self._more:
             self._fail(self._end)
 
-    def _on_opened(self, peer: PeerInfo, found: Any) -> None:
+    def _on_opened(self, found: Any) -> None:
         """The handshake is complete."""
-        self.renewals = peer.body.renewals
-        self._warn_if_untrusted(peer)
+        self.renewals = self.peer.body.renewals
+        if not self.trusted:
+            _log.warning(
+                "peer_not_trusted",
+                peer=self.peer.name,
+                endpoint=self.endpoint,
+                # over TCP and CMA, UCX checks no address that a peer names
+                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
+            )
         self._known = True
-        self._handler.on_opened(self, peer, found)
+        self._handler.on_opened(self, found)
         if not self.ready.done():
-            self.ready.set_result(peer)
+            self.ready.set_result(self.peer)
 
     def pause_writing(self) -> None:
         """The peer has yet to read what was written."""
@@ -360,16 +303,6 @@ class Link(asyncio.Protocol):
         self._end_if_handled()
 
     # --- inside
-
-    def _warn_if_untrusted(self, peer: PeerInfo) -> None:
-        """Say what the transport does not enforce: over TCP and CMA, UCX checks no address that a peer names."""
-        if not self.trusted:
-            _log.warning(
-                "peer_not_trusted",
-                peer=peer.name,
-                endpoint=self.endpoint,
-                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
-            )
 
     def _flush(self) -> None:
         """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""

@@ -44,7 +44,6 @@ class Doubt:
 
     ended: Sender  # which
     severed: bool  # whether what may move has left this side, and is on its way to the agent that the peer had then
-    watched: bool  # whether the end of the peer's process will be seen
     placed: bool = True  # whether it has a place
     unwatch: Callback = no_op  # ends the watch over the peer's process
     withdraw: Callback = no_op  # says that it needs no new agent
@@ -72,23 +71,15 @@ class Doubts:
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
 
-    def add(self, transfer: int, ended: Sender, *, connected: bool) -> None:
-        """Something has ended in doubt.
-
-        Args:
-            transfer: Its number.
-            ended: What it is.
-            connected: Whether its peer is.
-        """
+    def add(self, transfer: int, ended: Sender) -> None:
+        """Something has ended in doubt, of a peer that is connected."""
         peer, processes = ended.link.peer, self._site.processes
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
-        doubt = Doubt(ended, ended.severed or far, processes.end_of(peer) is not None)
+        doubt = Doubt(ended, ended.severed or far)
         if ended.severed and not far:  # so that the peer hears that only its own agent is left
             doubt.withdraw = self._site.rebuilds.request(urgent=False)
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
-        if not connected:
-            self.on_link_lost(who)
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
@@ -102,7 +93,8 @@ class Doubts:
     def on_link_lost(self, incarnation: bytes) -> None:
         """A peer is not connected any more."""
         for doubt in self.of_peer(incarnation):
-            bound = doubt.watched or doubt.reader is not None
+            # of a process that is watched the end will be seen
+            bound = self._site.processes.end_of(doubt.ended.peer) is not None or doubt.reader is not None
             if doubt.placed and not bound and self._unplaced < _MOST:
                 doubt.placed = False
                 self._unplaced += 1
@@ -255,7 +247,7 @@ class Prefill:
             self._site.loop.call_soon(self._on_started)
             sender = self._waiting.popleft()
             if sender.protocol.state is SendState.PARKED:  # else it has ended already
-                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.protocol.transfer}")
+                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.protocol.fetch.transfer}")
 
     def _on_started(self) -> None:
         self._starting -= 1
@@ -277,7 +269,7 @@ class Prefill:
             doubt.reader.on_unread()
             doubt = self._doubtful.find(*key)
         if doubt is not None:
-            link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.failure))
+            link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.protocol.failure))
             return
         link.send(_terminal(message.transfer, failure))
 
@@ -320,7 +312,7 @@ class Prefill:
     def on_agent_renewed(self, link: Link) -> None:
         """A decode rank has made its agent anew, or something of ours has left for the one that it had."""
         for transfer, doubt in self._doubtful.on_agent_renewed(link).items():
-            link.send(_doubt_ended(transfer, doubt.ended.failure))
+            link.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
 
     def check(self, link: Link, message: wire.Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
@@ -386,7 +378,7 @@ class Prefill:
         return sender
 
     def _on_end(self, sender: Sender) -> None:
-        who, transfer = sender.peer.identity.incarnation, sender.protocol.transfer
+        who, transfer = sender.peer.identity.incarnation, sender.protocol.fetch.transfer
         if sender.offer is None:
             ticket = sender.protocol.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), sender)
@@ -397,8 +389,10 @@ class Prefill:
         if not sender.in_doubt:
             self._places.give(who)
             return
-        self._doubtful.add(transfer, sender, connected=who in self._links)
-        if (here := self._links.get(who)) is not None:
+        self._doubtful.add(transfer, sender)
+        if (here := self._links.get(who)) is None:
+            self._doubtful.on_link_lost(who)
+        else:
             sender.keep_polling()
             self.on_agent_renewed(here)  # it may have told of that before our post to the old one ended
 
@@ -410,7 +404,7 @@ class Prefill:
         if not moved.in_doubt:
             self._doubtful.forget(who, transfer)
             if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
-                here.send(_doubt_ended(transfer, doubt.ended.failure))
+                here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
         elif moved.severed:
             doubt.severed = True
             if here is not None:

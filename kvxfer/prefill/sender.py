@@ -391,7 +391,7 @@ class Sender(Struct, eq=False):
                 self._end_flow(self._active)
             raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            _log.error("task_failed", task=f"kvxfer send {protocol.transfer}", error=repr(error), exc_info=error)
+            _log.error("task_failed", task=f"kvxfer send {protocol.fetch.transfer}", error=repr(error), exc_info=error)
             self._refuse_or_stop(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
     async def _wait_for_offer(self) -> Entry | None:
@@ -438,7 +438,7 @@ class Sender(Struct, eq=False):
         """If this has to wait, tell the decode rank that what `Fetch` granted is void."""
         if self._ahead:
             self._ahead = False
-            self.link.send(wire.Ready(self.protocol.transfer, 0))
+            self.link.send(wire.Ready(self.protocol.fetch.transfer, 0))
 
     async def _accept(self) -> None:
         """Plan, and say how it will be moved; begin with what `Fetch` grants, if that still holds and is needed."""
@@ -895,13 +895,14 @@ class Sender(Struct, eq=False):
             return
         if self._sums_every and protocol.state is SendState.MOVING:
             for chunk in range(begin, chunks):
-                if selected(protocol.transfer, chunk, self._sums_every) and (nbytes := bound.carried(chunk, chunk + 1)):
+                wanted = selected(protocol.fetch.transfer, chunk, self._sums_every)
+                if wanted and (nbytes := bound.carried(chunk, chunk + 1)):
                     self._sum_chunk(chunk, nbytes, bound)
         if self._summing:
             chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
             for chunk in sorted(self._summing):
                 if chunk < chunks and (sums := self._summing.pop(chunk)):
-                    self.link.send(wire.Sums(protocol.transfer, chunk, sums))
+                    self.link.send(wire.Sums(protocol.fetch.transfer, chunk, sums))
         if chunks == protocol.arrived:
             return
         nbytes = bound.carried(protocol.arrived, chunks)
@@ -1059,11 +1060,6 @@ class Sender(Struct, eq=False):
         """It is over, but a post of ours may still be under way, or the decode rank may still be reading."""
         read = self._exposure is not None and self._exposure.ended
         return self.protocol.doubts > 0 and not read
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why it stopped."""
-        return self.protocol.failure
 
     @property
     def is_pulled(self) -> bool:

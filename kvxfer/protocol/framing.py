@@ -180,16 +180,14 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    if isinstance(message, Agent) and len(message.body) > _BODY_BYTES:
-        return b"".join(encode_in_parts(message))
-    payload = encoder.encode(message)
-    return LENGTH.pack(len(payload)) + payload
+    return b"".join(encode_in_parts(message))
 
 
 def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
     """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
     if not isinstance(message, Agent) or len(message.body) <= _BODY_BYTES:
-        return (encode(message),)
+        payload = encoder.encode(message)
+        return (LENGTH.pack(len(payload)) + payload,)
     behind = encoder.encode((message.same, message.proof))[1:]
     without = encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
     ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))

@@ -80,9 +80,6 @@ __all__ = [
     "SessionEvent",
     "State",
     "Terms",
-    "check_place",
-    "check_same",
-    "same",
 ]
 
 # --- who a worker is
@@ -124,40 +121,6 @@ class IdentityKey:
             return self._private.exchange(X25519PublicKey.from_public_bytes(peer))
         except ValueError as error:
             raise ProtocolError(f"the incarnation {peer.hex()[:8]} is no key that a rank could have") from error
-
-
-def same(shared: bytes, role: str, transcript: bytes) -> bytes:
-    """The proof that its sender has one of the two keys, good for one role in one session."""
-    return hmac.digest(shared, _SAME + role.encode() + transcript, "sha256")
-
-
-def check_same(claimed: bytes, expected: bytes, heard: bytes) -> None:
-    """See that a peer has proved its incarnation.
-
-    Raises:
-        IdentityError: If not.
-    """
-    if not hmac.compare_digest(expected, heard):
-        raise IdentityError(
-            f"nothing proves that this is the process of incarnation {claimed.hex()[:8]}; if it is no impostor, start "
-            "it again"
-        )
-
-
-def check_place(claimed: bytes, here: str, engaged_at: str) -> None:
-    """See that nothing with a peer that answers here is open, or in doubt, at another endpoint.
-
-    Raises:
-        IdentityError: If there is: whoever is here may pass on what both prove, and then speak in the peer's name.
-    """
-    if engaged_at not in ("", here):
-        raise IdentityError(
-            f"whoever answers at {here} says to be {claimed.hex()[:8]}, with which something is open or in doubt at "
-            f"{engaged_at}: refused",
-            peer=here,
-            engaged_at=engaged_at,
-            incarnation=claimed.hex(),
-        )
 
 
 # --- when to speak, and when a peer is silent
@@ -523,7 +486,7 @@ class Session:
                 self._transcript = _transcript(self._hello, message)
                 self._greeted(message)
                 self._check_proof(message.proof, Role.SERVER)
-                check_place(message.incarnation, self._terms.endpoint, self._terms.engaged_at(message.incarnation))
+                self._check_place(message.incarnation)
                 self._write(self._agent(message), now)
             case Agent():
                 if self.role is Role.SERVER:
@@ -608,16 +571,35 @@ class Session:
             raise UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
 
     def _same(self, theirs: Hello | Welcome, role: Role) -> bytes:
+        """The proof that its sender has one of the two keys, good for one role in this session."""
         self._shared = self._shared or self._terms.key.shared(theirs.incarnation)
-        return same(self._shared, role.value, self._transcript)
+        return hmac.digest(self._shared, _SAME + role.value.encode() + self._transcript, "sha256")
 
     def _check_same(self, theirs: Hello | Welcome, heard: bytes, now: float) -> None:
+        """See that the peer has proved its incarnation."""
         role = Role.SERVER if self.role is Role.CLIENT else Role.CLIENT
-        try:
-            check_same(theirs.incarnation, self._same(theirs, role), heard)
-        except IdentityError as error:
+        if not hmac.compare_digest(self._same(theirs, role), heard):
+            error = IdentityError(
+                f"nothing proves that this is the process of incarnation {theirs.incarnation.hex()[:8]}; if it is no "
+                "impostor, start it again"
+            )
             self._write(Goodbye(error.code, str(error)), now)  # so that it need not guess
-            raise
+            raise error
+
+    def _check_place(self, claimed: bytes) -> None:
+        """See that nothing with a peer that answers here is open, or in doubt, at another endpoint.
+
+        Whoever is here may pass on what both prove, and then speak in the peer's name.
+        """
+        here, engaged_at = self._terms.endpoint, self._terms.engaged_at(claimed)
+        if engaged_at not in ("", here):
+            raise IdentityError(
+                f"whoever answers at {here} says to be {claimed.hex()[:8]}, with which something is open or in doubt "
+                f"at {engaged_at}: refused",
+                peer=here,
+                engaged_at=engaged_at,
+                incarnation=claimed.hex(),
+            )
 
     def _write(self, message: Message, now: float) -> None:
         for part in encode_in_parts(message):

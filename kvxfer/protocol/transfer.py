@@ -99,7 +99,6 @@ class Sending(Struct, eq=False):
     """
 
     fetch: wire.Fetch  # the message that began it
-    transfer: int = 0  # its id, unique within the decode rank's incarnation
     state: SendState = SendState.PARKED  # see `SendState`
     route: wire.Route = wire.Route.UNKNOWN  # chosen route once accepted
     failure: Failure | None = None  # why it stops, once it does
@@ -120,9 +119,6 @@ class Sending(Struct, eq=False):
     _ring_at: int = 0  # the chunk that its first place was for
     _unread: bool = False  # route pull: what was announced is not read any more
     _payload: bytes | None = None
-
-    def __post_init__(self) -> None:
-        self.transfer = self.fetch.transfer
 
     @property
     def moving(self) -> int:
@@ -163,7 +159,7 @@ class Sending(Struct, eq=False):
         """This transfer will not happen."""
         self._event("refuse")
         self.failure = Failure(wire.Status.FAILED, code, reason, retry_after_ms)
-        return [wire.Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
+        return [wire.Refuse(self.fetch.transfer, code, reason[:1024], retry_after_ms)]
 
     def announce(
         self, ready: int, lease_ms: int = 0, spans: Sequence[wire.Span] = (), generation: int = 0
@@ -172,7 +168,7 @@ class Sending(Struct, eq=False):
         if self.state is not SendState.MOVING or self._unread or (ready <= self.ready and not spans):
             return []
         self.ready = max(self.ready, ready)
-        return [wire.Ready(self.transfer, self.ready, lease_ms, list(spans), generation)]
+        return [wire.Ready(self.fetch.transfer, self.ready, lease_ms, list(spans), generation)]
 
     def finish_offer(self, payload: bytes) -> list[wire.Message]:
         """The offer is complete, and the plan of it was accepted: no chunk will be added, and this is the payload."""
@@ -197,16 +193,16 @@ class Sending(Struct, eq=False):
         again = message.chunks == self.granted and not message.ring and self.granted > 0
         fresh = range(0) if again else self._added(message.chunks)
         if (message.ring or message.copied) and self.route is not wire.Route.STAGED:
-            raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
+            raise ProtocolError(f"transfer {message.transfer} was given a ring, and is written in place")
         if message.copied > self.granted:
-            raise ProtocolError(f"{message.copied} chunks of transfer {self.transfer} cannot have left their places")
+            raise ProtocolError(f"{message.copied} chunks of transfer {message.transfer} cannot have left their places")
         # as its agents hear of each other, it may know sooner than we do what has arrived
         if message.ring and max(self.arrived, message.copied) < self.granted:
-            raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
+            raise ProtocolError(f"transfer {message.transfer} was given another ring while chunks are under way")
         if message.token and not (message.ring and is_token(message.token)):
-            raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
+            raise ProtocolError(f"transfer {message.transfer} was given a token that names no turns")
         if self.route is wire.Route.STAGED and not (message.ring or self.ring):
-            raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
+            raise ProtocolError(f"transfer {message.transfer} was granted no place to go to")
         if message.ring:
             self.ring, self.token, self._ring_at = message.ring, message.token, self.granted
         self.granted, self.copied = message.chunks, max(self.copied, message.copied)
@@ -229,7 +225,7 @@ class Sending(Struct, eq=False):
         if self.route is not wire.Route.PULL:
             raise ProtocolError("Read is a message of the route pull only")
         if self._unread:
-            raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
+            raise ProtocolError(f"transfer {self.fetch.transfer} was said to be read no more")
         fresh = self._added(message.chunks)
         self.granted = message.chunks
         return fresh
@@ -248,7 +244,7 @@ class Sending(Struct, eq=False):
         The decode rank is told by `take_news`, or with the last result.
         """
         if not self.arrived < chunks <= self.granted - self._dropped:
-            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} cannot have arrived")
+            raise ProtocolError(f"{chunks} chunks of transfer {self.fetch.transfer} cannot have arrived")
         self.arrived = chunks
         self.nbytes += nbytes
         self._timings = timings if self._timings is UNTIMED else added(self._timings, timings)
@@ -260,7 +256,7 @@ class Sending(Struct, eq=False):
         if arrived <= self._said or self.state is not SendState.MOVING:
             return []
         self._said, timings, self._timings = arrived, self._timings, UNTIMED
-        return [wire.Arrived(self.transfer, arrived, timings)]
+        return [wire.Arrived(self.fetch.transfer, arrived, timings)]
 
     def chunks_dropped(self, chunks: int, *, in_doubt: bool = False) -> list[wire.Message]:
         """So many chunks in the shell's hands will not arrive; `in_doubt` if bytes of them may still be in flight.
@@ -268,7 +264,7 @@ class Sending(Struct, eq=False):
         It ends the transfer; who can say why calls `stop` before.
         """
         if not 0 < chunks <= self.moving:
-            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} are not under way")
+            raise ProtocolError(f"{chunks} chunks of transfer {self.fetch.transfer} are not under way")
         self._dropped += chunks
         self.doubts += in_doubt
         if self.state is SendState.MOVING:
@@ -280,7 +276,7 @@ class Sending(Struct, eq=False):
     def doubt_ended(self) -> None:
         """Nothing of what was dropped in doubt, in one call, is in flight any more."""
         if not self.doubts:
-            raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
+            raise ProtocolError(f"nothing of transfer {self.fetch.transfer} is in doubt")
         self.doubts -= 1
 
     def stop(self, failure: Failure) -> list[wire.Message]:
@@ -295,16 +291,16 @@ class Sending(Struct, eq=False):
         before = self.state
         self._event("stop")
         if before is SendState.PARKED:
-            return [build_result(self.transfer, failure.status, last=True, failure=failure)]
+            return [build_result(self.fetch.transfer, failure.status, last=True, failure=failure)]
         if before is SendState.MOVING and self.being_read:
-            return [build_result(self.transfer, failure.status, chunk=self.granted, failure=failure)]
+            return [build_result(self.fetch.transfer, failure.status, chunk=self.granted, failure=failure)]
         return self._complete()
 
     def give_up_waiting(self) -> list[wire.Message]:
         """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
         if self.state is not SendState.STOPPING or not self.moving or self.failure is None:
             return []
-        return [build_result(self.transfer, self.failure.status, chunk=self.arrived, failure=self.failure)]
+        return [build_result(self.fetch.transfer, self.failure.status, chunk=self.arrived, failure=self.failure)]
 
     def _complete(self) -> list[wire.Message]:
         """End the transfer if nothing is left to wait for."""
@@ -318,14 +314,14 @@ class Sending(Struct, eq=False):
             status = (
                 wire.Status.IN_DOUBT if self.doubts else (self.failure.status if self.failure else wire.Status.FAILED)
             )
-            return [build_result(self.transfer, status, last=True, failure=self.failure)]
+            return [build_result(self.fetch.transfer, status, last=True, failure=self.failure)]
         if self.granted < self.chunks or self._payload is None:
             return []
         self.state = over
         took, payload = self._timings, self._payload
         return [
             wire.KvAgentResult(
-                self.transfer, wire.WHOLE, wire.Status.OK, self.nbytes, last=True, timings=took, payload=payload
+                self.fetch.transfer, wire.WHOLE, wire.Status.OK, self.nbytes, last=True, timings=took, payload=payload
             )
         ]
 
@@ -337,7 +333,7 @@ class Sending(Struct, eq=False):
         """
         if not self.granted < chunks <= self.ready:
             said = f"{chunks} of {self.ready} chunks that were announced, and {self.granted} were before"
-            raise ProtocolError(f"transfer {self.transfer} was moved on to {said}")
+            raise ProtocolError(f"transfer {self.fetch.transfer} was moved on to {said}")
         return range(self.granted, chunks)
 
     def _event(self, event: str) -> None:

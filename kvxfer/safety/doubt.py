@@ -3,8 +3,7 @@
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -12,7 +11,6 @@ from msgspec.structs import replace
 
 from kvxfer.errors import Code, FabricError
 from kvxfer.mapped.host import elsewhere
-from kvxfer.names import lazy
 from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import decode_body, encode_body
@@ -23,7 +21,7 @@ from kvxfer.safety.fence import SHARED_GATE, Revoked
 from kvxfer.site import Callback, Site, no_op, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "request_rebuild", "seek", "severed"]
+__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "request_rebuild", "severed"]
 
 _log: Final = logger("kvxfer.worker")
 
@@ -36,83 +34,12 @@ _log: Final = logger("kvxfer.worker")
 _SECONDS: Final = 0.005
 _SECONDS_MAX: Final = 1.0
 
-
-def seek(site: Site, exposed: "Exposure", name: str) -> Callback:
-    """Close the gate that a peer was granted, see its process end, or wait for a new agent, in a task of the worker's.
-
-    The task ends when one of them is evidence. A peer that is stopped inside of its gate may go on at any time, so
-    nothing else ends it but what is returned: to be called when the doubt has ended otherwise. A worker that is closing
-    looks once more.
-    """
-    over: asyncio.Future[None] = site.loop.create_future()
-    leave = site.processes.hold(exposed.link.peer)  # now: the last link to the peer may be gone when the task begins
-    task = site.lookouts.spawn(_seek(site, exposed, over, site.rebuilds.count), name)
-    task.add_done_callback(lambda _: leave())
-    return partial(resolve, over, None)
-
-
-async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", before: int) -> None:
-    delay, found = _SECONDS, None
-    leave = no_op  # the agent is wanted anew
-    wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
-    try:
-        while not over.done():
-            last = site.closing.done()
-            if found is None and exposed.fenced:
-                found = await site.gates.revoke(exposed.gate)
-            count, gone = site.rebuilds.count, exposed.ended_with_agent.done()
-            if why := await _evidence(site, exposed, found, rebuilt=count > before):
-                exposed.on_evidence(why)
-                return
-            if last:
-                return
-            news = [over, site.closing]
-            if severed(site, exposed.link.peer) or (gone and count == before):
-                if wanted != (count, gone):
-                    leave()
-                    leave, wanted = site.rebuilds.request(urgent=exposed.in_doubt, answered=gone), (count, gone)
-                news.append(site.rebuilds.next)
-            elif (ended := site.processes.end_of(exposed.link.peer)) is not None and not ended.done():
-                news.append(ended)
-            if not gone:
-                news.append(exposed.ended_with_agent)
-            # where a process has died in it nothing more will show, and an idle worker would look in vain for ever
-            may_empty = exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
-            pause = delay if may_empty else None
-            await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-            delay = min(2 * delay, _SECONDS_MAX)
-    finally:
-        leave()
-
-
-async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, rebuilt: bool) -> str:
-    """What shows that nothing is touched any more; empty if nothing does.
-
-    `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.
-    """
-    ends, spans = exposed.ends_with_process, exposed.link.peer.body.staging
-    own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
-    if found is not None and not await site.gates.writers_inside(exposed.gate):
-        if found is Revoked.IDLE:
-            return "its gate was empty"
-        if ends and own:  # what a thread of it copied by itself ends before its locks are given back
-            return "it died inside of its gate"
-    gone = site.processes.has_ended(exposed.link.peer)
-    if gone and (ends or rebuilt):
-        if exposed.fenced:  # it may have died inside of a word
-            site.gates.retire(exposed.gate)
-        return "its process has ended" if ends else "its process has ended, and the agent that it reached is gone"
-    if rebuilt and severed(site, exposed.link.peer):
-        return "it is on another host, and the agent that it reached is gone"
-    return ""
-
-
 # --- what a peer may be touching
 
 _ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 
 
-class Exposure(Struct, eq=False, dict=True):
+class Exposure(Struct, eq=False):
     """Memory that one transfer lets a peer write or read, as granted on one control stream."""
 
     site: Site
@@ -122,21 +49,20 @@ class Exposure(Struct, eq=False, dict=True):
     then: Callable[[], None] = no_op
     routes: Collection[Route] = ()  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
-    fenced: bool = False  # whether the peer passes it, or touches nothing
+    fenced: bool | None = None  # whether the peer passes it by all grants; None if it touches nothing
     ended: bool = False  # nobody touches it any more
     _renewals: int = sys.maxsize  # how often the peer had made its agent anew when the last grant was given
     _renewed: bool = False  # as the peer has said
     _in_doubt: bool = False  # likewise
-    _granted: bool = False
-    _stop_seeking: Callable[[], None] | None = None
+    _news: "asyncio.Future[None] | None" = None  # for which whoever looks for evidence waits
 
-    @lazy
-    def ended_with_agent(self) -> "asyncio.Future[None]":
-        """Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
+    @property
+    def ended_with_agent(self) -> bool:
+        """Whether the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
 
         What it posted left for the agent that was here, and more it cannot tell before there is another.
         """
-        return self.site.loop.create_future()
+        return self._renewed and self._in_doubt
 
     @property
     def ends_with_process(self) -> bool:
@@ -159,32 +85,89 @@ class Exposure(Struct, eq=False, dict=True):
             gate = self.gate = gates.allot()
         passes = gate != SHARED_GATE and link.peer.identity.incarnation in self.site.fenced
         generation = gates.granted(gate) if passes or (mapped and gates.words) else 0
-        self.fenced = generation > 0 and (self.fenced or not self._granted)
-        self._granted, self._renewals, self._renewed = True, link.renewals, False
+        self.fenced = generation > 0 and self.fenced is not False
+        self._renewals, self._renewed = link.renewals, False
         return generation
 
     def on_renewals(self, renewals: int) -> None:
         """The peer says how often it has made its agent anew."""
         self._renewed = self._renewed or renewals > self._renewals
-        self._resolve_if_both()
+        self._wake()
 
     def on_in_doubt(self) -> None:
         """The peer says that it does not know what became of it."""
         self._in_doubt = True
-        self._resolve_if_both()
-
-    def _resolve_if_both(self) -> None:
-        if self._renewed and self._in_doubt:
-            resolve(self.ended_with_agent, None)
+        self._wake()
 
     def void(self) -> None:
         """The peer touches nothing under what was granted so far."""
-        self._granted = self.fenced = False
+        self.fenced = None
 
     def seek(self) -> None:
-        """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended."""
-        if self._stop_seeking is None and not self.ended:
-            self._stop_seeking = seek(self.site, self, f"kvxfer look after {self.name}")
+        """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended.
+
+        That is to close its gate, see the peer's process end, or wait for a new agent, in a task of the worker's. A
+        peer that is stopped inside of its gate may go on at any time. A worker that is closing looks once more.
+        """
+        if self._news is None and not self.ended:
+            site = self.site
+            self._news = site.loop.create_future()
+            leave = site.processes.hold(self.link.peer)  # now: the last link may be gone when the task begins
+            task = site.lookouts.spawn(self._look(site.rebuilds.count), f"kvxfer look after {self.name}")
+            task.add_done_callback(lambda _: leave())
+
+    async def _look(self, before: int) -> None:
+        site, peer = self.site, self.link.peer
+        delay, found = _SECONDS, None
+        leave = no_op  # the agent is wanted anew
+        wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
+        try:
+            while not self.ended:
+                self._news, last = site.loop.create_future(), site.closing.done()
+                if found is None and self.fenced:
+                    found = await site.gates.revoke(self.gate)
+                count, gone = site.rebuilds.count, self.ended_with_agent
+                if why := await self._evidence(found, rebuilt=count > before):
+                    self.on_evidence(why)
+                    return
+                if last:
+                    return
+                news = [self._news, site.closing]
+                if severed(site, peer) or (gone and count == before):
+                    if wanted != (count, gone):
+                        leave()
+                        leave, wanted = site.rebuilds.request(urgent=self.in_doubt, answered=gone), (count, gone)
+                    news.append(site.rebuilds.next)
+                elif (ended := site.processes.end_of(peer)) is not None and not ended.done():
+                    news.append(ended)
+                # where a process has died in it nothing more will show, and an idle worker would look in vain for ever
+                may_empty = self.fenced and self.gate != SHARED_GATE and found is not Revoked.DIED
+                pause = delay if may_empty else None
+                await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                delay = min(2 * delay, _SECONDS_MAX)
+        finally:
+            leave()
+
+    async def _evidence(self, found: Revoked | None, *, rebuilt: bool) -> str:
+        """What shows that nothing is touched any more; empty if nothing does.
+
+        `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.
+        """
+        site, peer, ends = self.site, self.link.peer, self.ends_with_process
+        own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in peer.body.staging)  # no GPU writes
+        if found is not None and not await site.gates.writers_inside(self.gate):
+            if found is Revoked.IDLE:
+                return "its gate was empty"
+            if ends and own:  # what a thread of it copied by itself ends before its locks are given back
+                return "it died inside of its gate"
+        gone = site.processes.has_ended(peer)
+        if gone and (ends or rebuilt):
+            if self.fenced:  # it may have died inside of a word
+                site.gates.retire(self.gate)
+            return "its process has ended" if ends else "its process has ended, and the agent that it reached is gone"
+        if rebuilt and severed(site, peer):
+            return "it is on another host, and the agent that it reached is gone"
+        return ""
 
     def on_evidence(self, why: str) -> None:
         """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
@@ -200,8 +183,11 @@ class Exposure(Struct, eq=False, dict=True):
             self.ended = True
             self.then = no_op  # without a cycle, the transfer is freed at once
             self.site.gates.give_back(self.gate)
-            if self._stop_seeking is not None:
-                self._stop_seeking()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            resolve(self._news, None)
 
 
 # --- a new agent
@@ -257,16 +243,13 @@ class Rebuilding:
     can bring it about must not be able to stop everybody else.
     """
 
-    def __init__(
-        self, site: Site, roles: Sequence[Grantor], links: Callable[[], Iterable[Link]], renewed: Callable[[Link], None]
-    ) -> None:
+    def __init__(self, site: Site, roles: Sequence[Grantor], links: Collection[Link]) -> None:
         self._site: Final = site
         self._roles: Final = roles
         self._links: Final = links
-        self._renewed: Final = renewed
         self._last = -math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._running = self._closed = False
+        self._closed = False
         site.rebuilds.on_request = self._set_timer
 
     def close(self) -> None:
@@ -288,7 +271,7 @@ class Rebuilding:
         if self._timer is not None:
             self._timer.cancel()
         due = self._due_at()
-        if due < math.inf and not self._closed and not self._running:
+        if due < math.inf and not self._closed and not self._site.rebuilds.paused:
             self._timer = self._site.call_at(due, self._on_timer)
 
     def _due_at(self) -> float:
@@ -304,19 +287,16 @@ class Rebuilding:
         return max(due, self._last + config.peer_timeout)
 
     def _on_timer(self) -> None:
-        if self._closed or self._running:
-            return
         if self._due_at() > self._site.now() + _EARLY:  # whoever could not wait had an answer
             self._set_timer()
             return
-        self._running = True
+        self._site.pause()
         self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
 
     async def _run(self) -> None:
         """Do it."""
         site = self._site
         began, done, why = site.now(), False, "it cannot be done now, and is tried again"
-        site.pause()
         try:
             if not await self._wait_idle():
                 for role in self._roles:
@@ -334,9 +314,8 @@ class Rebuilding:
             self._closed = True
             _log.error("agent_not_rebuilt", error=str(error))
         finally:
-            self._running, self._last = False, site.now()
-            for link in list(self._links()) if done else ():
-                self._renewed(link)
+            self._last = site.now()
+            for link in list(self._links) if done else ():
                 self.send_renewed(link)  # before anything is granted that is reached through the new agent
             site.resume(done=done)
             self._set_timer()

@@ -43,7 +43,6 @@ from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError, MissingExtraError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.mapped.host import (
-    Export,
     OpenFiles,
     Window,
     Windows,
@@ -242,11 +241,6 @@ class PeerGate:
         self._borrowers = 0
         self._closing = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it holds on to the peer's file."""
-        return not self._pages.closed
-
     def close(self) -> None:
         """Close it, as soon as nothing of it is lent.
 
@@ -409,9 +403,6 @@ class PeerGates:
     def __init__(self) -> None:
         self._keys: dict[bytes, PeerGate | None] = {}
 
-    def __len__(self) -> int:
-        return sum(key is not None for key in self._keys.values())
-
     def on_session(self, peer: PeerInfo) -> None:
         """A session with a peer begins: open its gates, if it has any, unless that was tried before.
 
@@ -488,7 +479,7 @@ class Exports:
         spans = [range(spec.base, spec.base + spec.extent_bytes) for spec in geometry.tensors]
         kind, device = geometry.kind, geometry.device
 
-        def make() -> list[Export]:
+        def make() -> list[wire.MappedMemory]:
             found = export(kind, device, spans, self._files)
             if kind == "cuda":
                 gates = self._gates = allocate("cuda", GATES * GATE_BYTES, device)
@@ -507,9 +498,7 @@ class Exports:
             log("cache_not_exported", reason=str(error))
             self._end(Backing.close)
         else:
-            self.frames = [
-                wire.MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in found
-            ]
+            self.frames = found
 
     def close(self) -> None:
         """Give the gates back. Nobody may write the cache any more."""
@@ -565,9 +554,6 @@ class Mappings:
         self._runtime: Final = runtime
         self._retire: Final = retire
         self._mappings: dict[bytes, _Mapping] = {}
-
-    def __len__(self) -> int:
-        return sum(mapping.windows is not None for mapping in self._mappings.values())
 
     @staticmethod
     def is_offered(peer: PeerInfo) -> bool:
@@ -625,8 +611,7 @@ class Mappings:
         own = peer.identity.incarnation in _here
         opened: list[Window] = []
         try:
-            told = (Export(one.kind, one.device, one.address, one.length, one.handle) for one in peer.body.mapped)
-            for given in joined(told):
+            for given in joined(peer.body.mapped):
                 check_process(given.handle, peer.process)
                 opened.append(open_window(given, kind, device, own=own))
             windows = Windows(opened)

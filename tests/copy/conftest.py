@@ -23,7 +23,7 @@ def gate():
     key = PeerGate(file.handle)
     yield file, key
     key.close()
-    assert not key.is_open
+    assert key._pages.closed
     file.close()
 
 

@@ -319,7 +319,7 @@ class Model:
         """End it."""
         assert self.machine.stop()
         self.key.close()
-        assert not self.key.is_open, "a passage was lent, and not given back"
+        assert self.key._pages.closed, "a passage was lent, and not given back"
         self.file.close()
 
 

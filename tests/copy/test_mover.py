@@ -294,7 +294,7 @@ async def test_a_key_that_is_gone_stops_its_copies_and_nobody_else(abandoned, ga
     abandoned.submit("late", after=flag, passage=Permit(key, 3, FIRST_GENERATION))
     abandoned.submit("other", after=never, at=4096)
     key.close()
-    assert not key.is_open
+    assert key._pages.closed
     flag.fired = True
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # of what is not asserted here
     await abandoned.settle()

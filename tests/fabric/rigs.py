@@ -14,9 +14,9 @@ from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
-from kvxfer.fabric import Memory
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit
 
@@ -93,8 +93,8 @@ def pieces(*rows: tuple[int, int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
-def memory_of(buffer: np.ndarray) -> Memory:
-    return Memory("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
+def memory_of(buffer: np.ndarray) -> MemorySpan:
+    return MemorySpan("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
 
 
 class Moving:

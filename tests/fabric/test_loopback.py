@@ -6,8 +6,8 @@ from rigs import memory_of
 
 from kvxfer.copy.port import Descriptors, Operation
 from kvxfer.errors import FabricError
-from kvxfer.fabric import Memory
 from kvxfer.fabric.loopback import EVERY_PEER, LogEntry, LoopbackNetwork, LoopbackTransport
+from kvxfer.protocol.messages import MemorySpan
 
 SIZE = 4096
 
@@ -137,7 +137,7 @@ def test_misuse_is_refused(network, pair):
     with pytest.raises(FabricError, match="no metadata"):
         a.transport.connect(b"\xff")
     with pytest.raises(FabricError, match="memory of this process only"):
-        a.transport.register([Memory("VRAM", 0, 4096, 8)])
+        a.transport.register([MemorySpan("VRAM", 0, 4096, 8)])
     with pytest.raises(FabricError, match="open already"):
         LoopbackTransport("a", network).setup()
     a.transport.deregister(a.token)

@@ -16,7 +16,7 @@ from ends import SIZE, TCP, Agent, Side, descriptors, finish, met, two_processes
 
 from kvxfer.copy.port import Operation, Outcome
 from kvxfer.errors import FabricError
-from kvxfer.fabric import Memory
+from kvxfer.protocol.messages import MemorySpan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -180,7 +180,7 @@ def test_without_another_agent_the_old_one_stays(monkeypatch):
 def test_an_agent_is_destroyed_though_errors_are_kept():
     a, b = Agent("a"), Agent("b")
     with pytest.raises(FabricError) as caught:
-        a.transport.register([Memory("VRAM", 0, a.buffers[0].ctypes.data, 64)])
+        a.transport.register([MemorySpan("VRAM", 0, a.buffers[0].ctypes.data, 64)])
     kept: list[Any] = [caught.value]  # its frames refer to the agent
     assert a.transport.renew() is True
     assert kept

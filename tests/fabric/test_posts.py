@@ -20,8 +20,8 @@ from kvxfer.copy import records
 from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
 from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
-from kvxfer.fabric import Memory
 from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.protocol.messages import MemorySpan
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
@@ -427,7 +427,7 @@ async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_no
 async def staged(rig: Rig) -> np.ndarray:
     """Memory of this side into which is gathered."""
     staging = np.zeros(SIZE, np.uint8)
-    await rig.now(rig.fabric.register([Memory("DRAM", 0, staging.ctypes.data, SIZE)]))
+    await rig.now(rig.fabric.register([MemorySpan("DRAM", 0, staging.ctypes.data, SIZE)]))
     return staging
 
 

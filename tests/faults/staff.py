@@ -170,16 +170,14 @@ class Ranks:
         for share in shares:
             counted = share.free_bytes + share.reserved_bytes + share.writing_bytes
             assert counted + share.quarantined_bytes == share.capacity_bytes, share
-            quarantined = {row.offset for row in share.extents if row.state.value == "quarantined"}
-            assert quarantined == set(share.reasons), share
-            assert all(share.reasons.values()), share
+            assert all(bool(row.reason) is (row.state.value == "quarantined") for row in share.extents), share
         busy = sum(s.reserved_bytes + s.writing_bytes + s.waiting_requests for s in shares)
         under_way = seen["receiving"] - seen["in_doubt"]
         return {
             "busy": busy + seen["sending"] + under_way + seen["custody"].held_blocks,
             **self._doubts(rank),
             "rebuilt": seen["agent"]["rebuilt"],
-            "reasons": [reason for share in shares for reason in share.reasons.values()],
+            "reasons": [row.reason for share in shares for row in share.extents if row.reason],
         }
 
     async def quiet(self, name: str, *, doubts: bool, within: float) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
-from kvxfer.mapped.host import Export, OpenFiles, export, joined, open_window  # noqa: E402
+from kvxfer.mapped.host import OpenFiles, export, joined, open_window  # noqa: E402
 from kvxfer.memory.device import Backing, allocate, call, load, upload  # noqa: E402
+from kvxfer.protocol.messages import MappedMemory  # noqa: E402
 from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
 
 pytestmark = [
@@ -240,7 +241,7 @@ def test_memory_without_a_handle_is_refused_by_name():
 
 def test_a_handle_of_nobody_is_refused():
     with pytest.raises(FabricError, match="cudaIpcOpenMemHandle"):
-        open_window(Export("cuda_ipc", "00" * 16, 1 << 40, MIB, bytes(68)), "cuda", 0)
+        open_window(MappedMemory("cuda_ipc", "00" * 16, 1 << 40, MIB, bytes(68)), "cuda", 0)
 
 
 # ---- death

@@ -121,9 +121,9 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
     resumed: list[Any] = []
     go_on = Link._resume
 
-    def resume(link: Any) -> None:
+    def resume(link: Any, *met: Any) -> None:
         resumed.append(link)
-        go_on(link)
+        go_on(link, *met)
 
     monkeypatch.setattr("kvxfer.peers.link.TURN_SECONDS", 0.0)
     monkeypatch.setattr(Link, "_resume", resume)
@@ -207,7 +207,7 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
         handle(link, message)
 
     receiver.handle = handle_later
-    for link in worker._service.peers.links:
+    for link in worker._service.peers._links.values():
         link.take = handle_later
 
 
@@ -447,7 +447,7 @@ def arena_shares(worker: Any) -> list[Any]:
 
 def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
     """Address and length of what is in this state of a side."""
-    return [(one.address, one.length) for one in _desk(worker, side).share.extents() if one.state is state]
+    return [(one.address, one.length) for one in _desk(worker, side).share.live if one.state is state]
 
 
 def staging(worker: Any, side: str) -> Any:

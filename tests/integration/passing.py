@@ -46,7 +46,7 @@ class Inside:
     def leave(self) -> None:
         """Nothing of it is under way any more."""
         with _one_at_a_time:
-            if self._file >= 0 and self._passage.key.is_open:  # else it was closed by force
+            if self._file >= 0 and not self._passage.key._pages.closed:  # else it was closed by force
                 self._users.value -= 1
                 if not self._users.value:
                     self._words[1] = 0  # type: ignore[index]

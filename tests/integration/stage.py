@@ -323,7 +323,7 @@ def quarantined(worker, side):
 
 
 def extents(worker, side):
-    """What of a side of the arena somebody holds: offset, length, state and peer of each."""
+    """What of a side of the arena somebody holds."""
     return worker.describe()["arena"][side].extents
 
 

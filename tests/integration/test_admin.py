@@ -307,7 +307,8 @@ async def test_a_full_quarantine_is_a_reason_and_shown(stage):
             "peer": "peer 0",
             "why": "peer 0 is silent",
         }
-        assert worker["state"]["metrics"]["quarantined_bytes"] == capacity // 2
+        assert worker["state"]["arena"]["receive"]["quarantined_bytes"] == capacity // 2
+        assert worker["state"]["metrics"]["quarantined_bytes_ever"] == capacity // 2
         for one in held:
             one.settle()
         assert await why(server) == []

@@ -217,7 +217,7 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
         entered.append(enter(passage))
         assert entered[-1]
         keys.forget(peer)
-    assert all(key.is_open for key in opened)
+    assert not any(key._pages.closed for key in opened)
     if end == "closing":  # the mover has ended, inside of them
         keys.close()
         for one in entered:
@@ -225,7 +225,7 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     else:  # the peer's process has ended, and the mover has forgotten what was in doubt
         for one in entered:
             one.leave()
-    assert not any(key.is_open for key in opened)
+    assert all(key._pages.closed for key in opened)
 
 
 async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):

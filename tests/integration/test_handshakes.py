@@ -28,9 +28,9 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, mon
     opened = []
     session = type(service(decode)).new_session
 
-    def counted(self, role, **options):
-        opened.append((self, role.value))
-        return session(self, role, **options)
+    def counted(self, link, process):
+        opened.append((self, link.role.value))
+        return session(self, link, process)
 
     monkeypatch.setattr(type(service(decode)), "new_session", counted)
     offers = [rank.offer(f"r{n}", [n], tokens=4) for rank in ranks for n in range(100)]

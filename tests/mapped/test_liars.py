@@ -11,7 +11,7 @@ from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.mapped.host import OpenFiles, export, here
 from kvxfer.protocol.framing import encode_body
-from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
+from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import LockFile, Mappings, PeerGates
@@ -41,8 +41,7 @@ def told():
         geometry, exports, locks = pipe.recv()
 
         def peer(process):
-            mapped = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]
-            body = AgentBody("x", b"", [], host=here(), mapped=mapped, locks=locks)
+            body = AgentBody("x", b"", [], host=here(), mapped=exports, locks=locks)
             who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.MAPPED), "")
             return PeerInfo(1, who, encode_body(body), process)
 
@@ -56,7 +55,7 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     lies = whose == "another's"
     mappings = Mappings(cache()[0], ThreadRuntime(), lambda windows: windows.close(), b"this")
     await mappings.open(peer, theirs)
-    assert len(mappings) == (not lies)
+    assert bool(mappings.kinds(peer)) is not lies
     keys, processes = PeerGates(), Processes(asyncio.get_running_loop(), gpu=False)
     keys.on_session(peer)
     processes.on_session(peer, lambda: -1)

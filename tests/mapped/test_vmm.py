@@ -5,7 +5,6 @@ import ctypes
 import os
 import resource
 import struct
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +13,7 @@ import fake_cuda
 import pytest
 from elsewhere import elsewhere
 from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
+from msgspec.structs import replace
 
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
@@ -53,7 +53,7 @@ def owner(mapped, kinds, spans, device, pipe):
     driver = fake_cuda.install()
     pool, kept = Pool(driver, mapped, kinds), OpenFiles()
     parts = [range(pool.base + start, pool.base + stop) for start, stop in spans]
-    pipe.send((export("cuda", device, parts, kept), pool.base, len(kept)))
+    pipe.send((export("cuda", device, parts, kept), pool.base, len(kept._held)))
     with contextlib.suppress(EOFError):
         while (what := pipe.recv()) != "end":
             if what == "close":
@@ -82,7 +82,7 @@ def test_a_tensor_across_pieces_is_written_by_another_process(cuda, kinds):
         assert held == (3 if kinds == FILE else 0)
         before = open_files()
         windows = Windows(open_window(given, "cuda", 0) for given in joined(exports))
-        assert len(windows) == 1
+        assert len(windows._windows) == 1
         local = windows.locate(base + start, stop - start)
         assert cuda.state.admitted == [(local - 100, 3 * GRANULE, 0)]
         wanted = pattern(stop - start)
@@ -216,7 +216,7 @@ def test_only_pieces_that_hold_tensors_are_exported_and_each_once(cuda, files):
         pool.piece(1),
         2 * GRANULE,
     )
-    assert len(files) == 2
+    assert len(files._held) == 2
     assert cuda.state.live() == (0, 4, 1)  # what was asked for is given back
 
 
@@ -236,7 +236,7 @@ def test_files_are_closed_with_the_worker_and_no_child_gets_them(cuda, files):
     of_cuda = open_files() - before
     export("cuda", 0, [range(pool.base, pool.base + pool.size)], files)
     held = open_files() - before - of_cuda
-    assert len(held) == len(files) == 3
+    assert len(held) == len(files._held) == 3
     assert not any(os.get_inheritable(number) for number in held)
     files.close()
     files.close()
@@ -255,7 +255,7 @@ def test_a_fabric_handle_that_is_refused_makes_way_for_an_open_file(cuda, files)
 
     cuda.cuMemExportToShareableHandle = refuse
     export("cuda", 0, [range(pool.base, pool.base + pool.size)], files)
-    assert len(files) == 2
+    assert len(files._held) == 2
 
 
 def test_memory_without_any_handle_is_refused_with_what_each_kind_said(cuda, files):
@@ -265,7 +265,7 @@ def test_memory_without_any_handle_is_refused_with_what_each_kind_said(cuda, fil
     said = str(caught.value)
     for part in ("cudaIpcGetMemHandle", "as a fabric handle", "as an open file", "SEGMENTS_IPC=0", "plain cudaMalloc"):
         assert part in said
-    assert len(files) == 0
+    assert len(files._held) == 0
     assert cuda.state.live() == (0, 1, 1)
 
 
@@ -289,7 +289,7 @@ def test_more_pieces_than_open_files_are_refused_by_the_name_of_the_limit(cuda, 
             export("cuda", 0, [range(pool.base, pool.base + pool.size)], files)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert 10 < len(files) < 40
+    assert 10 < len(files._held) < 40
     files.close()
     assert open_files() - before == {made.descriptor for _, made in cuda.state.mappings.values()}
 
@@ -420,7 +420,7 @@ def test_a_tensor_across_what_is_told_in_several_handles_is_in_one_window(cuda):
             cast("Any", SimpleNamespace(kind="cuda", device=0)), cast("Any", Threads()), lambda windows: None, b"ours"
         )
         windows, _ = mappings._open(cast("Any", peer), cast("Any", theirs))
-        assert len(windows) == 1
+        assert len(windows._windows) == 1
         windows.close()
         mappings.close()
         assert cuda.state.live() == (0, 0, 0)

@@ -94,7 +94,8 @@ class Host(Strangers):
     def books(self) -> dict[str, Any]:
         """What is under way, held, in quarantine or in doubt."""
         (worker,) = self.workers
-        return {**self.quiet()[0], "quarantined": worker.describe()["metrics"]["quarantined_bytes"]}
+        arena = worker.describe()["arena"]
+        return {**self.quiet()[0], "quarantined": sum(arena[side].quarantined_bytes for side in ("send", "receive"))}
 
     def rebuilt(self) -> int:
         """How often the agent was made anew."""

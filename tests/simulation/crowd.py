@@ -44,7 +44,7 @@ class Books:
     def grants(self) -> Grants:
         """What one transfer puts into its peer's hands."""
         peer = SimpleNamespace(account="a", name="a", identity=SimpleNamespace(incarnation=next(self._peers)))
-        return Grants(self.site, peer, self.site.receive_desk)
+        return Grants(self.site, peer)
 
 
 class Kept(Pair):
@@ -65,7 +65,7 @@ class Kept(Pair):
             self.grants.count_in_place(chunks * UNIT)
         else:
             if ahead := ahead and route is Route.STAGED and chunks == 1:
-                self.grants.ahead = self.grants.desk.take(self.grants.peer.account, UNIT, 1, ExtentState.WRITING)
+                self.grants.ahead = books.site.receive_desk.take(self.grants.peer.account, UNIT, 1, ExtentState.WRITING)
                 ahead = bool(self.grants.ahead)
         self.begin(route, chunks, ahead, sticky, troubles)
         if ahead and route is Route.STAGED:
@@ -162,10 +162,10 @@ class Kept(Pair):
             return wanted
         if wanted and grants.ring:
             return min(wanted, self.unoccupied + len(grants.ring) - receiver.granted)
-        extents = grants.desk.take("a", UNIT) if wanted else []
+        extents = grants.site.receive_desk.take("a", UNIT) if wanted else []
         if not extents:
             return 0
-        grants.desk.release(*extents)
+        grants.site.receive_desk.release(*extents)
         return min(wanted, WINDOW)
 
     def grant(self, number):
@@ -180,7 +180,7 @@ class Kept(Pair):
                 return
             grants.release()
         if not grants.ring:
-            extents = grants.desk.take("a", UNIT)
+            extents = grants.site.receive_desk.take("a", UNIT)
             if not extents:
                 return  # others have made too much doubtful meanwhile
             most = min(receiver.ready - receiver.granted, WINDOW)
@@ -346,8 +346,8 @@ class Crowd:
         books, of_decode = self.books, [extent for one in self.transfers for extent in one.held]
         for one in self.transfers:
             one.check()
-        self._check_share(books.receiving.extents(), of_decode)
-        self._check_share(books.sending.extents(), [e for one in self.transfers for e in one.shipped.values()])
+        self._check_share(books.receiving.live, of_decode)
+        self._check_share(books.sending.live, [e for one in self.transfers for e in one.shipped.values()])
         holders = books.custody.snapshot().holders
         assert holders.keys() == {one.name for one in self.transfers if one.custody != "free"}
 

@@ -26,8 +26,8 @@ from kvxfer.memory.books import Custody, ExtentState
 from kvxfer.prefill.offers import Entry
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
-from kvxfer.protocol import session
 from kvxfer.protocol.messages import WHOLE, KvAgentResult, Route, Status
+from kvxfer.protocol.session import Session
 from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState
 from kvxfer.safety.doubt import Exposure
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Revoked
@@ -185,12 +185,12 @@ def any_incarnation(patch):
 
 def any_process(patch):
     """Whoever says to be somebody is believed."""
-    patch.setattr(session, "check_same", lambda claimed, expected, heard: None)
+    patch.setattr(Session, "_check_same", lambda *_: None)
 
 
 def any_place(patch):
     """A rank proves who it is to whoever says to be one with which it has something under way."""
-    patch.setattr(session, "check_place", lambda claimed, here, engaged_at: None)
+    patch.setattr(Session, "_check_place", lambda *_: None)
 
 
 def answered_grants_only(patch):
@@ -232,7 +232,7 @@ def no_confirmation(patch):
         await read(one, bound)
         if one.protocol.granted == one.protocol.chunks:
             nbytes = bound.carried(0, one.protocol.chunks)
-            one.on_result(KvAgentResult(one.transfer, WHOLE, Status.OK, nbytes, last=True))
+            one.on_result(KvAgentResult(one.protocol.transfer, WHOLE, Status.OK, nbytes, last=True))
 
     patch.setattr(Receiver, "_submit_reads", confirm)
 

@@ -292,7 +292,7 @@ class _Staging:
         self._hands = hands
 
     def claim(self, address, length, *, write, peer=None):
-        for extent in self.share.extents():
+        for extent in list(self.share.live):
             if extent.address <= address and address + length <= extent.address + extent.length:
                 if write and extent.state not in _WRITABLE:
                     return None

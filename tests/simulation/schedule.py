@@ -280,10 +280,10 @@ class Schedule:
             seen = rank.worker.describe()
             for share in (seen["arena"]["send"], seen["arena"]["receive"]):
                 used = share.capacity_bytes - share.free_bytes
-                if used != share.quarantined_bytes or len(share.reasons) != len(share.extents):
+                if used != share.quarantined_bytes or not all(extent.reason for extent in share.extents):
                     world.say(f"{rank.name}: {share.name} memory is neither free nor in doubt: {share.extents}")
                 if used and not self.hurt:
-                    world.say(f"{rank.name}: {share.name} memory is in doubt for ever: {share.reasons}")
+                    world.say(f"{rank.name}: {share.name} memory is in doubt for ever: {share.extents}")
                 if share.waiting_requests:
                     world.say(f"{rank.name}: somebody still waits for {share.name} memory")
             for holder, row in seen["custody"].holders.items():

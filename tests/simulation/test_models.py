@@ -55,4 +55,4 @@ def test_undisturbed_all_of_them_succeed(route):
     crowd = Crowd([(route, 2, True, 0, False)] * 3)
     crowd.finish()
     assert all(one.receiver.state is ReceiveState.DONE for one in crowd.transfers)
-    assert route is not Route.STAGED or not crowd.books.receiving.extents()
+    assert route is not Route.STAGED or not crowd.books.receiving.live

@@ -253,7 +253,7 @@ def _make_sets_orderly(monkeypatch, loop):
     loop.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
     for kind in (Link, Fetch):
         monkeypatch.setattr(kind, "__hash__", lambda self: self.__dict__.setdefault("_order", next(numbers)))
-    monkeypatch.setattr(Sender, "__hash__", lambda self: self.protocol.transfer)
+    monkeypatch.setattr(Sender, "__hash__", lambda self: self.protocol.fetch.transfer)
 
 
 def _make_times_short(monkeypatch):

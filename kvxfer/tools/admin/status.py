@@ -62,7 +62,7 @@ def _share(share: ShareSnapshot) -> dict[str, Any]:
                 "length": extent.length,
                 "state": extent.state.value,
                 "peer": extent.peer,
-                "why": share.reasons.get(extent.offset, ""),
+                "why": extent.reason,
             }
             for extent in share.extents[:_LISTED]
         ],

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric import Memory
 from kvxfer.fabric.nixl import IN_PROGRESS, WRITE, CallError, Capi, NixlTransport, find, opened
 from kvxfer.memory.device import call, load
+from kvxfer.protocol.messages import MemorySpan
 from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
 from kvxfer.tools.bench.samples import measured
 
@@ -70,7 +70,7 @@ class _Agent:
             self.transport.setup()
             self.library = opened(find())
             buffer = self.buffer
-            self.token = self.transport.register([Memory(buffer.kind, buffer.index, buffer.address, buffer.nbytes)])
+            self.token = self.transport.register([MemorySpan(buffer.kind, buffer.index, buffer.address, buffer.nbytes)])
 
         await self.run(register)
 

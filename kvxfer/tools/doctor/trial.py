@@ -9,15 +9,16 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import astuple
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
+from msgspec.structs import astuple
 
 from kvxfer.errors import KvxferError
-from kvxfer.mapped.host import Export, OpenFiles, export, files_of, open_window, shared_empty
+from kvxfer.mapped.host import OpenFiles, export, files_of, open_window, shared_empty
 from kvxfer.memory.device import allocate, call, in_thread, load
+from kvxfer.protocol.messages import MappedMemory
 from kvxfer.tools.bench.device import index_of
 from kvxfer.tools.doctor.findings import Finding, Status, fail, ok, skipped, warn, words
 
@@ -122,7 +123,7 @@ def _offer_pages() -> Generator[_Offered, None, None]:
 
 
 def _take_pages(told: Any) -> Finding:
-    window = open_window(Export(*told), "cpu", 0)
+    window = open_window(MappedMemory(*told), "cpu", 0)
     try:
         ctypes.memset(window.local, _MARK, _PAGE)
     finally:
@@ -219,7 +220,7 @@ def _is_written(index: int, address: int) -> bool:
 def _take_gpu(name: str, index: int, told: Any) -> Finding:
     exports, address = told
     with ExitStack() as stack:
-        windows = [open_window(Export(*one), "cuda", index) for one in exports]
+        windows = [open_window(MappedMemory(*one), "cuda", index) for one in exports]
         for window in windows:
             stack.callback(window.close)
         source: Any = torch.full((_GPU_BYTES,), _MARK, dtype=torch.uint8, device=f"cuda:{index}")

@@ -294,7 +294,7 @@ async def test_a_write_to_another_process_and_a_read_from_it(settings):
         remote.let_go()
         assert remote.sum() == int(written.view(np.uint64).sum())
         assert remote.close() is True
-        assert remote.leave() == 0
+        assert remote.hang_up() == 0
 
 
 @needs_nixl

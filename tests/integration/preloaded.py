@@ -100,7 +100,7 @@ class Away:
         assert not error, f"{name} failed over there: {error}"
         return value
 
-    def leave(self) -> int | None:
+    def hang_up(self) -> int | None:
         """Ask nothing more; how the process ends by itself."""
         self._wire.close()
         self.process.join(20)

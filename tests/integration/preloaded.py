@@ -3,7 +3,7 @@
     process = preloaded.process(work, (wire, 3))    # as `multiprocessing.Process`; not started yet
     here, there = preloaded.CONTEXT.Pipe()
     away = preloaded.Away(Counter, "abc")           # an object in a process of its own
-    away.most_common(2); away.end()                 # killed and reaped
+    away.most_common(2); away.end()                 # killed and reaped, as at the end of `with preloaded.Away(...)`
 
 The server has neither threads nor an agent. Where there is a GPU processes are spawned instead: nobody knows what
 libraries that have seen a driver keep of it.
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -86,6 +86,12 @@ class Away:
         self.process = process(_serve_calls, (theirs, make, given))
         self.process.start()
         theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -1,6 +1,4 @@
-"""Virtual time: the same seed gives the same run, an hour costs nothing, and two whole workers live in it."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
+"""Virtual time: the same seed gives the same run, and an hour costs nothing."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,9 +13,6 @@ from kvxfer.worker import Worker
 
 BLOCK_TOKENS = 4
 SETTINGS = {"arena_bytes": "64KiB", "chunk_bytes": "4KiB"}
-
-
-# --- the simulation itself
 
 
 def trace(seed):
@@ -150,6 +145,3 @@ def test_a_machine_that_raises_is_reported_and_over():
         assert stop(0.0)
 
     simulate(scenario)
-
-
-# --- two workers in virtual time

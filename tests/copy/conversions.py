@@ -1,19 +1,14 @@
-"""Random plans that convert, and what they mean, element by element: torch's own arithmetic at every address."""
+"""What plans that convert mean, element by element: torch's own arithmetic at every address."""
 
 import numpy as np
 import torch
-from copy_plans import nest, random_shape
+from copy_plans import converting
 
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Elements, Segment
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
 from kvxfer.names import CONVERTIBLE
 
-PAIRS = [(src, dst) for src in CONVERTIBLE for dst in CONVERTIBLE]
 NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def elements(src, dst):
-    return Elements(CONVERTIBLE[src], CONVERTIBLE[dst], src, dst)
 
 
 def reference(data: torch.Tensor, dst: str, multiply: float, divide: float) -> torch.Tensor:
@@ -44,47 +39,13 @@ def patterns(dtype: str, seed: int = 0) -> torch.Tensor:
 
 def line(src, dst, at: int, to: int, count: int, factors=((1.0, 1.0),), regions=1) -> CopyPlan:
     """`regions` runs of `count` elements behind each other."""
-    e = elements(src, dst)
+    e = converting(src, dst)
     step = np.arange(regions)[:, None] * np.asarray([count * e.src_bytes, count * e.dst_bytes])
     bases = np.asarray([[at, to]], np.int64) + step
     box = Box((), 0, 0, count, token_in_run=False, elements=e)
     return CopyPlan(
         (Segment(bases, np.asarray([[0, 0, 0, 0, 1]], np.int64), 0, 0, box, np.asarray(factors, np.float32)),)
     )
-
-
-def random_plan(seed: int, src_address: int, dst_address: int, nbytes: int, *, most: int = 8192) -> CopyPlan:
-    """Segments of some dtypes, strides, cuts and factors, one behind the other in two arenas of `nbytes`."""
-    rng = np.random.default_rng(seed)
-    segments: list[Segment] = []
-    src_at, dst_at = 0, 0
-    for _ in range(int(rng.integers(1, 4))):
-        e = elements(*PAIRS[int(rng.integers(len(PAIRS)))])
-        shape = random_shape(rng, most_bytes=most)
-        counts = {"region": shape.regions, "block": shape.rows, "token": shape.tokens + int(rng.integers(0, 3))}
-        counts |= {str(n): count for n, count in enumerate(shape.outer)}
-        innermost = "token" if shape.token_in_run else None  # strides and extents are in elements
-        sides = [nest(rng, counts, shape.run, shape.unit, innermost=innermost) for _ in range(2)]
-        strides, extents = [side.strides for side in sides], [side.extent for side in sides]
-        lengths = rng.integers(1, shape.tokens + 1, size=shape.rows)
-        starts = [rng.integers(0, counts["token"] - lengths + 1) for _side in range(2)]
-        rows = np.stack(
-            [rng.permutation(shape.rows), starts[0], rng.permutation(shape.rows), starts[1], lengths], axis=1
-        ).astype(np.int64)
-        s, d = e.src_bytes, e.dst_bytes
-        align = int(rng.choice([1, 8]))
-        src_at, dst_at = -(-src_at // (s * align)) * s * align, -(-dst_at // (d * align)) * d * align
-        number = np.arange(shape.regions)
-        bases = np.stack([src_address + src_at + number * strides[0]["region"] * s,
-                          dst_address + dst_at + number * strides[1]["region"] * d], axis=1)  # fmt: skip
-        if max(src_at + extents[0] * s, dst_at + extents[1] * d) > nbytes:
-            break
-        outer = tuple(BoxAxis(n, strides[0][str(k)] * s, strides[1][str(k)] * d) for k, n in enumerate(shape.outer))
-        box = Box(outer, strides[0]["token"] * s, strides[1]["token"] * d, shape.run, shape.token_in_run, e)
-        factors = np.exp2(rng.normal(0, 4, (shape.regions, 2))).astype(np.float32)
-        segments.append(Segment(bases, rows, strides[0]["block"] * s, strides[1]["block"] * d, box, factors))
-        src_at, dst_at = src_at + extents[0] * s, dst_at + extents[1] * d
-    return CopyPlan(tuple(segments))
 
 
 def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):

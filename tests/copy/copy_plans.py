@@ -4,14 +4,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment
+from kvxfer.geometry.copyplan import BYTES, Box, BoxAxis, CopyPlan, Elements, Segment
+from kvxfer.names import CONVERTIBLE
 
 CANARY = 0xA5
+PAIRS = [(src, dst) for src in CONVERTIBLE for dst in CONVERTIBLE]
+"""Dtypes of which one may be converted into the other."""
+
+
+def converting(src: str, dst: str) -> Elements:
+    """Elements of one dtype that become elements of another."""
+    return Elements(CONVERTIBLE[src], CONVERTIBLE[dst], src, dst)
 
 
 @dataclass
 class Side:
-    """Strides of one side: every axis nested in a random order, with random gaps."""
+    """Strides of one side, in elements: every axis nested in a random order, with random gaps."""
 
     strides: dict[str, int]
     extent: int
@@ -43,8 +51,8 @@ class Shape:
     token_in_run: bool
 
 
-def random_shape(rng, *, most_bytes: int) -> Shape:
-    """Sizes whose product stays below `most_bytes`."""
+def random_shape(rng, *, most: int) -> Shape:
+    """Sizes whose product stays below so many elements."""
     unit = int(rng.choice([1, 2, 4, 8, 16]))
     while True:
         shape = Shape(
@@ -56,12 +64,13 @@ def random_shape(rng, *, most_bytes: int) -> Shape:
             int(rng.integers(1, 4)),
             bool(rng.integers(0, 2)),
         )
-        if shape.run * int(np.prod(shape.outer)) * shape.tokens * shape.rows * shape.regions <= most_bytes:
+        if shape.run * int(np.prod(shape.outer)) * shape.tokens * shape.rows * shape.regions <= most:
             return shape
 
 
-def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Segment, int, int]:
+def random_segment(rng, shape: Shape, e: Elements, src_base: int, dst_base: int) -> tuple[Segment, int, int]:
     """One segment with its regions at these addresses or behind them, and the bytes that it may touch on each side."""
+    s, d = e.src_bytes, e.dst_bytes
     room = shape.tokens + int(rng.integers(0, 4))
     counts = {
         "region": shape.regions,
@@ -84,14 +93,14 @@ def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Seg
         axis=1,
     ).astype(np.int64)
     order = rng.permutation(shape.regions)
-    regions = np.stack(
-        [src_base + order * src.strides["region"], dst_base + np.arange(shape.regions) * dst.strides["region"]], axis=1
-    ).astype(np.int64)
-    outer = tuple(BoxAxis(n, src.strides[str(k)], dst.strides[str(k)]) for k, n in enumerate(shape.outer))
+    places = order * src.strides["region"] * s, np.arange(shape.regions) * dst.strides["region"] * d
+    regions = np.stack([src_base + places[0], dst_base + places[1]], axis=1).astype(np.int64)
+    outer = tuple(BoxAxis(n, src.strides[str(k)] * s, dst.strides[str(k)] * d) for k, n in enumerate(shape.outer))
     outer = tuple(turned(rng, axis, regions) for axis in outer)
-    box = Box(outer, src.strides["token"], dst.strides["token"], shape.run, shape.token_in_run)
-    segment = Segment(regions, rows, src.strides["block"], dst.strides["block"], box)
-    return segment, src.extent, dst.extent
+    box = Box(outer, src.strides["token"] * s, dst.strides["token"] * d, shape.run, shape.token_in_run, e)
+    factors = np.exp2(rng.normal(0, 4, (shape.regions, 2))).astype(np.float32) if e.converts else None
+    segment = Segment(regions, rows, src.strides["block"] * s, dst.strides["block"] * d, box, factors)
+    return segment, src.extent * s, dst.extent * d
 
 
 def turned(rng, axis: BoxAxis, regions) -> BoxAxis:
@@ -105,17 +114,28 @@ def turned(rng, axis: BoxAxis, regions) -> BoxAxis:
 
 
 def random_plan(
-    seed: int, src_address: int, dst_address: int, nbytes: int, *, most_segments: int = 4, most_bytes: int = 16384
+    seed: int,
+    src_address: int,
+    dst_address: int,
+    nbytes: int,
+    *,
+    converts: bool = False,
+    most_segments: int = 4,
+    most: int = 16384,
 ) -> tuple[CopyPlan, int, int]:
     """A plan whose segments lie one behind the other in two arenas of `nbytes`, and the bytes that it uses of each."""
     rng = np.random.default_rng(seed)
     segments: list[Segment] = []
     src_at, dst_at = 0, 0
     for _ in range(int(rng.integers(1, most_segments + 1))):
-        shape = random_shape(rng, most_bytes=most_bytes)
+        e = converting(*PAIRS[int(rng.integers(len(PAIRS)))]) if converts else BYTES
+        shape = random_shape(rng, most=most)
         align = 16 if rng.integers(0, 2) else 1
-        src_at, dst_at = (-(-(at + int(rng.integers(0, 16))) // align) * align for at in (src_at, dst_at))
-        segment, src_extent, dst_extent = random_segment(rng, shape, src_address + src_at, dst_address + dst_at)
+        src_at, dst_at = (
+            -(-(at + int(rng.integers(0, 16))) // (align * size)) * align * size
+            for at, size in ((src_at, e.src_bytes), (dst_at, e.dst_bytes))
+        )
+        segment, src_extent, dst_extent = random_segment(rng, shape, e, src_address + src_at, dst_address + dst_at)
         if max(src_at + src_extent, dst_at + dst_extent) > nbytes:
             break
         segments.append(segment)

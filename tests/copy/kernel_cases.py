@@ -7,7 +7,7 @@ import conversions
 import numpy as np
 import pytest
 import torch
-from copy_plans import CANARY, expected, head_split, random_plan
+from copy_plans import CANARY, PAIRS, expected, head_split, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def check(make, *, ctas=3, tile=64) -> list[int]:
 def test_random_plans(seed, ctas, tile):
     most = 24 * tile  # the interpreter takes milliseconds for a tile
     check(
-        lambda src, dst: random_plan(seed, src, dst, NBYTES, most_segments=3, most_bytes=min(most, 16384))[0],
+        lambda src, dst: random_plan(seed, src, dst, NBYTES, most_segments=3, most=min(most, 16384))[0],
         ctas=ctas,
         tile=tile,
     )
@@ -116,14 +116,14 @@ def test_more_axes_than_a_box_has_today():
 @given(seed=st.integers(0, 2**32 - 1), ctas=st.integers(1, 7), tile=st.sampled_from([32, 256]))
 def test_random_plans_that_convert(seed, ctas, tile):
     dst = np.full(NBYTES, CANARY, np.uint8)
-    plan = conversions.random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES, most=16 * tile)
+    plan = random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES, converts=True, most=16 * tile)[0]
     want = conversions.expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
     interpret(plan, ctas=ctas, tile=tile, at=6)
     np.testing.assert_array_equal(dst, want)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_every_element_is_converted_as_torch_does(src, dst):
     given = conversions.patterns(src)
     if given.itemsize == 4 and not MORE:  # there are a million, and the host's code is put to all of them

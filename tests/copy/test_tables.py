@@ -1,6 +1,5 @@
 """Packed tables: widths, divisions and bounds. What they mean to the kernel is tested with the kernel."""
 
-import conversions
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows, head_split, random_plan
@@ -35,7 +34,7 @@ def test_a_plan_is_at_most_one_launch_of_each_variant_that_is_known_beforehand_a
     converting, seed
 ):
     if converting:
-        plan = conversions.random_plan(seed, 1 << 20, 1 << 30, 1 << 20)
+        plan = random_plan(seed, 1 << 20, 1 << 30, 1 << 20, converts=True, most=8192)[0]
     else:
         plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
     packed = pack(plan)

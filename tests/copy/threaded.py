@@ -27,8 +27,7 @@ class Threaded:
     def __init__(self, device: Any = None, *, gpu: Any = None, ring_bytes: int | None = None, **options: Any) -> None:
         self.broken: list[dict[str, Any]] = []  # what the loop complained of
         self.gpu = gpu
-        self._lock = threading.Lock()  # from the first call of `close` on, copies are refused in the caller's thread
-        self._closing = self._closed = False
+        self._closed = False  # then copies are refused in the caller's thread
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda _, context: self.broken.append(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop of a test", daemon=True)
@@ -74,32 +73,20 @@ class Threaded:
         tables = replace(pack(plan), from_nic=from_nic)
         nbytes = tables.nbytes if nbytes is None else nbytes
         job = CopyJob(tables, done, after, gate=gate, nbytes=nbytes, owner=owner, sums=sums)
-        with self._lock:
-            if not self._closing:
-                self._loop.call_soon_threadsafe(self.mover.submit, job, direction)
-                return
-            closed = self._closed
-        if closed:
+        if self._closed:
             self.mover.submit(job, direction)  # refuses it, and touches nothing of its loop
         else:
-            self._wait(self._submit(job, direction), _GRACE_SECONDS)
-
-    async def _submit(self, job: CopyJob, direction: Direction) -> None:
-        self.mover.submit(job, direction)
+            self._loop.call_soon_threadsafe(self.mover.submit, job, direction)
 
     def close(self, timeout: float) -> bool:
         """As the mover's; and nobody may have complained. May be repeated."""
-        with self._lock:
-            self._closing = True
-            if self._closed:
-                return True
-        ended: bool = self._wait(self.mover.close(timeout), timeout + _GRACE_SECONDS)
+        if self._closed:
+            return True
+        self._closed = self._wait(self.mover.close(timeout), timeout + _GRACE_SECONDS)
         assert not self.broken, self.broken
-        if ended:
-            with self._lock:
-                self._closed = True
+        if self._closed:
             self._end()
-        return ended
+        return self._closed
 
     def _end(self) -> None:
         """Stop the loop."""

@@ -1,8 +1,8 @@
-"""Rigs of a mover and a fabric over the loopback."""
+"""Movers and fabrics over the loopback: stepped by hand, and in threads."""
 
 import pytest
 
-from kvxfer.fabric.loopback import LoopbackNetwork
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 
 
 @pytest.fixture
@@ -51,15 +51,18 @@ async def record():
 
 
 @pytest.fixture
-async def threaded():
-    from rigs import Threaded
-
-    rig = Threaded()
-    await rig.open()
-    yield rig
-    await rig.close()
+def network():
+    return LoopbackNetwork()
 
 
 @pytest.fixture
-def network():
-    return LoopbackNetwork()
+async def threaded(network):
+    """Two sides in threads of their own: the first has met the second, whose name is "b"."""
+    from ends import Side
+    from rigs import SIZE
+
+    sides = [await Side(name, SIZE, over=LoopbackTransport(name, network)).open() for name in "ab"]
+    await sides[0].now(sides[0].fabric.connect(sides[1].metadata))
+    yield sides
+    for side in sides:
+        await side.close(10)

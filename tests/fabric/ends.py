@@ -1,17 +1,16 @@
-"""Both ends of posts over NIXL: two agents in one process, or two processes."""
+"""Both ends of posts in real threads: two agents in one process, or two processes, over NIXL; or the loopback."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import preloaded
-from rigs import memory_of
+from preloaded import Away
+from rigs import PART, memory_of
 
-from kvxfer.copy.mover import Mover
+from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric import nixl
@@ -67,16 +66,20 @@ def finish(request: int, *agents: Agent) -> None:
 
 
 class Side:
-    """A mover and a fabric over NIXL, and one registered buffer, in whichever process."""
+    """A mover and a fabric in threads, and one registered buffer, in whichever process: over NIXL unless told."""
 
     token: object
     metadata: bytes
+    asked: Flow  # the last post
 
-    def __init__(self, name: str, nbytes: int, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, nbytes: int, settings: dict[str, Any] | None = None, *, over: Any = None) -> None:
         runtime = ThreadRuntime()
-        self.mover = Mover(runtime)
-        self.fabric = Fabric(NixlTransport(name, **settings), runtime, self.mover)
+        self.transport: Any = over or NixlTransport(name, **(settings or {}))
+        options: dict[str, Any] = {"max_post_bytes": PART} if over else {}
+        self.mover = Mover(runtime, **options)
+        self.fabric = Fabric(self.transport, runtime, self.mover)
         self.buffer = np.zeros(nbytes, dtype=np.uint8)
+        self.address = self.buffer.ctypes.data
 
     async def open(self) -> "Side":
         await self.fabric.open()
@@ -94,10 +97,10 @@ class Side:
     ) -> "asyncio.Future[CopyOutcome]":
         """Move the first bytes of the buffer there, or what is there here."""
         ended = asyncio.get_running_loop().create_future()
-        rows = ([[self.buffer.ctypes.data, nbytes]], [[address, nbytes]])
+        rows = ([[self.address, nbytes]], [[address, nbytes]])
         here, there = (Descriptors("DRAM", 0, np.array(row, np.int64)) for row in rows)
         job = CopyJob(NOTHING, ended.set_result, post=Post(peer, operation, here, there))
-        self.mover.submit(job, Direction.GATHER)
+        self.asked = self.mover.submit(job, Direction.GATHER)
         return ended
 
     async def close(self, timeout: float = 5.0) -> bool:
@@ -106,64 +109,52 @@ class Side:
         return await self.fabric.close()
 
 
-def target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
-    """The other process: does what it is told, one word at a time, until it is told to end or killed.
+class Target:
+    """What another process does for a test, that has memory which is written."""
 
-    It answers a word with the sum of what it holds, and a number with how many of its bytes are that.
-    """
-    asyncio.run(_target(wire, nbytes, settings))
+    def __init__(self, name: str, nbytes: int, settings: dict[str, Any]) -> None:
+        self._side = Side(name, nbytes, settings)
+        self._release: Callable[[], None] = lambda: None
+
+    async def open(self) -> tuple[bytes, int]:
+        """How it is reached, and where its memory is."""
+        side = await self._side.open()
+        return side.metadata, side.address
+
+    def hold(self) -> None:
+        """Make progress all the time, so that whatever is under way to it lands."""
+        self._release = self._side.mover.hold_awake()
+
+    def let_go(self) -> None:
+        self._release()
+
+    def count(self, byte: int) -> int:
+        """How many bytes of its memory are that."""
+        return int((self._side.buffer == byte).sum())
+
+    def sum(self) -> int:
+        return int(self._side.buffer.view(np.uint64).sum())
+
+    async def close(self) -> bool:
+        return await self._side.close(10)
 
 
-async def _target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
-    side = await Side("target", nbytes, settings).open()
-    wire.send((side.metadata, side.buffer.ctypes.data))
-    release: Callable[[], None] = lambda: None  # noqa: E731
-    while (word := await asyncio.to_thread(wire.recv)) != "end":
-        if word == "hold":
-            release = side.mover.hold_awake()
-        elif word == "let go":
-            release()
-        wire.send(int((side.buffer == word).sum()) if isinstance(word, int) else int(side.buffer.view(np.uint64).sum()))
-    wire.send(await side.close(10))
+class Remote(Away):
+    """The other process, with a target that is open."""
 
-
-class Remote:
-    """The other process, as the test sees it."""
-
-    def __init__(self, process: Any, wire: Any) -> None:
-        self.process = process
-        self._wire = wire
-        self.metadata: bytes
-        self.address: int
-        self.metadata, self.address = self._receive()
-
-    def say(self, word: str | int) -> Any:
-        self._wire.send(word)
-        return self._receive()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(20)
-
-    def _receive(self) -> Any:
-        assert self._wire.poll(60), "the other process does not answer"
-        return self._wire.recv()
+    def __init__(self, nbytes: int, settings: dict[str, Any]) -> None:
+        super().__init__(Target, "target", nbytes, settings)
+        self.metadata, self.address = self.open()
 
 
 @asynccontextmanager
 async def two_processes(nbytes: int, **settings: Any) -> AsyncIterator[tuple[Side, Remote]]:
-    ours, theirs = preloaded.CONTEXT.Pipe()
-    process = preloaded.process(target, (theirs, nbytes, settings))
-    process.start()
+    remote = Remote(nbytes, settings)
     side = await Side("initiator", nbytes, settings).open()
     try:
-        yield side, Remote(process, ours)
+        yield side, remote
     finally:
-        process.kill()
-        process.join(20)
-        process.close()  # raises if it still runs
-        ours.close()
-        theirs.close()
+        remote.end()
         await side.close()
 
 
@@ -175,11 +166,11 @@ async def write(side: Side, remote: Remote, nbytes: int, *, seconds: float = 30)
 
 async def met(side: Side, remote: Remote, *, stuck_bytes: int = 0) -> "asyncio.Future[CopyOutcome]":
     """They have met, and written a little; then so many bytes are under way that the other process does not take."""
-    remote.say("hold")
+    remote.hold()
     assert await side.now(side.fabric.connect(remote.metadata)) == "target"
     assert (await write(side, remote, 64)).outcome is Outcome.DONE
     if stuck_bytes:
-        remote.say("let go")
+        remote.let_go()
     ended = side.post("target", remote.address, stuck_bytes or 64)
     if stuck_bytes:
         while not side.mover.under_way:  # noqa: ASYNC110 - nobody announces it

@@ -1,4 +1,4 @@
-"""A mover and a fabric over the loopback: stepped by hand at the time that a test says, or in real threads."""
+"""A mover and a fabric over the loopback: stepped by hand at the time that a test says."""
 
 import asyncio
 import time
@@ -17,7 +17,6 @@ from kvxfer.errors import FabricError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
 from kvxfer.protocol.messages import MemorySpan
-from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit
 
 SIZE = 1 << 16
@@ -333,45 +332,3 @@ class Rig(Moving):
     async def end(self) -> None:
         if self.closed is None:
             await self.close()
-
-
-class Threaded:
-    """Two movers with their fabrics, in threads of their own."""
-
-    def __init__(self) -> None:
-        runtime = ThreadRuntime()
-        self.network = LoopbackNetwork()
-        self.transports = [LoopbackTransport(name, self.network) for name in "ab"]
-        self._called = [counted(transport) for transport in self.transports]
-        self.movers = [Mover(runtime, max_post_bytes=PART) for _ in "ab"]
-        self.fabrics = [Fabric(*one) for one in zip(self.transports, [runtime] * 2, self.movers, strict=True)]
-        self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in "ab"]
-
-    async def open(self) -> None:
-        tokens = []
-        for fabric, buffer in zip(self.fabrics, self.buffers, strict=True):
-            await fabric.open()
-            tokens.append(await self.now(fabric.register([memory_of(buffer)])))
-        metadata = await self.now(self.fabrics[1].metadata([tokens[1]]))
-        assert await self.now(self.fabrics[0].connect(metadata)) == "b"
-
-    async def now(self, future: "Future[Any]") -> Any:
-        async with asyncio.timeout(10):
-            return await asyncio.wrap_future(future)
-
-    def called(self, side: int) -> int:
-        """How often the transport of one of them was called that may have moved bytes by it."""
-        return self._called[side]()
-
-    def post(self, start: int, nbytes: int) -> "tuple[Flow, asyncio.Future[CopyOutcome]]":
-        ended = asyncio.get_running_loop().create_future()
-        here, there = (Descriptors("DRAM", 0, pieces((one.ctypes.data + start, nbytes))) for one in self.buffers)
-        job = CopyJob(NOTHING, ended.set_result, post=Post("b", Operation.WRITE, here, there))
-        return self.movers[0].submit(job, Direction.GATHER), ended
-
-    async def close(self) -> list[bool]:
-        async with asyncio.timeout(20):
-            return [
-                await mover.close(10) and await fabric.close()
-                for mover, fabric in zip(self.movers, self.fabrics, strict=True)
-            ]

@@ -61,7 +61,8 @@ async def test_the_service_sleeps_until_there_is_a_call(rig):
 
 
 async def test_a_call_that_comes_in_as_a_thread_forgets_that_it_was_woken_is_made(threaded, monkeypatch):
-    fabric, late = threaded.fabrics[0], []
+    side, late = threaded[0], []
+    fabric = side.fabric
     clear = fabric._called.clear
 
     def racing():
@@ -69,11 +70,11 @@ async def test_a_call_that_comes_in_as_a_thread_forgets_that_it_was_woken_is_mad
         clear()
 
     monkeypatch.setattr(fabric._called, "clear", racing)
-    assert await threaded.now(fabric.metadata([]))
+    assert await side.now(fabric.metadata([]))
     monkeypatch.undo()
     for call in late:
         with pytest.raises(FabricError):
-            await threaded.now(call)
+            await side.now(call)
 
 
 async def test_a_peer_is_forgotten_with_the_last_who_knew_it(rig):
@@ -231,9 +232,9 @@ async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
 
 
 async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
-    transport, inside, most = threaded.transports[0], [0], [0]
+    (side, other), inside, most = threaded, [0], [0]
     for name in ("post", "poll", "release", "progress", "metadata", "register", "deregister"):
-        original = getattr(transport, name)
+        original = getattr(side.transport, name)
 
         def called(*arguments: Any, real: Any = original) -> Any:
             inside[0] += 1
@@ -243,12 +244,12 @@ async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
             finally:
                 inside[0] -= 1
 
-        setattr(transport, name, called)
-    release = threaded.movers[0].hold_awake()
+        setattr(side.transport, name, called)
+    release = side.mover.hold_awake()
     async with asyncio.timeout(20):
         for _ in range(20):
-            _, ended = threaded.post(0, SIZE)
-            answers = [threaded.fabrics[0].metadata([]) for _ in range(5)]
+            ended = side.post("b", other.address, SIZE)
+            answers = [side.fabric.metadata([]) for _ in range(5)]
             for answer in answers:
                 await asyncio.wrap_future(answer)
             assert (await ended).outcome is Outcome.DONE

@@ -271,7 +271,7 @@ def test_nothing_of_nixls_python_package_is_imported():
 async def test_a_write_to_another_process_and_a_read_from_it(settings):
     async with two_processes(8 * SIZE, **settings) as (side, remote):
         side.buffer[:] = np.random.default_rng(1).integers(0, 256, side.buffer.nbytes)
-        remote.say("hold")
+        remote.hold()
         assert await side.now(side.fabric.connect(remote.metadata)) == "target"
         result = await write(side, remote, side.buffer.nbytes)
         assert result.outcome is Outcome.DONE, result.error
@@ -280,10 +280,10 @@ async def test_a_write_to_another_process_and_a_read_from_it(settings):
             read = await side.post("target", remote.address, side.buffer.nbytes, Operation.READ)
         assert read.outcome is Outcome.DONE
         assert np.array_equal(side.buffer, written)
-        assert remote.say("let go") == int(written.view(np.uint64).sum())
-        assert remote.say("end") is True
-        remote.process.join(20)
-        assert remote.process.exitcode == 0
+        remote.let_go()
+        assert remote.sum() == int(written.view(np.uint64).sum())
+        assert remote.close() is True
+        assert remote.hang_up() == 0
 
 
 @needs_nixl
@@ -341,7 +341,7 @@ async def test_a_peer_that_is_left_under_a_post_leaves_it_in_doubt():
 @needs_nixl
 async def test_what_the_library_refuses_fails_and_lets_others_be():
     async with two_processes(SIZE, backend_params=TCP) as (side, remote):
-        remote.say("hold")
+        remote.hold()
         await side.now(side.fabric.connect(remote.metadata))
         outside = side.post("target", remote.address + SIZE, 64)
         inside = side.post("target", remote.address, 64)

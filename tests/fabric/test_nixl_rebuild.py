@@ -6,13 +6,12 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pytest
 from ends import SIZE, TCP, Agent, Side, descriptors, finish, met, two_processes, write
+from preloaded import Away
 
 from kvxfer.copy.port import Operation, Outcome
 from kvxfer.errors import FabricError
@@ -24,40 +23,37 @@ LARGE = 96 * SIZE
 OLD, NEW = 7, 9
 
 
-def writer(wire: Connection, byte: int) -> None:
-    """Another process: writes where it is told, and says how that ended."""
-    asyncio.run(_writer(wire, byte))
+class Writing:
+    """What another process does: it writes where it is told, and says how that ended."""
+
+    def __init__(self, byte: int) -> None:
+        self._side, self._byte = Side(f"writer {byte}", LARGE, {"backend_params": TCP}), byte
+
+    async def begin(self, metadata: bytes, address: int, nbytes: int) -> None:
+        """To write, which need not end."""
+        if not self._side.buffer.any():
+            await self._side.open()
+            self._side.buffer[:] = self._byte
+        peer = await self._side.now(self._side.fabric.connect(metadata))
+        self._ended = self._side.post(peer, address, nbytes)
+
+    async def outcome(self) -> Outcome:
+        """Of what it began last."""
+        return (await self._ended).outcome
 
 
-async def _writer(wire: Connection, byte: int) -> None:
-    side = await Side(f"writer {byte}", LARGE, {"backend_params": TCP}).open()
-    side.buffer[:] = byte
-    while (told := await asyncio.to_thread(wire.recv)) is not None:
-        metadata, address, nbytes = told
-        peer = await side.now(side.fabric.connect(metadata))
-        ended = side.post(peer, address, nbytes)
-        ended.add_done_callback(lambda ended: wire.send(ended.result().outcome.value))
-    wire.send(await side.close(10))
-
-
-class Writer:
+class Writer(Away):
     """That process, as the test sees it."""
 
     def __init__(self, byte: int) -> None:
-        self.wire, theirs = preloaded.CONTEXT.Pipe()
-        self.process = preloaded.process(writer, (theirs, byte))
-        self.process.start()
+        super().__init__(Writing, byte)
 
     def write(self, side: Side, at: int, nbytes: int) -> None:
-        self.wire.send((side.metadata, side.buffer.ctypes.data + at, nbytes))
-
-    def outcome(self) -> str:
-        assert self.wire.poll(60), "the other process does not answer"
-        return self.wire.recv()
+        self.begin(side.metadata, side.address + at, nbytes)
 
     def done(self, side: Side, at: int, nbytes: int) -> bool:
         self.write(side, at, nbytes)
-        return self.outcome() == Outcome.DONE.value
+        return self.outcome() is Outcome.DONE
 
 
 @asynccontextmanager
@@ -71,10 +67,7 @@ async def company() -> AsyncIterator[tuple[Side, Writer, Writer]]:
         yield side, *writers
     finally:
         for one in writers:
-            one.process.kill()
-            one.process.join(20)
-            one.process.close()
-            one.wire.close()
+            one.end()
         release()
         await side.close()
 
@@ -109,7 +102,7 @@ async def test_bytes_of_a_write_in_flight_do_not_land_after_a_rebuild_and_those_
             assert other.done(side, LARGE, SIZE)
             assert (side.buffer[LARGE:] == NEW).all()
         if fault == "stop":
-            assert victim.outcome() == Outcome.IN_DOUBT.value
+            assert victim.outcome() is Outcome.IN_DOUBT
             assert victim.done(side, LARGE, 64), "it may write again, once it has learned where"
         assert not side.buffer[:LARGE].any(), "bytes of the old write landed in memory that was given to somebody else"
 
@@ -126,10 +119,10 @@ async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
         assert result.error.disconnected
         assert not result.may_move
         side.buffer[:] = NEW
-        remote.say("hold")  # now it takes what is left of it
+        remote.hold()  # now it takes what is left of it
         assert (await write(side, remote, 64)).outcome is Outcome.DONE, "the peer is known as before"
-        assert remote.say(NEW) == 64, "something of what was written over later was sent"
-        assert 0 < remote.say(OLD) < LARGE - SIZE, "it was in the midst of it"
+        assert remote.count(NEW) == 64, "something of what was written over later was sent"
+        assert 0 < remote.count(OLD) < LARGE - SIZE, "it was in the midst of it"
         assert await side.close() is True
 
 

@@ -650,22 +650,22 @@ async def test_close_fails_what_was_never_posted(rig):
 # ---- in a thread -----------------------------------------------------------------------------------------------------
 
 
-async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(threaded):
-    rng = np.random.default_rng(2)
+async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(threaded, network):
+    (side, other), rng = threaded, np.random.default_rng(2)
     outcomes: set[Outcome] = set()
     for delay in rng.integers(0, 400, size=60):
-        before = len(threaded.network.log)
-        copy, ended = threaded.post(0, SIZE)
+        before = len(network.log)
+        ended = side.post("b", other.address, SIZE)
         for _ in range(int(delay)):
             time.monotonic()
-        threaded.movers[0].cancel(copy)
+        side.mover.cancel(side.asked)
         async with asyncio.timeout(10):
             result = await ended
         outcomes.add(result.outcome)
-        at = len(threaded.network.log)
-        moved = sum(entry.length for entry in threaded.network.log[before:])
+        at = len(network.log)
+        moved = sum(entry.length for entry in network.log[before:])
         await asyncio.sleep(0)
-        assert len(threaded.network.log) == at, "nothing is moved after its end"
+        assert len(network.log) == at, "nothing is moved after its end"
         assert result.error is None
         assert (result.outcome is Outcome.DONE) == (moved == SIZE)
         assert (result.posted == 0.0) == (moved == 0)
@@ -674,7 +674,7 @@ async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(t
 
 async def test_idle_threads_use_no_processor_time(threaded):
     async with asyncio.timeout(10):
-        await threaded.post(0, SIZE)[1]
+        await threaded[0].post("b", threaded[1].address, SIZE)
     running = [thread for thread in threading.enumerate() if thread.name in {"kvxfer-fabric", "kvxfer-mover"}]
     assert len(running) == 4
     clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in running]

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from copy_plans import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Rank, cache_tensor, contiguous, make_world
@@ -156,7 +157,7 @@ def pair(src: TensorSpec, dst: TensorSpec, *, convert: bool = True) -> PairPlan:
     return PairPlan(CacheGeometry((src,)), CacheGeometry((dst,)), EVERYTHING, convert=convert)
 
 
-@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_dtypes_that_differ_are_refused_unless_asked_for(src: str, dst: str) -> None:
     one, other = spec(src), spec(dst)
     both = CacheGeometry((one,)), CacheGeometry((other,))

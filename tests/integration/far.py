@@ -12,14 +12,12 @@ there (`event_after`): what is expected of them is worked out on the CPU.
 import asyncio
 import contextlib
 import copy
-import itertools
 import os
-import pickle
 import signal
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import preloaded
@@ -33,7 +31,6 @@ from kvxfer.safety import fence
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
-ANSWER_SECONDS = 60
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a GPU: a copy that does not wait is done long before."""
 LATE_QUERIES = 50
@@ -286,73 +283,11 @@ def idle(ranks):
     return all(not any(seen.values()) for seen in ranks)
 
 
-class Far:
+class Far(preloaded.Away):
     """Another process with `Ranks`; every method of theirs can be awaited here."""
 
     def __init__(self, kind: type[Ranks] = Ranks) -> None:
-        self._wire, theirs = preloaded.CONTEXT.Pipe()
-        self.process = preloaded.process(_serve, (theirs, kind))
-        self.process.start()
-        theirs.close()
-        self._numbers = itertools.count()
-
-    def kill(self):
-        """SIGKILL, and wait until it is gone."""
-        self.process.kill()
-        self.process.join(20)
-
-    def end(self):
-        self.kill()
-        self.process.close()  # raises if it still runs
-        self._wire.close()
+        super().__init__(kind)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *arguments, **options: self._call(name, arguments, options)
-
-    async def _call(self, name, arguments, options):
-        number = next(self._numbers)
-        self._wire.send_bytes(pickle.dumps((number, name, arguments, options)))
-        loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        loop.add_reader(self._wire.fileno(), lambda: readable.done() or readable.set_result(None))
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await readable
-        finally:
-            loop.remove_reader(self._wire.fileno())
-            os.set_blocking(self._wire.fileno(), True)  # uvloop changes that; a message may be longer than a pipe
-        answered, value, error = pickle.loads(self._wire.recv_bytes())
-        assert answered == number, "one call at a time"
-        assert not error, f"{name} failed over there: {error}"
-        return value
-
-
-def _serve(wire: Connection, kind: type[Ranks]) -> None:
-    """The other process: one call after the other, until the pipe is closed."""
-    asyncio.run(_answer_all(wire, kind()))
-
-
-async def _answer_all(wire: Connection, ranks: Ranks) -> None:
-    loop = asyncio.get_running_loop()
-    calls: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    def receive():
-        try:
-            calls.put_nowait(wire.recv_bytes())
-        except EOFError:
-            loop.remove_reader(wire.fileno())
-            calls.put_nowait(None)
-
-    loop.add_reader(wire.fileno(), receive)
-    while (call := await calls.get()) is not None:
-        number, name, arguments, options = pickle.loads(call)
-        value, error = None, ""
-        try:
-            value = getattr(ranks, name)(*arguments, **options)
-            if asyncio.iscoroutine(value):
-                value = await value
-        except Exception as raised:  # noqa: BLE001 - whoever called hears of it
-            value, error = None, repr(raised)
-        wire.send_bytes(pickle.dumps((number, value, error)))
+        return partial(asyncio.to_thread, super().__getattr__(name))

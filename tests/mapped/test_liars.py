@@ -2,10 +2,9 @@
 
 import asyncio
 import os
-from contextlib import suppress
 
 import pytest
-from elsewhere import elsewhere
+from preloaded import Away
 
 from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
@@ -23,29 +22,30 @@ def cache():
     return CacheGeometry.of([CacheTensor(tensor, "block token head dim", kv="k", layers=[0], heads=range(2))]), tensor
 
 
-def victim(pipe):
-    """Another process, with memory to map and gates of its own, until nobody is at the other end of its pipe."""
-    geometry, tensor = cache()
-    gates = LockFile(4)
-    span = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-    pipe.send((geometry, export("cpu", 0, [span], OpenFiles()), gates.handle))
-    with suppress(EOFError):
-        pipe.recv()
-    gates.close()
+class Victim:
+    """Another process, with memory to map and gates of its own."""
+
+    def __init__(self):
+        (self._geometry, tensor), self._gates = cache(), LockFile(4)
+        span = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        self._tensor, self._exports = tensor, export("cpu", 0, [span], OpenFiles())
+
+    def told(self):
+        return self._geometry, self._exports, self._gates.handle
 
 
 @pytest.fixture(scope="module")
 def told():
     """The process that a peer may name, and a peer that is (by the word of the kernel) this process."""
-    with elsewhere(victim) as (child, pipe):
-        geometry, exports, locks = pipe.recv()
+    with Away(Victim) as victim:
+        geometry, exports, locks = victim.told()
 
         def peer(process):
             body = AgentBody("x", b"", [], host=here(), mapped=exports, locks=locks)
             who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.MAPPED), "")
             return PeerInfo(1, who, encode_body(body), process)
 
-        yield child.pid, peer, geometry
+        yield victim.process.pid, peer, geometry
 
 
 @pytest.mark.parametrize("whose", ["its own", "nobody knows", "another's"])

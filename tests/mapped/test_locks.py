@@ -1,7 +1,6 @@
 """The lock of a gate: who may be inside, what its owner finds, and what a writer leaves that is stopped or killed."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from passing import enter
+from preloaded import Away
 
 from kvxfer.errors import FabricError
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
 
-CONTEXT = multiprocessing.get_context("spawn")
 GATES = 64
 
 
@@ -191,37 +190,26 @@ Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, de
 TestMachine = Machine.TestCase
 
 
-def hold(handle, number, pipe):
-    """In another process: be inside, or have been."""
-    passed = enter(Permit(PeerGate(handle), number, FIRST_GENERATION))
-    pipe.send(passed is not None)
-    while passed and pipe.recv() == "leave":
-        passed.leave()
-        pipe.send("left")
+class Inside:
+    """What another process is, or has been."""
 
-
-class Writer:
-    def __init__(self, file, number=3):
-        self.pipe, there = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=hold, args=(file.handle, number, there))
-        self.process.start()
-        there.close()
-        assert self.pipe.recv()
+    def __init__(self, handle, number):
+        self._passed = enter(Permit(PeerGate(handle), number, FIRST_GENERATION))
 
     def leave(self):
-        self.pipe.send("leave")
-        assert self.pipe.recv() == "left"
+        assert self._passed is not None
+        self._passed.leave()
 
-    def kill(self):
-        self.process.kill()
-        self.process.join()
+    def is_inside(self):
+        return self._passed is not None
 
 
 @pytest.fixture
 def writer(file):
-    writer = Writer(file)
+    writer = Away(Inside, file.handle, 3)
+    assert writer.is_inside()
     yield writer
-    writer.kill()
+    writer.end()
 
 
 def test_a_process_that_is_killed_inside_is_found_to_have_died_there(file, writer):

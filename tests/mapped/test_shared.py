@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 import torch
-from elsewhere import elsewhere
 from msgspec.structs import replace
+from preloaded import Away
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import host as home_module
@@ -23,12 +23,22 @@ def exported(*tensors):
     return export("cpu", 0, spans, OpenFiles())
 
 
-def add_one(given, elements, answer):
-    """In another process: map it, and add 1 to every element."""
-    window = open_window(given, "cpu", 0)
-    np.ctypeslib.as_array((ctypes.c_int32 * elements).from_address(window.local))[:] += 1
-    window.close()
-    answer.send(window.local != window.address)
+class Opening:
+    """What another process makes of what it was told."""
+
+    def add_one(self, given, elements):
+        """To each of these; whether the memory lies elsewhere there."""
+        window = open_window(given, "cpu", 0)
+        np.ctypeslib.as_array((ctypes.c_int32 * elements).from_address(window.local))[:] += 1
+        window.close()
+        return window.local != window.address
+
+    def said_of(self, given):
+        try:
+            open_window(given, "cpu", 0).close()
+        except FabricError as error:
+            return str(error)
+        return "mapped"
 
 
 def test_another_process_writes_into_it():
@@ -37,8 +47,8 @@ def test_another_process_writes_into_it():
     tensor[:] = torch.arange(15).reshape(3, 5)
     (given,) = exported(tensor, tensor[1])
     assert (given.address, given.length) == (tensor.data_ptr(), 60)
-    with elsewhere(add_one, given, 15) as (_, pipe):
-        assert pipe.recv(), "it lies elsewhere in the other process"
+    with Away(Opening) as other:
+        assert other.add_one(given, 15), "it lies elsewhere in the other process"
     assert torch.equal(tensor, torch.arange(1, 16, dtype=torch.int32).reshape(3, 5))
 
 
@@ -120,17 +130,6 @@ def test_private_memory_is_not_exported():
         exported(torch.zeros(4))
 
 
-def open_elsewhere(given, answer):
-    """In another process: map each, and say what became of that."""
-    for one in given:
-        try:
-            open_window(one, "cpu", 0).close()
-        except FabricError as error:
-            answer.send(str(error))
-        else:
-            answer.send("mapped")
-
-
 def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     tensor = shared_empty((4,))
     (given,) = exported(tensor)
@@ -151,8 +150,8 @@ def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
             named(unsealed, other.st_dev, other.st_ino),
             named(99_999, device, inode),
         )
-        with elsewhere(open_elsewhere, asked) as (_, pipe):
-            said = [pipe.recv() for _ in asked]
+        with Away(Opening) as opening:
+            said = [opening.said_of(one) for one in asked]
     os.close(unsealed)
     assert said[0] == "mapped"
     for told in (said[1], said[2], said[4]):

@@ -1,6 +1,5 @@
 """Memory of cuMemMap: what its owner exports, and what another process makes of it. CUDA is a stand-in."""
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -11,9 +10,9 @@ from typing import Any, cast
 
 import fake_cuda
 import pytest
-from elsewhere import elsewhere
 from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 from msgspec.structs import replace
+from preloaded import Away
 
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
@@ -48,27 +47,30 @@ def open_files():
     return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
 
 
-def owner(mapped, kinds, spans, device, pipe):
-    """Has a pool, and exports parts of it; then shows what lies there."""
-    driver = fake_cuda.install()
-    pool, kept = Pool(driver, mapped, kinds), OpenFiles()
-    parts = [range(pool.base + start, pool.base + stop) for start, stop in spans]
-    pipe.send((export("cuda", device, parts, kept), pool.base, len(kept._held)))
-    with contextlib.suppress(EOFError):
-        while (what := pipe.recv()) != "end":
-            if what == "close":
-                kept.close()
-                pipe.send("closed")
-            else:
-                start, stop = what
-                pipe.send(bytes(memory(pool.base + start, stop - start)))
+class Owner:
+    """Has a pool in another process, and exports parts of it."""
+
+    def __init__(self, mapped, kinds, spans, device):
+        self._pool, self._kept = Pool(fake_cuda.install(), mapped, kinds), OpenFiles()
+        parts = [range(self._pool.base + start, self._pool.base + stop) for start, stop in spans]
+        self._exports = export("cuda", device, parts, self._kept)
+
+    def told(self):
+        return self._exports, self._pool.base, len(self._kept._held)
+
+    def close_files(self):
+        self._kept.close()
+
+    def held(self, start, stop):
+        """What lies there."""
+        return bytes(memory(self._pool.base + start, stop - start))
 
 
 @pytest.fixture(scope="module")
 def three():
     """What another process says of three pieces that adjoin, on GPU 1; it stays."""
-    with elsewhere(owner, "xxx", FILE, [(0, 3 * GRANULE)], 1) as (_, pipe):
-        yield joined(pipe.recv()[0])[0]
+    with Away(Owner, "xxx", FILE, [(0, 3 * GRANULE)], 1) as owner:
+        yield joined(owner.told()[0])[0]
 
 
 # ---- what another process maps
@@ -77,8 +79,8 @@ def three():
 @pytest.mark.parametrize("kinds", [FILE, FABRIC, FILE | FABRIC], ids=["file", "fabric", "both"])
 def test_a_tensor_across_pieces_is_written_by_another_process(cuda, kinds):
     start, stop = GRANULE + 100, 4 * GRANULE - 7
-    with elsewhere(owner, "xxxxx", kinds, [(start, stop)], 1) as (_, pipe):
-        exports, base, held = pipe.recv()
+    with Away(Owner, "xxxxx", kinds, [(start, stop)], 1) as owner:
+        exports, base, held = owner.told()
         assert held == (3 if kinds == FILE else 0)
         before = open_files()
         windows = Windows(open_window(given, "cuda", 0) for given in joined(exports))
@@ -87,8 +89,7 @@ def test_a_tensor_across_pieces_is_written_by_another_process(cuda, kinds):
         assert cuda.state.admitted == [(local - 100, 3 * GRANULE, 0)]
         wanted = pattern(stop - start)
         memory(local, stop - start)[:] = wanted
-        pipe.send((0, 5 * GRANULE))
-        assert pipe.recv() == bytes(start) + wanted + bytes(GRANULE + 7)
+        assert owner.held(0, 5 * GRANULE) == bytes(start) + wanted + bytes(GRANULE + 7)
         assert cuda.state.live() == (0, 3, 1)  # the mappings keep it, and nothing else is left
         assert open_files() - before == {cuda_file.descriptor for _, cuda_file in cuda.state.mappings.values()}
         with pytest.raises(FabricError, match="lies in none"):
@@ -100,8 +101,8 @@ def test_a_tensor_across_pieces_is_written_by_another_process(cuda, kinds):
 
 def test_pieces_that_do_not_adjoin_are_windows_of_their_own(cuda):
     spans = [(0, 2 * GRANULE), (3 * GRANULE, 4 * GRANULE)]
-    with elsewhere(owner, "xx.x", FILE, spans, 0) as (_, pipe):
-        exports, base, _ = pipe.recv()
+    with Away(Owner, "xx.x", FILE, spans, 0) as owner:
+        exports, base, _ = owner.told()
         windows = [open_window(given, "cuda", 0) for given in joined(reversed(exports))]
         assert [(w.address - base, w.length) for w in windows] == [(0, 2 * GRANULE), (3 * GRANULE, GRANULE)]
         for window in windows:
@@ -127,15 +128,14 @@ def test_handles_stay_within_their_bound_and_are_joined_again(cuda, files):
 
 
 def test_a_worker_that_has_closed_its_files_is_named_and_so_is_one_that_has_ended(cuda):
-    with elsewhere(owner, "x", FILE, [(0, 1)], 0) as (child, pipe):
-        exports, _, _ = pipe.recv()
-        pipe.send("close")
-        assert pipe.recv() == "closed"
-        with pytest.raises(FabricError, match=rf"file \d+ of process {child.pid}.*pidfd_getfd: Bad file descriptor"):
+    with Away(Owner, "x", FILE, [(0, 1)], 0) as owner:
+        exports, _, _ = owner.told()
+        owner.close_files()
+        process = owner.process.pid
+        with pytest.raises(FabricError, match=rf"file \d+ of process {process}.*pidfd_getfd: Bad file descriptor"):
             open_window(exports[0], "cuda", 0)
-        pipe.send("end")
-        child.join(20)
-        with pytest.raises(FabricError, match=f"process {child.pid} cannot be reached"):
+        owner.kill()
+        with pytest.raises(FabricError, match=f"process {process} cannot be reached"):
             open_window(exports[0], "cuda", 0)
     assert cuda.state.live() == (0, 0, 0)
 
@@ -408,8 +408,8 @@ async def test_more_allocations_than_a_peer_is_told_of_are_refused(cuda, caplog,
 
 
 def test_a_tensor_across_what_is_told_in_several_handles_is_in_one_window(cuda):
-    with elsewhere(owner, "x" * 30, FILE, [(0, 30 * GRANULE)], 0) as (_, pipe):
-        exports, base, _ = pipe.recv()
+    with Away(Owner, "x" * 30, FILE, [(0, 30 * GRANULE)], 0) as owner:
+        exports, base, _ = owner.told()
         assert len(exports) == 3
         told = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]
         peer = SimpleNamespace(

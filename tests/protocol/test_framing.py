@@ -4,19 +4,14 @@ import gc
 import struct
 import subprocess
 import sys
-from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode, encode, encode_in_parts, peek_tag
 from kvxfer.protocol.messages import Agent, Goodbye, Ping, Ready, Release, Span, TicketRef, pack_u32
-from proto.frames import valid
 
-FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]
 DEEP = b"\x92\x04" + b"\x91" * 100_000 + b"\x01"
 
 
@@ -30,27 +25,6 @@ def agent(size):
 
 def wants(count):
     return [Ready(number, number) for number in range(count)]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(FRAMES), max_size=8), st.lists(st.integers(0, 2000), max_size=12))
-def test_cuts_do_not_matter(frames, cuts):
-    data = b"".join(frames)
-    expected = [message for one in frames if (message := decode(one[4:])) is not None]
-    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    reader, found = FrameReader(), []
-    for start, stop in pairwise(edges):
-        found += reader.feed(data[start:stop])
-        assert reader.buffered_bytes <= max(map(len, frames), default=0)
-    assert found == expected
-    assert reader.buffered_bytes == 0
-
-
-def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
-    reader = FrameReader(limit=100)
-    with pytest.raises(ProtocolError, match="101 bytes is over the limit of 100"):
-        list(reader.feed(struct.pack("<I", 101)))
-    assert reader.buffered_bytes == 0
 
 
 @pytest.mark.parametrize("size", [0, 255, 256, 65_535, 65_536, 200_000])
@@ -81,15 +55,6 @@ def test_the_limit_may_be_raised_between_two_messages_of_one_read():
     assert next(messages) == Ping()
     reader.limit = 1000
     assert list(messages) == [big]
-
-
-def test_who_stops_early_loses_nothing():
-    first, second, third = wants(3)
-    reader = FrameReader()
-    for message in reader.feed(encode(first) + encode(second)):
-        assert message == first
-        break
-    assert list(reader.feed(encode(third))) == [second, third]
 
 
 def test_an_iterator_that_was_left_behind_does_no_harm():

@@ -1,12 +1,11 @@
 """The processes of two engines. sglang's stand-in is theirs alone."""
 
 import os
-import traceback
 from typing import Any
 
-import preloaded
+import torch
+from preloaded import Away
 
-ANSWER_SECONDS = 90
 SETTINGS = {
     "KVXFER_ARENA_BYTES": "256KiB",
     "KVXFER_CHUNK_BYTES": "16KiB",
@@ -15,57 +14,28 @@ SETTINGS = {
 }
 
 
-def _serve(wire: Any, settings: dict[str, str]) -> None:
-    os.environ.update(settings)
-    import torch
+class Held:
+    """The engine of a process, once it has been opened."""
 
-    torch.set_num_threads(1)
-    import sglang_stand_in
+    def __init__(self) -> None:
+        os.environ.update(SETTINGS)
+        torch.set_num_threads(1)
+        import sglang_stand_in
 
-    sglang_stand_in.install()
-    from sglang_engine import Engine
+        sglang_stand_in.install()
+        self._engine: Any = None
 
-    found: Any = None
-    while True:
-        try:
-            name, given, named = wire.recv()
-        except EOFError:
-            return
-        try:
-            if name == "open":
-                found, answer = Engine(given[0]), None
-            else:
-                answer = getattr(found, name)(*given, **named)
-            wire.send((answer, ""))
-        except BaseException:  # noqa: BLE001 - whoever asked hears of it
-            wire.send((None, traceback.format_exc()))
+    def open(self, settings: dict[str, Any]) -> None:
+        from sglang_engine import Engine
+
+        self._engine = Engine(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
-class Process:
+class Process(Away):
     """A process with one engine."""
 
     def __init__(self) -> None:
-        self._wire, theirs = preloaded.CONTEXT.Pipe()
-        self.process = preloaded.process(_serve, (theirs, SETTINGS))
-        self.process.start()
-        theirs.close()
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            self._wire.send((name, given, named))
-            assert self._wire.poll(ANSWER_SECONDS), f"{name} does not end"
-            answer, error = self._wire.recv()
-            assert not error, error
-            return answer
-
-        return call
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(20)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(20)
-        self.process.close()  # raises if it still runs
-        self._wire.close()
+        super().__init__(Held)

@@ -23,7 +23,7 @@ from kvxfer.tools.admin import Collector, Limits
 from kvxfer.tools.admin.look import look
 from kvxfer.tools.admin.status import status
 from kvxfer.tools.cli import app
-from kvxfer.tools.inspect import describe
+from kvxfer.tools.inspect import frames
 
 SECRET = "a secret that nobody may ever read"
 
@@ -115,7 +115,7 @@ async def test_nothing_secret_is_said_anywhere(stage, tmp_path, ears, monkeypatc
     tap = Tap(monkeypatch)
     tls = Authority(tmp_path).issue()
     prefill, decode, read = await play(stage, tls)
-    read += [*describe(b"".join(encode(fetch) for fetch in tap.of(Fetch))), repr(tap.sent)]
+    read += [line for lines, _ in frames(b"".join(map(encode, tap.of(Fetch)))) for line in lines] + [repr(tap.sent)]
     monkeypatch.setenv("KVXFER_SECRET", SECRET)
     for name, path in tls.items():
         monkeypatch.setenv(f"KVXFER_TLS__{name.upper()}", path)

@@ -442,6 +442,7 @@ def test_a_table_slot_is_not_reused_before_its_reader_has_run(small_ring, direct
                         pool=16 * MIB // row_bytes, rng=rng, flat="dst")
         for n in range(jobs)
     ]  # fmt: skip
+    small_ring.copies.warm(plans[:1])  # whatever waits for its kernel to be compiled, others go before
     with torch.cuda.stream(small_ring.copies.stream(direction)):
         torch.cuda._sleep(200_000_000)  # 0.1 s: the queue fills the ring many times over while nothing can run
     for n, plan in enumerate(plans):

@@ -319,10 +319,12 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
     """Give rows to the steps of a flow that may begin; whether any got one."""
     flow, fed = jobs[slot], False
     while flow[r.NEXT] < _may_begin_of(flow):
-        if flow[r.NEXT] - flow[r.PASSED] >= flow[r.WIDTH] or state[r.SPARE_COUNT] == 0:
+        if flow[r.NEXT] - flow[r.PASSED] >= flow[r.WIDTH]:
             return fed
         at = state[r.HERE] + 8 * r.FEED
         copy_bytes(at, _step_at(flow, flow[r.NEXT]), 8 * r.RECORD_WORDS)
+        if state[r.SPARE_COUNT] <= (r.KEPT if state[r.FEED + r.POST] != 0 else 0):
+            return fed
         flow[r.EVENTS], flow[r.EVENT_COUNT] = state[r.FEED + r.EVENTS], state[r.FEED + r.EVENT_COUNT]
         fired = _fired(ports, flow)
         if fired < 0:

@@ -110,6 +110,8 @@ _LOOK_S: Final = 0.0005
 _LOOK_MAX_S: Final = 0.002
 _LOOK_GROWTH: Final = 1.1
 """How often events that need the interpreter are asked: at first, and after a while."""
+_MOST_PREPARING: Final = 8
+"""Worker threads that prepare copies at once: all that need a kernel wait in theirs until it is compiled."""
 _EXIT_S: Final = 2.0
 _STOP_LOOK_S: Final = 0.001
 _MOST_THREADS: Final = 8
@@ -218,6 +220,7 @@ class Mover:
         self._awaiting = 0  # flows that go on as peers do, and have a slot
         self._parked: Final[deque[Flow]] = deque()  # those for which there is none
         self._unfired: list[_Step] = []  # whose events need the interpreter
+        self._preparing: Final = asyncio.Semaphore(_MOST_PREPARING)
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._unreported = 0  # flows of which nobody was told yet
         self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
@@ -639,7 +642,8 @@ class Mover:
                 await asyncio.shield(met)
             if gpu is not None:
                 prepare = partial(gpu.prepare, batch, step.job.sums, step.flow.lane)
-                step.sums, step.room = await self._runtime.in_thread(prepare)
+                async with self._preparing:
+                    step.sums, step.room = await self._runtime.in_thread(prepare)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             self._fail(step.flow, _error("a copy could not be prepared", error))
         else:

@@ -208,6 +208,26 @@ async def test_what_cannot_be_compiled_fails_its_copy_alone():
     await scene.close()
 
 
+async def test_copies_that_wait_for_a_kernel_leave_threads_to_others():
+    scene = Scene(warm=False)
+    inside, compiled = [], asyncio.Event()
+
+    async def in_thread(work):
+        inside.append(work)
+        await compiled.wait()
+        return work()
+
+    scene.runtime.in_thread = in_thread
+    for name in range(100):
+        scene.submit(name, at=1024 * name)
+    await scene.settle()
+    assert len(inside) == 8, "of 40 that there are"
+    compiled.set()
+    await scene.finish()
+    assert scene.order == list(range(100))
+    await scene.close()
+
+
 async def test_nothing_is_compiled_after_warming():
     scene = Scene(warm=False)
     plan = scene.plan(rows=3, row_bytes=24)

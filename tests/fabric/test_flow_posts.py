@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from rigs import PART, Rig
 
+from kvxfer.copy import records
 from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Outcome, Post
 from kvxfer.copy.tables import NOTHING
 
@@ -88,6 +89,26 @@ async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(rig):
     rig.network.release("b")
     rig.step(9)
     assert (rig.result().outcome, posting.landed()) == (Outcome.STOPPED, 2)
+
+
+async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
+    """Else nothing would be copied any more, to and from whom it be, before they are given up, and perhaps after it."""
+    rig.network.hold("b")
+    here, there = rig.piece(8)
+    step = CopyJob(NOTHING, until=1e9, post=Post("b", Operation.WRITE, here, there))
+    for tag in "wxyz":
+        rig.results[tag] = []
+        post = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES)
+        job = CopyJob(NOTHING, rig.results[tag].append, owner=tag, post=post)
+        rig.mover.flow(job, Direction.GATHER, [step] * 256, total=256, allowed=256, progress=lambda _: None)
+    rig.step(1100)
+    assert rig.network.held("b") == rig.state[records.SENDING_COUNT] == records.STEPS - records.KEPT
+    rig.submit("alone", None)
+    rig.step(3)
+    assert rig.result("alone").outcome is Outcome.DONE
+    rig.network.release("b")
+    rig.step(1500)
+    assert [rig.result(tag).steps for tag in "wxyz"] == [256] * 4
 
 
 async def test_a_gate_that_was_closed_stops_it(rig, way):

@@ -49,7 +49,6 @@ from kvxfer.transfers import (
     Transfer,
     TransferState,
     follow,
-    follow_from,
     given_seconds,
     layer_range,
     see_through,
@@ -408,7 +407,7 @@ class OwnLoopOffer(Offer):
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """See `Offer.wait_end`."""
-        return follow_from(self._ended, self._thread.home)
+        return follow(asyncio.wrap_future(self._thread.home.read(self._ended)))
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""

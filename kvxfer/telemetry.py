@@ -53,7 +53,8 @@ _VALUE_CHARACTERS: Final = 4096
 _ADDED: Final = 256
 """Intervals that are kept as they came before they are united: that is cheaper for many at a time."""
 
-logging.getLogger("kvxfer").addHandler(logging.NullHandler())
+_NOBODY: Final = logging.NullHandler()
+logging.getLogger("kvxfer").addHandler(_NOBODY)
 
 _of_stdlib: Final = cache(logging.getLogger)
 """Loggers live as long as the process, and looking one up takes a lock."""
@@ -67,7 +68,7 @@ def _to_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, 
             event[key] = f"{value[:_VALUE_CHARACTERS]}..."
     name, *rest = [str(event["event"]), *(f"{key}={_plain(value)}" for key, value in event.items() if key != "event")]
     # as an argument, not as the format: a value may contain a percent sign
-    return ("%s", " ".join([name, *rest])), {"extra": {"kvxfer": dict(event)}, "stacklevel": 4, **passed}
+    return ("%s", " ".join([name, *rest])), {"extra": {"kvxfer": dict(event)}, "stacklevel": 5, **passed}
 
 
 def _plain(value: object) -> str:
@@ -77,12 +78,25 @@ def _plain(value: object) -> str:
     return text if text.isprintable() and text and not set(text) & {" ", '"', "="} else repr(text)
 
 
+class _Lines(structlog.stdlib.BoundLogger):
+    """Says lines. A handler or a filter of the application that raises is no reason for anything to fail.
+
+    It is reported as `logging` reports what handlers catch themselves.
+    """
+
+    def _proxy_to_logger(self, method_name: str, event: str | None = None, *event_args: str, **event_kw: Any) -> Any:
+        try:
+            return super()._proxy_to_logger(method_name, event, *event_args, **event_kw)
+        except Exception:  # noqa: BLE001 - code of the application, called from the midst of the books
+            _NOBODY.handleError(logging.makeLogRecord({"name": self.name, "msg": event}))
+
+
 def logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger whose events reach the stdlib logger of this name, `kvxfer` or below it, filtered by its level."""
     wrapped = structlog.wrap_logger(
         logging.getLogger(name),
         processors=[structlog.stdlib.filter_by_level, _to_record],
-        wrapper_class=structlog.stdlib.BoundLogger,
+        wrapper_class=_Lines,
         context_class=dict,
         cache_logger_on_first_use=True,
     )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,10 +28,10 @@ __all__ = [
     "Claim",
     "FetchResult",
     "Progress",
+    "Settling",
     "Transfer",
     "TransferState",
     "follow",
-    "follow_from",
     "given_seconds",
     "layer_range",
     "see_through",
@@ -85,13 +86,52 @@ def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":
     return follower
 
 
-def follow_from(future: "Future[_T]", home: Home) -> "asyncio.Future[_T]":
-    """The same of one that ends in whatever thread, for any loop of the process in which that is.
+class Settling:
+    """Whether what is in doubt has settled, for any loop of the process. Whoever waits no longer leaves nothing here.
 
-    Raises:
-        ForkedError: If this process was forked off that one: nobody would tell it.
+    It may stay so for good, and who polls for it waits many times: a `concurrent.futures.Future` would keep them all.
     """
-    return follow(asyncio.wrap_future(home.read(future)))
+
+    def __init__(self) -> None:
+        self.done = False
+        self._error: KvxferError | None = None
+        self._waiters: Final[dict[asyncio.Future[None], None]] = {}
+        self._lock: Final = threading.Lock()
+        self._home: Final = Home()
+
+    def end(self, error: KvxferError | None = None) -> None:
+        """It has, or nobody will ever know whether it has. Once."""
+        with self._lock:
+            self.done, self._error = True, error
+            for waiter in self._waiters:
+                with suppress(RuntimeError):  # its loop is closed
+                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+
+    async def wait(self) -> None:
+        """Return once it has.
+
+        Raises:
+            ForkedError: If this process was forked off the one in which it is known: nobody would tell it.
+            KvxferError: If nobody will ever know.
+        """
+        self._home.read(self)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiters[waiter] = None
+            if self.done:
+                waiter.set_result(None)
+        try:
+            await waiter
+        finally:
+            with self._lock:
+                del self._waiters[waiter]
+        if self._error is not None:
+            raise self._error
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def given_seconds(seconds: Any, default: _T) -> float | _T:

@@ -1,9 +1,13 @@
 """Places that peers share."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.prefill.role import Doubts
 from kvxfer.site import Quota
 
 
@@ -30,3 +34,19 @@ def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
                 quota.give(peer)
         assert len(quota) == sum(held.values()) <= limit
         assert quota._held == {peer: places for peer, places in held.items() if places}
+
+
+def test_a_doubt_keeps_its_place_without_a_link_only_if_the_end_of_the_process_will_be_told():
+    quota, known = Quota(8), []
+    processes = SimpleNamespace(
+        end_of=lambda peer: known[0] if known else None, when_ended=lambda peer, then: lambda: None
+    )
+    site: Any = SimpleNamespace(processes=processes)
+    peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"p"), body=SimpleNamespace(host=None))
+    ended: Any = SimpleNamespace(link=SimpleNamespace(peer=peer), peer=peer, severed=False, is_pulled=False)
+    quota.take(b"p")
+    doubts = Doubts(site, quota)
+    doubts.add(1, ended)
+    known.append("the process of a later session")
+    doubts.on_link_lost(b"p")
+    assert not len(quota)

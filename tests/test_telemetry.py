@@ -84,6 +84,34 @@ def test_a_line_cannot_be_forged(caplog):
     assert "\x1b" not in caplog.records[0].getMessage()
 
 
+class Full(logging.Handler):
+    """A handler of an application that does not catch what goes wrong in it."""
+
+    def emit(self, record):
+        raise OSError("no space left on device")
+
+
+def test_a_handler_that_raises_harms_nobody_and_is_reported_as_others_are(ours, capsys, monkeypatch):
+    ours.addHandler(Full())
+    log = logger("kvxfer.link")
+    log.warning("peer_lost", peer="a")
+    said = capsys.readouterr().err
+    assert "OSError: no space left on device" in said
+    assert "peer_lost" in said
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    log.warning("peer_lost", peer="a")
+    assert not capsys.readouterr().err
+
+
+def test_a_line_says_where_it_was_written(caplog):
+    log = logger("kvxfer.link")
+    for say in (log.warning, log.error, log.bind(rank=1).warning):
+        say("peer_lost", peer="a")
+    assert {(record.filename, record.funcName) for record in caplog.records} == {
+        ("test_telemetry.py", "test_a_line_says_where_it_was_written")
+    }
+
+
 def test_a_value_is_cut_where_somebody_else_chose_how_long_it_is(caplog):
     logger("kvxfer.link").warning("peer_lost", reason="\x1b" + 5_000_000 * "x", peer="p")
     (record,) = caplog.records

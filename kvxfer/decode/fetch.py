@@ -8,8 +8,6 @@ import asyncio
 import copy
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct, field
@@ -37,12 +35,11 @@ from kvxfer.peers.link import Link
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import ROUTE_NAMES, Route, Status
 from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving
-from kvxfer.runtime import Home
 from kvxfer.safety.doubt import Exposure
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import FetchResult, Progress, TransferState, follow_from, short
+from kvxfer.transfers import FetchResult, Progress, Settling, TransferState, short
 
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
@@ -330,7 +327,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
-            error = doubt_error(self, error, partial(follow_from, self._settled, Home()), silent, who)
+            error = doubt_error(self, error, self._settled.wait, silent, who)
         elif not self.spared.done():
             site.custody.release(self.id)
         error, report = report_on(self, self._standing, error, elapsed=stats.duration, route=stats.route)
@@ -476,9 +473,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     # --- what becomes of its request, and of what it leaves in doubt
 
     @lazy
-    def _settled(self) -> "Future[None]":
-        """Resolves when blocks that were in doubt are not. Whoever waits may have another loop."""
-        return Future()
+    def _settled(self) -> Settling:
+        """Whether blocks that were in doubt are not."""
+        return Settling()
 
     @property
     def doubtful(self) -> bool:
@@ -491,15 +488,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def on_doubt_ended(self) -> None:
         """Evidence came in, if they were in doubt: no peer can write the blocks any more."""
-        if self._in_doubt and not self._settled.done():
+        if self._in_doubt and not self._settled.done:
             self.site.custody.settle(self.id)
             self._release_request()
             self.memory_safe = True
-            self._settled.set_result(None)
+            self._settled.end()
 
     def leave_in_doubt(self) -> None:
         """The worker is closed: there will be no evidence any more. The memory is left to the process's end."""
-        if not self._settled.done():
-            self._settled.set_exception(
+        if not self._settled.done:
+            self._settled.end(
                 ClosedError(f"the worker was closed while blocks of {self.id} were in doubt: never reuse them")
             )

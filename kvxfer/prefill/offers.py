@@ -12,10 +12,8 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -40,7 +38,7 @@ from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home
 from kvxfer.site import Quota, Site
 from kvxfer.telemetry import RequestKey, TransferStats, hears_info, logger
-from kvxfer.transfers import follow, follow_from
+from kvxfer.transfers import Settling, follow
 
 if TYPE_CHECKING:
     from kvxfer.prefill.sender import Sender
@@ -243,8 +241,8 @@ class Entry:
             self._ended.set_result(ending)
         else:
             self.site.custody.settle(self._holder)
-            if not self._quiescent.done():  # the worker was not closed meanwhile, and has said that it will not come
-                self._quiescent.set_result(None)
+            if not self._quiescent.done:  # the worker was not closed meanwhile, and has said that it will not come
+                self._quiescent.end()
 
     def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.
@@ -270,8 +268,8 @@ class Entry:
         if self.state is OfferState.ENDED:
             return
         self._keep_in_doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
-        if not self._quiescent.done():
-            self._quiescent.set_exception(
+        if not self._quiescent.done:
+            self._quiescent.end(
                 ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
             )
 
@@ -280,9 +278,9 @@ class Entry:
         return {group: tuple(np.asarray(span.ids).tolist()) for group, span in self.spans.items()}
 
     @lazy
-    def _quiescent(self) -> "Future[None]":
-        """Resolves when blocks that were in doubt are not. Whoever waits may have another loop."""
-        return Future()
+    def _quiescent(self) -> Settling:
+        """Whether blocks that were in doubt are not."""
+        return Settling()
 
     @property
     def _holder(self) -> str:
@@ -298,7 +296,7 @@ class Entry:
         error = MemoryInDoubtError(
             f"the blocks of offer {self.key[0]!r} may still be read by a copy or post of ours, or by {peer}, which is "
             "silent",
-            settled=partial(follow_from, self._quiescent, Home()),
+            settled=self._quiescent.wait,
             peer=peer,
             blocks=blocks,
         )

@@ -44,6 +44,7 @@ class Doubt:
 
     ended: Sender  # which
     severed: bool  # whether what may move has left this side, and is on its way to the agent that the peer had then
+    watched: bool  # whether the end of the peer's process will be seen; a later session may know it, and this one not
     placed: bool = True  # whether it has a place
     unwatch: Callback = no_op  # ends the watch over the peer's process
     withdraw: Callback = no_op  # says that it needs no new agent
@@ -75,7 +76,7 @@ class Doubts:
         """Something has ended in doubt, of a peer that is connected."""
         peer, processes = ended.link.peer, self._site.processes
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
-        doubt = Doubt(ended, ended.severed or far)
+        doubt = Doubt(ended, ended.severed or far, processes.end_of(peer) is not None)
         if ended.severed and not far:  # so that the peer hears that only its own agent is left
             doubt.withdraw = self._site.rebuilds.request(urgent=False)
         self._doubts.setdefault(who, {})[transfer] = doubt
@@ -93,8 +94,7 @@ class Doubts:
     def on_link_lost(self, incarnation: bytes) -> None:
         """A peer is not connected any more."""
         for doubt in self.of_peer(incarnation):
-            # of a process that is watched the end will be seen
-            bound = self._site.processes.end_of(doubt.ended.peer) is not None or doubt.reader is not None
+            bound = doubt.watched or doubt.reader is not None
             if doubt.placed and not bound and self._unplaced < _MOST:
                 doubt.placed = False
                 self._unplaced += 1

@@ -38,6 +38,7 @@ BROAD = {
         "kvxfer/integrations/opentelemetry.py",
         "_harmless.guarded",
     ): 1,  # samplers and span processors are the application's
+    ("kvxfer/telemetry.py", "_Lines._proxy_to_logger"): 1,  # handlers and filters of log lines, likewise
     ("kvxfer/peers/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
 }
 

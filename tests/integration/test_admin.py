@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stage import Cache, eventually, quiet
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Mount
 
 import kvxfer.tools.admin
@@ -367,6 +368,19 @@ async def test_the_mounted_application_answers_on_the_worker_s_own_loop(stage):
         policy = (await client.get("/")).headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
+
+
+async def test_what_an_application_changes_of_one_answer_is_no_part_of_the_next(stage):
+    import httpx
+
+    decode = await stage.worker("decode", Cache())
+    transport = httpx.ASGITransport(GZipMiddleware(kvxfer.tools.admin.app(decode)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        for path in ("/", "/grafana.json", "/status.json"):
+            for asked_for in ("gzip", "identity"):
+                answer = await client.get(path, headers={"accept-encoding": asked_for})
+                assert answer.headers.get("content-encoding", "identity") == asked_for, path
+                assert answer.text[0] in "<{"
 
 
 def test_a_blocking_worker_is_served_too(network):

@@ -1,12 +1,13 @@
 """A transfer that the prefill side ends: nothing of it goes on afterwards, however much of it was under way."""
 
 import asyncio
+import logging
 import time
 
 import pytest
 from stage import Cache, Gate, eventually, frames, quiet
 
-from kvxfer import KvxferError, Released, TransferFailedError, Withdrawn
+from kvxfer import KvxferError, Released, TransferFailedError, TransferTimeoutError, Withdrawn
 from kvxfer.copy.mover import Mover
 from kvxfer.protocol.messages import Reserve
 
@@ -90,3 +91,24 @@ async def test_a_line_that_fails_keeps_no_request_of_its_own_or_another(stage, m
     endings = await asyncio.gather(*(asyncio.wait_for(offer.released(), 3) for offer, _ in begun))
     assert failed
     assert all(isinstance(ending, Released) for ending in endings)
+
+
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_transfers_and_offers_end_though_no_line_can_be_written(stage, loop, monkeypatch, caplog):
+    class Full(logging.Handler):
+        def emit(self, record):
+            tried.add(vars(record)["kvxfer"]["event"])
+            raise OSError("no space left on device")
+
+    tried = set()
+    caplog.set_level(logging.INFO, "kvxfer")
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    monkeypatch.setattr(logging.getLogger("kvxfer"), "handlers", [Full()])
+    prefill, decode = await stage.pair(Cache(), Cache(), loop=loop)
+    await stage.bring(prefill, decode)
+    offer, transfer = stage.begin(prefill, decode, "late", offered={"streaming": True}, timeout=0.1)
+    (ended,), _ = await asyncio.wait({transfer.outcome}, timeout=3)
+    assert isinstance(ended.exception(), TransferTimeoutError)
+    assert isinstance(await asyncio.wait_for(offer.withdraw(), 3), Withdrawn)
+    assert tried >= {"transfer_sent", "fetch_ended", "offer_ended", "transfer_failed", "fetch_failed"}
+    await quiet(prefill, decode)

@@ -1,6 +1,7 @@
 """`loop="own"`: the same awaitable worker, served by a thread, whatever the caller's loop does meanwhile."""
 
 import asyncio
+import gc
 import inspect
 import threading
 import time
@@ -42,6 +43,12 @@ def streamed(stage, pair, request="r", into=(3, 4), layers=(), **offered):
 def threads():
     """Those of workers: others are the caller's loop's."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvxfer")}
+
+
+def futures():
+    """How many somebody keeps."""
+    gc.collect()
+    return sum(isinstance(one, asyncio.Future) for one in gc.get_objects())
 
 
 async def end(transfer):
@@ -205,6 +212,10 @@ async def test_that_memory_in_doubt_has_settled_is_heard_on_any_loop(stage, loop
     waiting = [doubt.settled(), asyncio.to_thread(asyncio.run, doubt.settled())]
     settled = [asyncio.ensure_future(each) for each in waiting]
     assert not (await asyncio.wait(settled, timeout=0.05))[0]
+    before = futures()
+    for _ in range(20):  # as who polls for it does
+        await raised(asyncio.wait_for(doubt.settled(), 0.001), TimeoutError)
+    assert futures() < before + 10
     stage.network.release("decode")
     await asyncio.gather(*settled)
     assert transfer.memory_safe

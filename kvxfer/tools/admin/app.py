@@ -1,13 +1,14 @@
 """The ASGI application: what an operator asks of workers over HTTP. Everything is read, nothing can be changed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvxfer.tools.admin.look import PATIENCE_SECONDS, Limits, Watched, given_workers, look
@@ -16,6 +17,7 @@ from kvxfer.tools.admin.status import status
 
 __all__ = ["app"]
 
+_Endpoint: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
 _HERE: Final = Path(__file__).parent
 _POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
@@ -64,13 +66,23 @@ def app(
         return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
 
     page, dashboard = ((_HERE / name).read_text() for name in ("page.html", "grafana.json"))
-    paths: dict[str, Callable[..., Any]] = {
-        # answers that are there: nobody is waited for, so they are given though all threads wait for workers
-        "/": HTMLResponse(page, headers={**_HEADERS, "Content-Security-Policy": _POLICY}),
-        "/healthz": PlainTextResponse("ok\n", headers=_HEADERS),
-        "/grafana.json": Response(dashboard, media_type="application/json", headers=_HEADERS),
+    paths: dict[str, _Endpoint] = {
+        "/": _always(page, "text/html", {"Content-Security-Policy": _POLICY}),
+        "/healthz": _always("ok\n", "text/plain"),
+        "/grafana.json": _always(dashboard, "application/json"),
         "/metrics": metrics,
         "/readyz": readyz,
         "/status.json": everything,
     }
-    return Starlette(routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()])
+    return Starlette(routes=[Route(path, endpoint) for path, endpoint in paths.items()])
+
+
+def _always(text: str, kind: str, headers: Mapping[str, str] = MappingProxyType({})) -> _Endpoint:
+    """What answers so. A coroutine: it waits for nobody, so it answers though all threads wait for workers."""
+
+    async def answer(request: Request) -> Response:
+        del request
+        # one for each: what an application puts around this one may change it, as what compresses it does
+        return Response(text, media_type=kind, headers={**_HEADERS, **headers})
+
+    return answer

@@ -156,6 +156,23 @@ def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
     assert simulate(scenario) < 10
 
 
+def test_what_a_peer_says_again_has_nobody_look_again():
+    async def scenario(runtime):
+        site = Looked(process=True)
+        doubt = look_after(site)
+        await asyncio.sleep(60)
+        looks = site.looks
+        for _ in range(100):
+            doubt.on_renewals(1)
+            doubt.on_in_doubt()
+            await asyncio.sleep(0.001)
+        doubt.end()
+        assert await site.lookouts.drain(5)
+        return site.looks - looks
+
+    assert simulate(scenario) <= 4
+
+
 def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(monkeypatch):
     monkeypatch.setattr("kvxfer.safety.doubt.severed", lambda site, peer: True)
 

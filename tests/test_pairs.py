@@ -254,6 +254,25 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
     assert not plans._asked
 
 
+def test_streams_in_both_directions_that_are_opened_at_once_convert_both_ways():
+    own, theirs = [
+        CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8, dtype=dtype), "block token dim", layers=[0])])
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(theirs, with_addresses=False)))
+    reader, writer = [PeerInfo(1, Identity("both", b"e", b"incarnation", 0, 1, 0, ""), body) for _ in range(2)]
+    plans = PairPlans(own)
+    found = plans.examine(reader, sending=True, convert=True), plans.examine(writer, sending=False, convert=True)
+    plans.add_peer(reader, found[0])
+    plans.add_peer(writer, found[1])
+    assert plans.converts(reader, sending=True)
+    assert plans.converts(writer, sending=False)
+    selections = [selection_to_wire(one) for one in common(own, theirs)]
+    sent = plans.outgoing(reader, selections)
+    assert plans.asked(reader, selections)[0] is sent
+    assert plans.pair(writer, common(theirs, own), sending=False).dst is own
+
+
 def test_of_a_peer_that_is_gone_nothing_is_kept():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
     body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))

@@ -308,6 +308,9 @@ class Share:
         self.live: Final[dict[Extent, None]] = {}  # extents that are held, in the order in which they were granted
         self.held: Final[dict[str, int]] = {}  # by peer, bytes that it holds, quarantined ones included
         self._doubtful: dict[str, int] = {}  # by peer, those
+        self._quarantined: list[tuple[int, int]] = []  # offset and length of those extents, sorted
+        self._doubt_grew = False  # since those who wait were last looked at for that
+        self._reach: int | None = None  # see `_reachable`; None if it is to be seen anew
 
     # --- asking
 
@@ -378,7 +381,8 @@ class Share:
             what remains holds them; each with the exception to raise.
         """
         refused: list[tuple[Request, ArenaError]] = []
-        for request in self._queue.requests() if self._doubtful else ():
+        grew, self._doubt_grew = self._doubt_grew, False
+        for request in self._queue.requests() if grew else ():
             if self._hopeless(request.length):
                 self._queue.remove(request)
                 refused.append((request, self._quarantine_error(request.nbytes, request.length)))
@@ -503,8 +507,13 @@ class Share:
         peer, length = extent.peer, extent.length
         if target is ExtentState.QUARANTINED:
             self._doubtful[peer] = self._doubtful.get(peer, 0) + length
-        elif source is ExtentState.QUARANTINED and (left := self._doubtful.pop(peer) - length):
-            self._doubtful[peer] = left
+            insort(self._quarantined, (extent.offset, length))
+            self._doubt_grew, self._reach = True, None
+        elif source is ExtentState.QUARANTINED:
+            del self._quarantined[bisect_left(self._quarantined, (extent.offset, length))]
+            self._reach = None
+            if left := self._doubtful.pop(peer) - length:
+                self._doubtful[peer] = left
         if target is ExtentState.FREE:
             self._gaps.give(extent.offset, length)
             del self.live[extent]
@@ -514,15 +523,16 @@ class Share:
 
     def _hopeless(self, length: int) -> bool:
         """Whether so much is in quarantine that a request of `length` bytes had better fail now than wait."""
-        return self.quarantined_bytes() * 2 > self.capacity and length > self._reachable()
+        return length > self._reachable() and self.quarantined_bytes() * 2 > self.capacity
 
     def _reachable(self) -> int:
         """Bytes of the largest run without a quarantined byte: no gap can be larger before a quarantine ends."""
-        largest = end = 0
-        doubtful = [extent for extent in self.live if extent.state is ExtentState.QUARANTINED] if self._doubtful else []
-        for extent in sorted(doubtful, key=lambda extent: extent.offset):
-            largest, end = max(largest, extent.offset - end), extent.offset + extent.length
-        return max(largest, self.capacity - end)
+        if self._reach is None:
+            largest = end = 0
+            for offset, length in self._quarantined:
+                largest, end = max(largest, offset - end), offset + length
+            self._reach = max(largest, self.capacity - end)
+        return self._reach
 
     def _quarantine_error(self, nbytes: int, length: int) -> ArenaError:
         names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(self._doubtful.items()))

@@ -354,9 +354,12 @@ class PairPlans:
 
     def add_peer(self, peer: PeerInfo, agreed: "Agreed") -> None:
         """Take note of what was found; plans of the same incarnation that were made of something else are no good."""
-        incarnation = peer.identity.incarnation
+        incarnation, other = peer.identity.incarnation, (peer.identity.incarnation, not agreed.sending)
         if self._geometries.get(incarnation) is not agreed.geometry:
             self._drop(incarnation)
+            # of streams in both directions that were opened at once, each was looked at before the other was noted
+            if other in self._agreed and self._agreed[other].geometry.tensors != agreed.geometry.tensors:
+                del self._agreed[other]
         self._geometries[incarnation] = agreed.geometry
         self._agreed[incarnation, agreed.sending] = agreed
         if agreed.pair is not None:
@@ -399,13 +402,13 @@ class PairPlans:
         """The peer is gone."""
         key = peer.identity.incarnation
         self._geometries.pop(key, None)
+        for sending in (True, False):
+            self._agreed.pop((key, sending), None)
         self._drop(key)
 
     def _drop(self, incarnation: bytes) -> None:
         """Forget plans with a peer."""
         self._asked.pop(incarnation, None)
-        for sending in (True, False):
-            self._agreed.pop((incarnation, sending), None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
         for ranks in [ranks for ranks in list(self._shares) if incarnation in ranks]:

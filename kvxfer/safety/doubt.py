@@ -91,13 +91,15 @@ class Exposure(Struct, eq=False):
 
     def on_renewals(self, renewals: int) -> None:
         """The peer says how often it has made its agent anew."""
-        self._renewed = self._renewed or renewals > self._renewals
-        self._wake()
+        if renewals > self._renewals and not self._renewed:  # said once more it is no news, for a peer can say it often
+            self._renewed = True
+            self._wake()
 
     def on_in_doubt(self) -> None:
         """The peer says that it does not know what became of it."""
-        self._in_doubt = True
-        self._wake()
+        if not self._in_doubt:
+            self._in_doubt = True
+            self._wake()
 
     def void(self) -> None:
         """The peer touches nothing under what was granted so far."""

@@ -1,6 +1,7 @@
 """The arena's books: extents, gaps, fairness between peers, quarantine."""
 
 import random
+import time
 from itertools import groupby
 
 import pytest
@@ -277,6 +278,18 @@ class TestQuarantine:
         served = names(share)
         assert served[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
         assert served[8:] == list("bcdefg")
+
+    def test_who_waits_costs_little_while_much_is_in_quarantine(self):
+        share = make(2048)
+        for extent in share.take("silent", UNIT, 1536):
+            share.quarantine(extent, "silent")
+        for peer in "abcdefgh" * 500:
+            ask(share, peer, 1)
+        (_, extent), *_ = granted(share)
+        share.release(extent)
+        began = time.perf_counter()
+        granted(share)
+        assert time.perf_counter() - began < 0.1  # a hundred times as long as it takes, and less than a look at each
 
     def test_without_bytes_it_is_off_and_says_so(self):
         share = make(0)

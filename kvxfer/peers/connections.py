@@ -333,7 +333,7 @@ async def _dial(addresses: list[_Address]) -> socket.socket:
         with contextlib.ExitStack() as unless_connected:
             try:
                 sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                sock.setblocking(False)
+                _prepare(sock)
                 await loop.sock_connect(sock, address)
             except OSError as error:
                 refused = error
@@ -349,11 +349,17 @@ def _bind(where: Endpoint) -> list[socket.socket]:
     with contextlib.ExitStack() as unless_bound:
         for family, address in dict.fromkeys(_addresses(where, socket.AI_PASSIVE)):
             sock = unless_bound.enter_context(socket.create_server((address[0], port), family=family))
-            sock.setblocking(False)
+            _prepare(sock)
             port = sock.getsockname()[1]
             sockets.append(sock)
         unless_bound.pop_all()
     return sockets
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Make a TCP socket, and those that it accepts, send at once; asyncio sees to that only if it opened it itself."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _prefix() -> str:

@@ -206,3 +206,15 @@ async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage, monkey
         for one in said:
             one.cancel()
         await asyncio.wait(said)
+
+
+async def test_streams_over_tcp_send_at_once(stage):
+    """A frame that waited until the one before it was acknowledged took 40 ms."""
+    prefill, decode = await stage.pair(Cache(), Cache(), listen="tcp:127.0.0.1:0")
+    prefill.offer("r", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
+    for worker in (prefill, decode):
+        (link,) = service(worker).links
+        assert link._transport is not None
+        sock = link._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

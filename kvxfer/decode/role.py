@@ -653,7 +653,7 @@ class Decode:
             return  # whoever closes the claim comes here
         doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
         others = self._send_release(ticket, links, doubtful)
-        if soon := set(others).intersection(self.peers.connecting):
+        if soon := [one for one in others if one in self.peers.connecting]:  # in an order that a seed repeats
             later = self._release_when_connected(ticket, soon)
             task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
             self._later[ticket.key] = task

@@ -264,14 +264,12 @@ class _Run:
         await asyncio.to_thread(self.cache.scrub)
         offers = [(f"{name}-0", source.ids[:1], block_tokens) for _ in spare]
         await ask(side, Prefill.offer, *offers, (name, source.ids, cell.blocks * block_tokens))
-        for one in spare:
-            await self._fetch(f"{name}-0", one)
         victim = "" if first else self.matrix.beside
         await ask(side, Prefill.disturb, victim)
         async with beside(victim, side.device):
-            began = time.perf_counter()
-            stats = await self._fetch(name, request)
-            seconds = time.perf_counter() - began
+            for one in spare:
+                await self._fetch(f"{name}-0", one)
+            seconds, stats = await self._fetch(name, request)
         sent = await ask(side, Prefill.released)
         await ask(side, Prefill.calm)
         if self.matrix.sabotage:
@@ -281,11 +279,11 @@ class _Run:
             difference = f"the stats say {stats.bytes} bytes, but {cell.nbytes} were asked for"
         return seconds, stats, sent, difference
 
-    async def _fetch(self, name: str, request: Request) -> TransferStats:
+    async def _fetch(self, name: str, request: Request) -> tuple[float, TransferStats]:
         tokens, ids = range(len(request.ids) * self.cell.layout.block_tokens), np.array(request.ids)
-        ticket = self.tickets.of(name)
+        ticket, began = self.tickets.of(name), time.perf_counter()
         result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        return result.stats
+        return time.perf_counter() - began, result.stats
 
     async def _refer(self, kind: ReferenceKind) -> float:
         seconds = await refer(self.side, self.target, kind, self.cell.nbytes)

@@ -532,7 +532,7 @@ async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, plac
         runtime,
         gpu=gpu,
         ctas=config.copy_ctas,
-        threads=usual_threads(),
+        threads=usual_threads(placement.cpus),
         cpus=placement.cpus,
         max_descriptors=config.fabric.max_descriptors,
         max_post_bytes=config.fabric.max_post_bytes,

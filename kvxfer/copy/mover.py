@@ -118,9 +118,9 @@ _MOST_THREADS: Final = 8
 _CPUS_EACH: Final = 4
 
 
-def usual_threads() -> int:
-    """A quarter of the CPUs that this process may use, so that others have some as well, but no more than 8."""
-    return max(1, min(_MOST_THREADS, len(allowed_cpus()) // _CPUS_EACH))
+def usual_threads(cpus: frozenset[int]) -> int:
+    """A quarter of these CPUs, or of all that this process may use: others have some as well. But no more than 8."""
+    return max(1, min(_MOST_THREADS, len(cpus or allowed_cpus()) // _CPUS_EACH))
 
 
 class _Step(Struct, eq=False):
@@ -1047,7 +1047,7 @@ class _Machine:
         state[records.SPARE : records.TAGS] = range(records.JOBS, records.ROWS)
         state[records.SPARE_COUNT] = records.STEPS
         state[records.OFTEN], state[records.SELDOM] = _OFTEN_NS, _SELDOM_NS
-        state[records.SPIN] = _SPIN_NS if len(allowed_cpus()) >= _SPINS_FROM_CPUS else 0
+        state[records.SPIN] = _SPIN_NS if len(cpus or allowed_cpus()) >= _SPINS_FROM_CPUS else 0
         state[records.TEAM + 4], state[records.TEAM + 5] = self._semaphore.ctypes.data, _address(libc.sem_wait)
         where = records.PARAMETERS
         arguments = state.ctypes.data + 8 * records.ARGUMENTS

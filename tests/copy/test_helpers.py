@@ -208,4 +208,9 @@ async def test_the_others_give_way_to_the_loop_and_stay_where_they_are_put():
 @pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])
 def test_most_cpus_are_left_to_the_model(monkeypatch, cpus, threads):
     monkeypatch.setattr("kvxfer.copy.mover.allowed_cpus", lambda: frozenset(range(cpus)))
-    assert usual_threads() == threads
+    assert usual_threads(frozenset()) == threads
+
+
+def test_threads_that_are_kept_on_few_cpus_are_few(monkeypatch):
+    monkeypatch.setattr("kvxfer.copy.mover.allowed_cpus", lambda: frozenset(range(64)))
+    assert usual_threads(frozenset({0, 1})) == 1

@@ -1,9 +1,10 @@
 """How much of what the code could do wrong do tests see? `make mutants` changes one place of it at a time, and counts.
 
 Places are drawn from a number, as many from each of `PACKAGES`: a guard is taken away, a condition is negated, a bound
-moves by one, a call is left out, a function returns nothing. A copy of the checkout is changed, never the checkout. One
-run of the tests finds which of them come by which place; each mutant is then given to these, the nearest and quickest
-first. `--tests COMMIT` takes tests as they were at a commit. A test that fails without a mutant is left out.
+moves by one, of two operands one is left, a call is left out, a function returns nothing. A copy of the checkout is
+changed, never the checkout. One run of the tests finds which of them come by which place; each mutant is then given to
+these, the nearest and quickest first. `--tests COMMIT` takes tests as they were at a commit. A test that fails without
+a mutant is left out.
 Compiled functions are left alone, since one change compiles all of them anew; so are lines of the log.
 """
 
@@ -99,6 +100,22 @@ class Places(ast.NodeVisitor):
         changed = ast.Compare(node.left, [OTHERS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
         self.add("comparison changed", node, f"({ast.unparse(changed)})")
         self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp | ast.BinOp | ast.Call) -> None:
+        match node:
+            case ast.BoolOp():
+                operands = node.values
+            case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+                operands = [left, right]
+            case ast.Call(ast.Name("min" | "max"), [_, _, *_] as operands):
+                pass
+            case _:
+                operands = []
+        for one in operands:
+            self.add("operand alone", node, f"({ast.unparse(one)})")
+        self.generic_visit(node)
+
+    visit_BinOp = visit_Call = visit_BoolOp
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if type(node.value) is int:

@@ -79,7 +79,7 @@ _LONGEST_STEP_NS: Final = 1_000_000_000
 """What one step counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
 _FOREVER: Final = -1
 _PASSED: Final = -1
-"""In place of the kind of a record: its step is done, and one before it is not."""
+"""In place of the kind of a record: its step is done, but not all before it are."""
 
 
 @inlined
@@ -277,8 +277,8 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
 def _is_news(flow: Any, ready: Any, now: Any) -> Any:
     """Whether the loop is to be told how far a flow is: half of what may begin is done, it stands, or a while is over.
 
-    News of one step costs the loop as much as of many. A flow of whose turns movers tell each other stands between any
-    two. Once all may begin the loop is needed only where loops tell each other of turns.
+    News of one step costs the loop as much as of many. Where movers tell each other of turns a flow stands between any
+    two steps, so that alone is no news. Once all may begin the loop is needed only where loops tell of turns.
     """
     needed = ready < flow[r.TOTAL] or (flow[r.PLACES] != 0 and flow[r.TOKEN] == 0)
     half = 2 * (flow[r.PASSED] - flow[r.TOLD]) >= ready - flow[r.TOLD] and needed
@@ -577,7 +577,7 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
 
 @inlined
 def _served(state: Any, job: Any) -> None:
-    """A copy has its turn: what is copied brings all forward alike, so that an old owner is not passed for ever."""
+    """A copy has its turn: time goes on by its bytes over all owners, so that no owner is passed for ever."""
     owners = max(1, state[r.OWNERS])
     state[r.TURN] = max(state[r.TURN], job[r.TAG]) + (job[r.BYTES] + owners - 1) // owners
 

@@ -13,7 +13,7 @@ another."""
 STEPS: Final = 1024
 """Steps of flows that are under way at most, of all; their rows come behind those of the rest."""
 KEPT: Final = 256
-"""Of their rows, those that nothing takes that is to be posted: a silent peer may keep the others for long."""
+"""Rows of steps that are kept for copies without a post: posts to a silent peer may hold all others for long."""
 ROWS: Final = JOBS + STEPS
 MOST_OWNERS: Final = 2048
 """Owners that the machine knows, at least as many as copies."""

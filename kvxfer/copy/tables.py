@@ -11,8 +11,8 @@ tables work wherever they are put) at its axes, its regions and its rows:
     row      source offset, destination offset, the count of the axis that it may cut short
 
 A word of the copy is one access: some bytes, or some elements that are converted. An item is one row in one region. Its
-words are numbered along the axes, the innermost first, and items follow each
-other without a gap, so a tile of the kernel holds as many small rows as fit. Numbers of items and of words within an
+words are numbered along the axes, the innermost first, and items follow each other without a gap, so a tile of the
+kernel holds as many small rows as fit. Numbers of items and of words within an
 item have 31 bits (checked here), offsets and addresses 64.
 """
 

@@ -3,11 +3,11 @@
 On `staged` the chunks of a ring are one flow of the mover, which copies each to where it belongs once it has arrived.
 On `pull` one flow reads chunks that the peer lets us read, each under the lease that it was announced with.
 
-`Receiver.run` is that from the answer on, unless nothing is left to do here before the end: what was granted with the
-question needs no plan in place, and on `staged` the mover may know of all of it with the answer. Messages come in
-beside it: they are fed to the state protocol (`protocol.transfer`) where the frame is handled, so that what breaks the
-protocol is raised there, and wake whoever waits for them. What counts memory is done where the news comes in, and not
-by whoever goes on with it a turn later.
+`send_fetch` asks, and `on_accept` takes the answer in. From there `run` drives the transfer. It is not needed where
+`Fetch` granted the blocks themselves, of which this side makes no plan, nor on `staged` where the mover was given all
+chunks with the answer. Messages are handled beside it: they are fed to the state protocol (`protocol.transfer`) where
+the frame is handled, so that what breaks the protocol is raised there, and wake whoever waits for them. What counts
+memory is done where the news comes in, and not by whoever goes on with it a turn later.
 
 Whatever goes wrong ends in `stop` or `on_link_lost`. Then nothing new begins, and `_reclaim` gives back what the peer
 is through with, and quarantines what it may still write.
@@ -112,8 +112,8 @@ _ids_of: Final = attrgetter("ids")
 _address_of: Final = attrgetter("address")
 _nbytes_of: Final = attrgetter("nbytes")
 _TURNS: Final = 2
-"""How many turns of a ring are granted at once, where the movers see to them: these, or as many as a peer took last in
-`REPEAT_S`. In that time the loops must grant more; others wait for memory."""
+"""How many turns of a ring are granted at once, at least: more if the peer last took more in `REPEAT_S`, in which the
+loops must grant the next ones. While others wait for memory, no more than these."""
 _TURN_S: Final = 1e-3
 """Seconds that none is taken to be quicker than."""
 _RENEWALS: Final = 3

@@ -27,12 +27,11 @@ __all__ = ["Doubt", "Doubts", "Prefill"]
 # - when what was given up has ended after all;
 # - when the peer's process has ended;
 # - when the peer has made its agent anew, so that nothing lands any more which was on its way to the old one, and
-#   either
-#   it is on another host or our own agent was made anew too, which writes by itself on this one;
+#   either it is on another host or our own agent was made anew too, which writes by itself on this one;
 # - on `pull`, when the peer has said that it reads nothing.
 #
-# Until then it keeps its place among the transfers. Of a peer whose process cannot be watched that is so only while it
-# is connected: it may never come back, and its places would be lost to everybody. Of its writes the numbers are kept.
+# Until then it keeps its place among the transfers. A peer whose process cannot be watched may never come back: when it
+# disconnects its places are given back, and of writes in doubt only the numbers of their transfers are kept.
 
 _MOST: Final = 1 << 14
 """Numbers that are kept without a place at most, of all peers; beyond them places are kept too."""

@@ -2,7 +2,7 @@
 
 Each message is one MessagePack array: an integer tag, then the fields in the order written here. Tail fields that are
 not known are ignored, missing ones have defaults: so fields are appended, and never moved or removed. Bulk ids travel
-as packed little-endian u32 (`packing`), addresses and byte counts as u64, durations in milliseconds, instants never.
+as packed little-endian u32, addresses and byte counts as u64, durations in milliseconds, instants never.
 """
 
 import array

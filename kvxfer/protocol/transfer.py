@@ -108,7 +108,7 @@ class Sending(Struct, eq=False):
     arrived: int = 0  # the first so many have arrived
     nbytes: int = 0  # of those
     _dropped: int = 0  # chunks that the shell has given up
-    # how often it has not said that nothing of those is under way any more, nor (`pull`) the decode rank
+    # how many batches of those may be under way yet, as the shell has not said otherwise (`pull`: the decode rank)
     doubts: int = 0
     _said: int = 0  # the first so many have arrived, as the decode rank was told
     _timings: wire.Timings = UNTIMED  # of those that have arrived since

@@ -60,7 +60,7 @@ class Exposure(Struct, eq=False):
     def ended_with_agent(self) -> bool:
         """Whether the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
 
-        What it posted left for the agent that was here, and more it cannot tell before there is another.
+        Its posts went to the agent that is here now: it can tell no more of them before there is another one here.
         """
         return self._renewed and self._in_doubt
 
@@ -68,8 +68,8 @@ class Exposure(Struct, eq=False):
     def ends_with_process(self) -> bool:
         """Whether nothing of it goes on, or does harm, when the peer's process has ended.
 
-        What a process left to a socket may still land, whoever reads that out: only a new agent of ours ends it. A
-        reader's end harms nobody.
+        Not of writes through sockets: what a process left in one lands after its death, until our agent is made anew.
+        A reader that has ended does no harm.
         """
         return _ENDS_WITH_PROCESS.issuperset(self.routes)
 
@@ -239,10 +239,10 @@ class Grantor(Protocol):
 class Rebuilding:
     """Decides when it is time, and does it.
 
-    At once, but for the time in which a peer may still answer, if the caller's blocks are in doubt or a quarter of a
-    share is in quarantine, and without that time if the peer has made its own agent anew and knows no more; for less,
-    `peer_timeout` after it was noticed, so that it is done for many together. Twice within `peer_timeout` never: who
-    can bring it about must not be able to stop everybody else.
+    It is urgent if the caller's blocks are in doubt, or a quarter of a share is in quarantine: then the peer has a
+    little time to answer, and none if it has made its own agent anew and knows no more. Otherwise it is done
+    `peer_timeout` after it was noticed, for many together. It is never done twice within `peer_timeout`: whoever can
+    bring it about must not be able to stop everybody else.
     """
 
     def __init__(self, site: Site, roles: Sequence[Grantor], links: Collection[Link]) -> None:

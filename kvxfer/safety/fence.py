@@ -220,7 +220,8 @@ class Lineage:
 class PeerGate:
     """A peer's gates, opened here: for what this process writes there. Safe from any thread.
 
-    The mover passes them (`kvxfer.copy.machine`), one that was lent to it. While it may be inside, it is a borrower.
+    The mover (`kvxfer.copy.machine`) passes only one that was lent to it. Until that is given back it may be inside,
+    and the gates stay open.
 
     Raises:
         FabricError: If it is not there, or is not what was named.

@@ -374,8 +374,9 @@ def _digest(request: Any, tokens: int) -> str:
     told = blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16)
     if inputs:
         told.update(repr([(one.mm_position.offset, one.identifier) for one in inputs]).encode())
-    if request.lora_request is not None:
-        told.update(repr(request.lora_request.lora_name).encode())
+    adapter = request.lora_request
+    if adapter is not None:  # another one may come under the name of one that has gone: vLLM tells both by their paths
+        told.update(repr((adapter.lora_name, adapter.lora_path)).encode())
     return told.hexdigest()
 
 

@@ -333,7 +333,11 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
             assert scheduler.build_connector_meta(step()).declines == {"r": handed}
 
 
-ADAPTER = make("LoRARequest", lora_name="an adapter")
+def adapter(name="an adapter", path="/adapters/1"):
+    return make("LoRARequest", lora_name=name, lora_path=path)
+
+
+ADAPTER = adapter()
 
 
 def shown(*images):
@@ -346,8 +350,10 @@ def shown(*images):
 @pytest.mark.parametrize(
     ("computed", "asked", "loads"),
     [
-        ({"lora_request": ADAPTER}, {"lora_request": make("LoRARequest", lora_name="an adapter")}, True),
-        ({"lora_request": ADAPTER}, {"lora_request": make("LoRARequest", lora_name="another")}, False),
+        ({"lora_request": ADAPTER}, {"lora_request": adapter()}, True),
+        ({"lora_request": ADAPTER}, {"lora_request": adapter("another")}, False),
+        # loaded in the place of the other, under its name
+        ({"lora_request": ADAPTER}, {"lora_request": adapter(path="/adapters/2")}, False),
         ({"lora_request": ADAPTER}, {}, False),
         ({}, {"lora_request": ADAPTER}, False),
         ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "dog")}, True),

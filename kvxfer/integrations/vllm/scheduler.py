@@ -34,6 +34,8 @@ _DIGEST: Final = "remote_tokens_digest"
 """Of what tokens the prompt must begin with: routers mistake tickets, and a client's text may have become others."""
 _UNHASHED: Final = re.compile(r"-[a-z_]+-\d+$")
 """How vLLM names an image by its request and number, where no cache of its own wants the hash of what it shows."""
+_ROWS_AT_ONCE: Final = 1024
+"""Embeddings that are copied at a time to tell them from others."""
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 """Names of vLLM's statuses of a request whose cache is worth handing over."""
 
@@ -153,7 +155,7 @@ class SchedulerSide:
         data: dict[str, Any] = dict(ticket or {})
         digest = params.get(_DIGEST)
         if (produces or digest is not None) and (not digest or digest != _digest(request, tokens)):
-            why = "other tokens were computed, or with other images or another adapter"
+            why = "other tokens or embeddings were computed, or with other images or another adapter"
             _log.warning("ticket_refused", request=request.request_id, error=why)
             self._orders.declines[request.request_id] = data
             return
@@ -342,7 +344,8 @@ class SchedulerSide:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
         name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
         params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
-        if params is None or name in self._names or _DIGEST not in params:
+        # of embeddings the next turn has more, which are then others
+        if params is None or name in self._names or _DIGEST not in params or _is_embedded(request):
             return False, None
         self._names[name] = name
         blocks: Blocks = {
@@ -369,15 +372,25 @@ class SchedulerSide:
 def _digest(request: Any, tokens: int) -> str:
     """What tells the first tokens of a request, and what they stand for, from others; empty where that has no name."""
     inputs = [one for one in request.mm_features if one.mm_position.offset < tokens]
-    if _is_embedded(request) or any(_UNHASHED.search(one.identifier) for one in inputs):
+    if any(_UNHASHED.search(one.identifier) for one in inputs):
         return ""
     told = blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16)
+    if request.prompt_embeds is not None:
+        told.update(repr(_rows(request, tokens)).encode())
     if inputs:
         told.update(repr([(one.mm_position.offset, one.identifier) for one in inputs]).encode())
     adapter = request.lora_request
     if adapter is not None:  # another one may come under the name of one that has gone: vLLM tells both by their paths
         told.update(repr((adapter.lora_name, adapter.lora_path)).encode())
     return told.hexdigest()
+
+
+def _rows(request: Any, tokens: int) -> tuple[bytes, list[bool] | None]:
+    """What tells embeddings from others, and which tokens have them instead of an id; None: all."""
+    told, has_id = blake2b(), request.prompt_is_token_ids
+    for rows in request.prompt_embeds[:tokens].split(_ROWS_AT_ONCE):
+        told.update(rows.float().contiguous().numpy())  # exact; of what models compute in numpy does not know all
+    return told.digest(), None if has_id is None else has_id[:tokens]
 
 
 def _is_embedded(request: Any) -> bool:

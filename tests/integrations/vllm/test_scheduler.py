@@ -49,7 +49,8 @@ def side(groups=FULL, *, cached=False, layerwise=False, **options):
 
 def request(params=None, *, tokens=40, name="r", **fields) -> Any:
     usual = {"num_computed_tokens": 0, "status": STATUS.WAITING, "prompt_embeds": None}
-    usual |= {"prompt_token_ids": None, "mm_features": [], "lora_request": None}
+    usual |= {"prompt_token_ids": None, "prompt_is_token_ids": None, "all_token_ids": [], "mm_features": []}
+    usual |= {"lora_request": None}
     return make("Request", request_id=name, kv_transfer_params=params, num_prompt_tokens=tokens, **(usual | fields))
 
 
@@ -263,6 +264,7 @@ def test_a_prompt_is_offered_as_it_is_computed():
     assert later
     assert params is not None
     assert Ticket.parse(params.pop("ticket")).request == "r"
+    assert params.pop("remote_tokens_digest")
     assert params == {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": 40}
     assert scheduler.build_connector_meta(step()).withdraws == []
 
@@ -323,8 +325,8 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
 
     # one that begins with other tokens, of which other things are asked, or of which nothing tells all, is computed
     others = ({"all_token_ids": [*range(20), 999, *range(21, 80)]}, {"all_token_ids": [*range(48)]})
-    others += {"mm_features": shown("cat")}, {"lora_request": ADAPTER}, {"prompt_token_ids": None}
-    for changes in (*others, {"prompt_embeds": torch.zeros(80, 8)}):
+    others += {"mm_features": shown("cat")}, {"lora_request": ADAPTER}, embedded(), embedded(tokens=range(80))
+    for changes in others:
         turns = (said(request(params | more, tokens=80), range(80), **changes) for more in ({}, NO_DIGEST))
         for turn in turns:
             scheduler = side()
@@ -338,6 +340,14 @@ def adapter(name="an adapter", path="/adapters/1"):
 
 
 ADAPTER = adapter()
+
+
+def embedded(value=0.0, *, tokens=None, without=80):
+    """A prompt of embeddings alone, or where tokens are given one of which these are the tokens until the last ones."""
+    given = {"prompt_embeds": torch.full((80, 8), value, dtype=torch.bfloat16), "prompt_is_token_ids": None}
+    if tokens is None:
+        return given | {"prompt_token_ids": None, "all_token_ids": 80 * [0]}
+    return given | {"prompt_token_ids": [*tokens], "prompt_is_token_ids": [at >= without for at in range(80)]}
 
 
 def shown(*images):
@@ -361,12 +371,19 @@ def shown(*images):
         ({"mm_features": shown("cat")}, {"mm_features": shown("cat", "dog", "of the question")}, False),
         ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "dog", "of the question")}, True),
         ({"mm_features": shown("cat")}, {"mm_features": shown("cat"), "lora_request": ADAPTER}, False),
+        (embedded(), embedded(), True),
+        (embedded(), embedded(1.0), False),
+        (embedded(), {}, False),
+        (embedded(), {"all_token_ids": 80 * [0]}, False),
+        ({}, embedded(), False),
+        (embedded(tokens=range(80), without=40), embedded(tokens=range(80), without=40), True),
+        (embedded(tokens=range(80), without=40), embedded(tokens=range(80), without=39), False),
         # vLLM names an image by its request where neither of its caches wants a hash
         ({"mm_features": shown("r1-image-0")}, {"mm_features": shown("r2-image-0")}, True),
     ],
 )
 def test_a_prompt_is_loaded_if_the_same_was_computed(computed, asked, loads):
-    """Forty tokens, an adapter and what is shown in them decide what is cached."""
+    """Forty tokens, or embeddings for some, an adapter and what is shown in them decide what is cached."""
     scheduler = side()
     prompt = said(request({"do_remote_decode": True}), range(40), **computed)
     scheduler.on_new_request(prompt)

@@ -203,12 +203,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             )
         if role is KVConnectorRole.SCHEDULER:
             answers = back and all(group.window is None for group in groups)
+            shown = vllm_config.model_config.multimodal_config
             self._scheduler = SchedulerSide(
                 groups,
                 cached=cached,
                 layerwise=in_steps,
                 key=extra.read_key(),
                 answers=answers,
+                named=cached or shown is None or shown.mm_processor_cache_gb > 0,
                 patience=_CLAIMED_SECONDS if back or transfer.kv_role == "kv_both" else math.inf,
             )
             if layerwise and not in_steps and transfer.kv_role != "kv_producer":

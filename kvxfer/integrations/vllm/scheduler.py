@@ -6,7 +6,6 @@ for step n + 1 before the workers have answered step n; nothing here counts on a
 """
 
 import math
-import re
 import secrets
 from array import array
 from collections import Counter
@@ -32,8 +31,6 @@ _TOKENS: Final = "remote_num_tokens"
 _NAME: Final = "transfer_id"
 _DIGEST: Final = "remote_tokens_digest"
 """Of what tokens the prompt must begin with: routers mistake tickets, and a client's text may have become others."""
-_UNHASHED: Final = re.compile(r"-[a-z_]+-\d+$")
-"""How vLLM names an image by its request and number, where no cache of its own wants the hash of what it shows."""
 _ROWS_AT_ONCE: Final = 1024
 """Embeddings that are copied at a time to tell them from others."""
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
@@ -83,6 +80,7 @@ class SchedulerSide:
         layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
         key: The engine's key, if somebody else makes tickets too; else it is drawn here.
         answers: Whether a decode engine offers what it holds of a request that ends, for the next turn.
+        named: Whether names tell what images show. Where none of vLLM's caches wants a hash of that, they are numbered.
         patience: Seconds that a request waits for blocks to load into. Then it is computed here: its prefill engine may
             itself wait for blocks that are on offer here.
     """
@@ -95,6 +93,7 @@ class SchedulerSide:
         layerwise: bool,
         key: bytes | None = None,
         answers: bool = False,
+        named: bool = True,
         patience: float = math.inf,
     ) -> None:
         self._groups: Final = groups
@@ -103,6 +102,7 @@ class SchedulerSide:
         self._cached: Final = cached
         self._layerwise, self._page = layerwise, 1
         self._answers, self._patience = answers, patience
+        self._named: Final = named
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._foretold: Final = key is not None  # a ticket may be there before its request
         self._issuer: Issuer | None = None
@@ -154,7 +154,7 @@ class SchedulerSide:
             return
         data: dict[str, Any] = dict(ticket or {})
         digest = params.get(_DIGEST)
-        if (produces or digest is not None) and (not digest or digest != _digest(request, tokens)):
+        if (produces or digest is not None) and digest not in self._digests(request, tokens, whole=bool(produces)):
             why = "other tokens or embeddings were computed, or with other images or another adapter"
             _log.warning("ticket_refused", request=request.request_id, error=why)
             self._orders.declines[request.request_id] = data
@@ -345,7 +345,7 @@ class SchedulerSide:
         name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
         params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
         # of embeddings the next turn has more, which are then others
-        if params is None or name in self._names or _DIGEST not in params or _is_embedded(request):
+        if params is None or name in self._names or _is_embedded(request) or not self._tells(request, tokens):
             return False, None
         self._names[name] = name
         blocks: Blocks = {
@@ -364,25 +364,42 @@ class SchedulerSide:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return None
         tokens = produced.prompt_tokens
-        params = {"do_remote_prefill": not back, "do_remote_decode": back, TICKET: ticket, _TOKENS: tokens}
-        digest = _digest(request, tokens)
-        return params | ({_DIGEST: digest} if digest else {})
+        digest = _digest(request, tokens, named=self._named)
+        params = {"do_remote_prefill": not back, "do_remote_decode": back, TICKET: ticket}
+        return params | {_TOKENS: tokens, _DIGEST: digest}
+
+    def _digests(self, request: Any, tokens: int, *, whole: bool) -> list[str]:
+        """What an engine may have said that has computed them; `whole`: only if that tells what images show."""
+        kinds = [True] * self._tells(request, tokens) + [False] * bool(_inputs(request, tokens) and not whole)
+        return [_digest(request, tokens, named=named) for named in kinds]
+
+    def _tells(self, request: Any, tokens: int) -> bool:
+        """Whether a digest made here is of everything that these tokens stand for."""
+        return self._named or not _inputs(request, tokens)
 
 
-def _digest(request: Any, tokens: int) -> str:
-    """What tells the first tokens of a request, and what they stand for, from others; empty where that has no name."""
-    inputs = [one for one in request.mm_features if one.mm_position.offset < tokens]
-    if any(_UNHASHED.search(one.identifier) for one in inputs):
-        return ""
+def _digest(request: Any, tokens: int, *, named: bool) -> str:
+    """What tells the first tokens of a request, and what they stand for, from others.
+
+    Args:
+        request: vLLM's.
+        tokens: How many they are.
+        named: Whether names tell what images show. Else it is only told where they are.
+    """
     told = blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16)
     if request.prompt_embeds is not None:
         told.update(repr(_rows(request, tokens)).encode())
-    if inputs:
-        told.update(repr([(one.mm_position.offset, one.identifier) for one in inputs]).encode())
+    if inputs := _inputs(request, tokens):
+        told.update(repr([(one.mm_position.offset, one.identifier if named else "") for one in inputs]).encode())
     adapter = request.lora_request
     if adapter is not None:  # another one may come under the name of one that has gone: vLLM tells both by their paths
         told.update(repr((adapter.lora_name, adapter.lora_path)).encode())
     return told.hexdigest()
+
+
+def _inputs(request: Any, tokens: int) -> list[Any]:
+    """Images and the like that these tokens show something of."""
+    return [one for one in request.mm_features if one.mm_position.offset < tokens]
 
 
 def _rows(request: Any, tokens: int) -> tuple[bytes, list[bool] | None]:

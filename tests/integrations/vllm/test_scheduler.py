@@ -278,11 +278,11 @@ def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
     assert scheduler.build_connector_meta(step()).withdraws == ["r"]
 
 
-def answered(scheduler, coming, ids=(7, 8, 9, 5), *, status="FINISHED_STOPPED", computed=50, tokens=50):
+def answered(scheduler, coming, ids=(7, 8, 9, 5), *, status="FINISHED_STOPPED", computed=50, tokens=50, shows=()):
     """What the client gets of a request that has loaded its prompt and ends with so many tokens."""
     scheduler.update_connector_output(received("r"))
     coming.status, coming.num_computed_tokens = STATUS[status], computed
-    said(coming, range(tokens))
+    said(coming, range(tokens), mm_features=[*shows])
     return scheduler.request_finished(coming, [list(ids)])
 
 
@@ -378,23 +378,54 @@ def shown(*images):
         ({}, embedded(), False),
         (embedded(tokens=range(80), without=40), embedded(tokens=range(80), without=40), True),
         (embedded(tokens=range(80), without=40), embedded(tokens=range(80), without=39), False),
-        # vLLM names an image by its request where neither of its caches wants a hash
-        ({"mm_features": shown("r1-image-0")}, {"mm_features": shown("r2-image-0")}, True),
+        ({"mm_features": shown("shelf-photo-1")}, {"mm_features": shown("shelf-photo-2")}, False),
     ],
 )
 def test_a_prompt_is_loaded_if_the_same_was_computed(computed, asked, loads):
     """Forty tokens, or embeddings for some, an adapter and what is shown in them decide what is cached."""
-    scheduler = side()
+    assert loaded(computed, asked) == loads
+
+
+def loaded(computed, asked, *, of=range(80), there=None, here=None):
+    """Whether forty tokens that were computed there are loaded here, by a prompt of these that is longer."""
+    scheduler = side(**there or {})
     prompt = said(request({"do_remote_decode": True}), range(40), **computed)
     scheduler.on_new_request(prompt)
     scheduler.build_connector_meta(step(new=[("r", [1, 2, 3], 0, 40)]))
     prompt.status = STATUS.FINISHED_LENGTH_CAPPED
     _, params = scheduler.request_finished(prompt)
     assert params is not None
-    scheduler = side()
-    coming = said(request(params, tokens=80), range(80), **asked)
+    scheduler = side(**here or {})
+    coming = said(request(params, tokens=80), of, **asked)
     scheduler.on_new_request(coming)
-    assert scheduler.get_num_new_matched_tokens(coming, 0) == ((40, True) if loads else (0, False))
+    matched = scheduler.get_num_new_matched_tokens(coming, 0)
+    assert matched in ((40, True), (0, False))
+    return matched[1]
+
+
+def test_where_names_do_not_tell_what_images_show_all_else_is_told():
+    numbered, one, other = {"named": False}, {"mm_features": shown("1-image-0")}, {"mm_features": shown("2-image-0")}
+    for here in ({}, numbered):
+        assert loaded(one, other, there=numbered, here=here)
+        assert not loaded(one, other, of=range(1, 81), there=numbered, here=here)
+        assert not loaded(one, other | {"lora_request": ADAPTER}, there=numbered, here=here)
+        assert not loaded(one, {"mm_features": shown("1-image-0", "1-image-1")}, there=numbered, here=here)
+        assert loaded({}, {}, there=numbered, here=here)
+    assert loaded({}, {}, here=numbered)
+    assert not loaded(one, one, here=numbered), "numbers begin anew in each engine"
+
+
+def test_an_answer_about_images_that_names_do_not_tell_is_not_offered():
+    for images, names, given in ((("cat",), True, True), (("1-image-0",), False, False), ((), False, True)):
+        scheduler, coming = announced(wanted(), 7, 8, 9, answers=True, named=names)
+        scheduler.build_connector_meta(step())
+        later, params = answered(scheduler, coming, shows=shown(*images))
+        assert (later, params is not None) == (given, given)
+        if params is not None:  # and is not loaded by an engine that cannot tell
+            turn = said(request(params, tokens=80), range(80), mm_features=shown(*images))
+            scheduler = side(named=False)
+            scheduler.on_new_request(turn)
+            assert scheduler.get_num_new_matched_tokens(turn, 0)[1] == (not images)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
     zeroes = engine.get("zeroes", False)
     caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group], needs_kv_cache_zeroing=zeroes)
     layers = {name: vllm_stand_in.layer() for name in names}
+    images = make("MultiModalConfig", mm_processor_cache_gb=engine["images"]) if "images" in engine else None
     config = make(
         "VllmConfig",
         compilation_config=make("CompilationConfig", static_forward_context=layers),
@@ -54,12 +55,13 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             enable_dbo=False,
             ubatch_size=engine.get("ubatches", 0),
         ),
-        cache_config=make("CacheConfig", enable_prefix_caching=False),
+        cache_config=make("CacheConfig", enable_prefix_caching=engine.get("cached", False)),
         model_config=make(
             "ModelConfig",
             model="model",
             get_total_num_kv_heads=lambda: HEADS,
             get_total_num_hidden_layers=lambda: LAYERS,
+            multimodal_config=images,
         ),
         speculative_config=None,
         max_concurrent_batches=engine.get("batches", 1),

@@ -68,6 +68,7 @@ CLASSES = {
     "vllm/config/compilation.py": ("CompilationConfig",),
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
     "vllm/config/model.py": ("ModelConfig",),
+    "vllm/config/multimodal.py": ("MultiModalConfig",),
     "vllm/config/parallel.py": ("ParallelConfig",),
     "vllm/config/speculative.py": ("SpeculativeConfig",),
     "vllm/config/vllm.py": ("VllmConfig",),

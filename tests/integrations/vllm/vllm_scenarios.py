@@ -220,6 +220,10 @@ def configured_ranks(wires):
     for policy, name in product(("fail", "recompute"), how):
         changed = {"extra": {"layerwise": True}, "policy": policy} | how[name]
         steps[policy, name] = KvxferConnector(*configured(ENGINE | changed, None))._scheduler._layerwise
+    named = {}
+    for cached, images in product((False, True), (None, 0, 0.5)):
+        changed = {"cached": cached} | ({} if images is None else {"images": images})
+        named[cached, images] = KvxferConnector(*configured(ENGINE | changed, None))._scheduler._named
     given = {"kvxfer": {"unclaimed_timeout": 7, "route": "auto", "chunk_bytes": 16 << 10}}
     extras: tuple[dict[str, Any], ...] = ({}, {"layerwise": True}, {"layerwise": True} | given, {"key_file": "key"})
     settings = [pair.prefill.workers.call("settings", extra, "kv_both") for extra in extras]
@@ -236,6 +240,7 @@ def configured_ranks(wires):
         "refused": refused,
         "graphs": graphs,
         "steps": steps,
+        "named": named,
         "dropped": dropped,
         "zeroed": zeroed,
     }

@@ -6,6 +6,7 @@ the first. What is left out is what no connector sees: sampling, budgets of seve
 
 import pickle
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import vllm_stand_in
@@ -62,6 +63,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             get_total_num_kv_heads=lambda: HEADS,
             get_total_num_hidden_layers=lambda: LAYERS,
             multimodal_config=images,
+            **{"revision": None, "hf_text_config": SimpleNamespace(), "max_model_len": 512} | engine.get("model", {}),
         ),
         speculative_config=None,
         max_concurrent_batches=engine.get("batches", 1),

@@ -11,6 +11,7 @@ import time
 import traceback
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import vllm_stand_in
@@ -232,6 +233,12 @@ def configured_ranks(wires):
     given = {"environment": {"KVXFER_MODEL": "given"}}
     for changed in ({"v2": True}, {"zeroes": True}, {"v2": True, "zeroes": True}, given):
         settings.append(pair.prefill.workers.call("settings", {}, "kv_both", 0, changed))
+    factors = {"rope_type": "longrope", "original_max_position_embeddings": 256}
+    models: list[dict[str, Any]] = [{"revision": "r1"}]
+    for rope in ({"rope_type": "default"}, factors, {"full": {"rope_type": "default"}, "sliding": factors}):
+        for tokens in (256, 257):
+            models.append({"hf_text_config": SimpleNamespace(rope_parameters=rope), "max_model_len": tokens})
+    known = [pair.prefill.workers.call("settings", {}, "kv_both", 0, {"model": model}) for model in models]
     zeroing = {"zeroes": False}, {"zeroes": True}
     zeroed = [KvxferConnector(*configured(ENGINE | more, None)).get_loaded_kv_cache_group_ids("r") for more in zeroing]
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
@@ -241,6 +248,7 @@ def configured_ranks(wires):
         "graphs": graphs,
         "steps": steps,
         "named": named,
+        "models": [each["model"] for each, _ in known],
         "dropped": dropped,
         "zeroed": zeroed,
     }

@@ -293,6 +293,20 @@ async def test_a_link_that_is_closed_says_what_it_had_to_say(link, paused):
     assert not link.stream.cut
 
 
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_link_that_is_closed_does_not_wait_for_ever_for_who_reads_nothing(link, monkeypatch, gone):
+    monkeypatch.setattr("kvxfer.peers.link._LEAVE_SECONDS", 0.001)
+    link.pause_writing()
+    link.send(b"more")
+    link.data_received(bytes([255]))
+    assert isinstance(link.handler.lost_with[0], ProtocolError)
+    assert not link.stream.closed
+    if gone:
+        link.connection_lost(None)
+    await asyncio.sleep(0.02)
+    assert link.stream.cut is not gone
+
+
 async def test_who_reads_nothing_of_what_was_asked_for_is_dropped(link, monkeypatch):
     monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", 4)
     link.pause_writing()

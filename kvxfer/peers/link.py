@@ -38,6 +38,8 @@ and a fetch of 16,384 blocks is no longer.
 """
 _HEARD_BYTES: Final = 1024 * 1024
 """That are read while a peer is looked at; more of them wait in the stream."""
+_LEAVE_SECONDS: Final = 20.0
+"""In which a link that is gone may say what it had left to say. Then it is cut: who reads nothing would keep it."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _log: Final = logger("kvxfer.link")
 
@@ -298,6 +300,8 @@ class Link(asyncio.Protocol):
         """The stream is gone."""
         if not self._gone.done():
             self._gone.set_result(None)
+        if self.failure is not None and self._timer is not None:
+            self._timer.cancel()
         why = f": {exc}" if exc else ""
         self._end = PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint)
         self._end_if_handled()
@@ -362,6 +366,8 @@ class Link(asyncio.Protocol):
         elif self._transport is not None and self._session is None:
             self._transport.close()
         self._flush()
+        if self._transport is not None and not self._gone.done():
+            self._timer = self._loop.call_later(_LEAVE_SECONDS, self._transport.abort)
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect

@@ -50,6 +50,7 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import BlockLists, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
 from kvxfer.memory.books import Extent, ExtentState
+from kvxfer.names import MAX_NAME
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import (
     LISTED,
@@ -180,7 +181,7 @@ def answer(
         tokens_per_chunk=grid.tokens_per_chunk,
         chunks=chunks,
         digest=cut_digest(agreement, grid.layers_per_chunk, grid.tokens_per_chunk),
-        why=choice.why,
+        why=choice.why[:MAX_NAME],
         ahead=ahead,
         pieces=bound.pieces,
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),

@@ -218,3 +218,14 @@ async def test_an_event_that_has_fired_is_not_waited_for(stage):
     ready.fired = True
     result, _ = await stage.bring(prefill, decode, offered={"after": ready})
     assert factor(prefill, Route[result.stats.route.upper()]) != 1.0
+
+
+async def test_a_route_that_takes_many_words_to_explain_is_taken(stage, monkeypatch):
+    """The peer would have taken the session to be broken."""
+    monkeypatch.setattr("kvxfer.plans.routes.Estimates.seconds", lambda *_, **__: 1e9)
+    monkeypatch.setattr("kvxfer.plans.routes.Estimates.overdue", lambda *_: True)
+    prefill, decode = await stage.pair(Cache(), Cache())
+    result, ending = await stage.bring(prefill, decode)
+    (sent,) = ending.stats
+    assert len(sent.why) > 128
+    assert sent.why.startswith(result.stats.why)

@@ -2,12 +2,15 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
 from kvxfer import BlocksError, CacheTensor, Interleave, Span
 from kvxfer.geometry import CacheGeometry
-from kvxfer.plans.pairs import check_cover, wanted_blocks
+from kvxfer.plans.pairs import check_cover, encode_spans, wanted_blocks
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, encode
+from kvxfer.protocol.messages import Ready
 
 CACHE = CacheGeometry.of([CacheTensor(torch.zeros(10, 4, 2), "block token dim", layers=[0])])
 
@@ -88,3 +91,15 @@ def test_state_has_one_slot_in_the_end(slots: list[int], early: bool, late: bool
             else pytest.raises(BlocksError, match=f"one slot .*: {len(slots)} were given")
         ):
             check_cover({"s": Span(slots)}, cache, range(8), complete=complete)
+
+
+def test_a_request_has_no_more_blocks_than_a_frame_can_name() -> None:
+    """One that had cost the session, and with it whatever else the two ranks were about."""
+    most = 4_000_000
+    pool = torch.zeros(most + 1, 1, 1, dtype=torch.uint8)
+    cache = CacheGeometry.of([CacheTensor(pool, "block token dim", layers=[0], group=group) for group in "ab"])
+    whole = {"a": np.arange(most), "b": []}
+    spans, _ = wanted_blocks(whole, cache, range(1, 1))
+    assert len(encode(Ready(1, 1, spans=encode_spans(spans, "ab")))) < SESSION_FRAME_LIMIT - (1 << 19)
+    with pytest.raises(BlocksError, match="group 'b' 4000001 block ids"):
+        wanted_blocks(whole | {"b": [0]}, cache, range(1, 1))

@@ -80,6 +80,9 @@ SMALL_PLAN: Final = 32_768
 
 I64: TypeAlias = NDArray[np.int64]
 
+_MAX_IDS: Final = 4_000_000
+"""Block ids of a request, of all groups together: one frame names them, 4 bytes each, beside all else that it says."""
+
 
 def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
     """Block lists of an offer in normal form, copied and checked.
@@ -121,13 +124,19 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
         The blocks that hold the range, by group.
 
     Raises:
-        BlocksError: Naming the group and both numbers.
+        BlocksError: Naming the group and both numbers; also if there are more ids than peers can be told of.
     """
-    sides, asked = geometry.sides, len(tokens) > 0
+    sides, asked, total = geometry.sides, len(tokens) > 0, 0
     found: dict[str, I64] = {}
     for group, span in spans.items():
         side, ids, first = sides[group], np.asarray(span.ids, np.int64), span.first_token
         count, size, start, stop = len(ids), side.id_tokens, tokens.start, tokens.stop
+        total += count
+        if total > _MAX_IDS:
+            raise BlocksError(
+                f"with group {group!r} {total} block ids are listed, and {_MAX_IDS} are the most of a request: give "
+                "those that hold its tokens, or make blocks larger"
+            )
         if side.is_state:
             if count > 1 or (complete and not count):
                 raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
@@ -151,7 +160,6 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
 
 # --- to and from the wire
 
-_MAX_IDS: Final = 1 << 24
 _ID_BYTES: Final = 4
 _NO_SPANS: Final[BlockLists] = {}
 

@@ -4,9 +4,11 @@ import asyncio
 import itertools
 
 import pytest
-from stage import KEY, Cache, Copied, eventually, frames, quiet
+from inside import hear, sessions
+from stage import KEY, Cache, Copied, eventually, frames, quiet, raised
 
-from kvxfer import Interleave, MismatchError, Released, TicketError, UnreachableError
+from kvxfer import Code, Interleave, KvxferError, MismatchError, Released, TicketError, UnreachableError
+from kvxfer.protocol.messages import Release
 from kvxfer.tickets import Issuer
 
 HEADS = 8
@@ -137,4 +139,24 @@ async def test_each_rank_releases_for_itself(stage, fetches):
     copied = Copied(targets[1]).bring(sources[0], [0, 1], [3], range(8))
     await decode[1].fetch(offer.ticket, [3], tokens=range(8), timeout=5)
     copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+@pytest.mark.parametrize("offered", [True, False])
+async def test_a_rank_that_gives_a_request_back_ends_its_own_transfers_of_it(stage, offered):
+    """Those of other ranks of its engine go on."""
+    prefill = await stage.worker("prefill", Cache())
+    decode, _ = await stage.engine("decode", [Cache(heads=heads) for heads in (range(2), range(2, 4))])
+    ticket, tokens = prefill.engine.ticket("r"), range(8)
+    stage.network.hold("decode0")
+    offer = prefill.offer("r", [1, 2], tokens=8) if offered else None
+    given_back = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20, keep=True)
+    await eventually(lambda: stage.network.held("decode0") if offered else prefill.describe()["sending"] == 1)
+    (link,) = sessions(prefill)
+    hear(prefill, link, Release(prefill.engine.ref("r", 0)))
+    stage.network.release("decode0")
+    error = await raised(given_back, KvxferError)
+    assert error.reason is Code.TICKET_RELEASED
+    offer = offer or prefill.offer("r", [1, 2], tokens=8)
+    await decode[1].fetch(ticket, [3, 4], tokens=tokens, timeout=20)
     assert isinstance(await offer.released(), Released)

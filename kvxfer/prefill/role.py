@@ -1,7 +1,6 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from kvxfer.prefill.offers import Entry, OfferBook
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.transfer import Failure, Sending, SendState, build_result
+from kvxfer.protocol.transfer import Failure, Sending, build_result
 from kvxfer.site import Callback, Quota, Site, no_op
 from kvxfer.telemetry import logger
 
@@ -154,7 +153,7 @@ class Prefill:
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._starting = 0  # transfers in the next turn of the loop
-        self._waiting: Final[deque[Sender]] = deque()  # those that begin in a later one
+        self._waiting: Final[dict[Sender, None]] = {}  # those that begin in a later one, unless they end before
         self._links: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
     def __len__(self) -> int:
@@ -228,6 +227,7 @@ class Prefill:
         site.note_fenced(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
         sender = self._transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every)
+        self._waiting[sender] = None
         if isinstance(found, Entry):
             self.book.attach(found, sender)
         elif not self.book.park(offer_key, sender):
@@ -236,7 +236,6 @@ class Prefill:
                 f"as many fetches wait for their offers as may, in all or of one peer "
                 f"(max_transfers={site.config.max_transfers})",
             )
-        self._waiting.append(sender)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
@@ -244,9 +243,8 @@ class Prefill:
         while self._waiting and self._starting < _AT_ONCE:
             self._starting += 1
             self._site.loop.call_soon(self._on_started)
-            sender = self._waiting.popleft()
-            if sender.protocol.state is SendState.PARKED:  # else it has ended already
-                self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.protocol.fetch.transfer}")
+            del self._waiting[sender := next(iter(self._waiting))]
+            self._site.tasks.spawn(sender.run(), f"kvxfer send {sender.protocol.fetch.transfer}")
 
     def _on_started(self) -> None:
         self._starting -= 1
@@ -378,6 +376,7 @@ class Prefill:
 
     def _on_end(self, sender: Sender) -> None:
         who, transfer = sender.peer.identity.incarnation, sender.protocol.fetch.transfer
+        self._waiting.pop(sender, None)
         if sender.offer is None:
             ticket = sender.protocol.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), sender)

@@ -7,7 +7,8 @@ import time
 from collections import Counter
 
 import pytest
-from inside import early_places, entry, queues, renew_claims, service
+from inside import early_places, entry, hear, queues, renew_claims, service, session
+from msgspec.structs import replace
 from stage import Cache, Copied, eventually, quiet, turns
 from wire import virtual
 
@@ -15,6 +16,7 @@ from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, Refused
 from kvxfer import blocking as polling
 from kvxfer.decode import role as claims_module
 from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.protocol.messages import Accept, Cancel, Fetch
 
 BLOCK = range(4)
 
@@ -60,6 +62,23 @@ async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
     assert isinstance(await prefill.offer("m", [1], tokens=4).released(), Released)  # it was kept
     await eventually(lambda: not prefill.describe()["parked"])  # what no offer follows is forgotten
     assert early_places(prefill) == 0
+
+
+async def test_what_was_given_up_before_it_began_keeps_no_place_in_the_queue(stage, tap):
+    """Two transfers begin in a turn of the loop: those who asked and left at once were waited for like all others."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await stage.bring(prefill, decode)
+    prefill.offer("next", [1, 2], tokens=8)
+    (one,), link, ticket = tap.of(Fetch), session(prefill), prefill.engine.ref("next", 0)
+    asked = Fetch(0, ticket, one.selections, one.spans, 0, 8, one.routes, one.max_extent_bytes, 1000)
+    for number in range(100, 300):
+        hear(prefill, link, replace(asked, transfer=number))
+        hear(prefill, link, Cancel(number))
+    hear(prefill, link, replace(asked, transfer=300))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert tap.of(Accept)[-1].transfer == 300
+    hear(prefill, link, Cancel(300))
 
 
 @virtual

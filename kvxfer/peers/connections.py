@@ -173,6 +173,7 @@ class Streams:
                     await asyncio.sleep(_ACCEPT_PAUSE)
                 else:
                     self._hold(self._greet(stream, f"tcp:{address[0]}:{address[1]}"), f"kvxfer greet {address[0]}")
+                    await asyncio.sleep(0)  # where more are waiting already, accepting them gives nobody a turn
 
     async def _greet(self, sock: socket.socket, peer: str) -> None:
         """Open a link to who has connected."""

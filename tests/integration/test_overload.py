@@ -227,6 +227,29 @@ async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage, monkey
         await asyncio.wait(said)
 
 
+async def test_who_connects_over_and_over_gives_others_their_turns(stage, monkeypatch):
+    """Where the kernel has a connection ready, accepting it gives nobody a turn by itself."""
+    prefill = await stage.worker("prefill", Cache(), listen="tcp:127.0.0.1:0")
+    host, _, port = prefill.card.endpoint.removeprefix("tcp:").rpartition(":")
+    accept, accepted = socket.socket.accept, []
+
+    def counted(listener):
+        found = accept(listener)
+        accepted.append(found)
+        return found
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        monkeypatch.setattr(socket.socket, "accept", counted)
+        most = 0
+        while len(accepted) < 6:
+            before = len(accepted)
+            await asyncio.sleep(0)
+            most = max(most, len(accepted) - before)
+    assert most == 1
+
+
 async def test_streams_over_tcp_send_at_once(stage):
     """A frame that waited until the one before it was acknowledged took 40 ms."""
     prefill, decode = await stage.pair(Cache(), Cache(), listen="tcp:127.0.0.1:0")

@@ -420,17 +420,21 @@ class Decode:
         return Claim(ticket, close, self._site.loop)
 
     async def decline(self, ticket: Ticket) -> None:
-        """Tell every prefill rank that no fetch will come.
+        """Tell every prefill rank that no fetch will come; one that is being read is told when that has ended.
 
         Raises:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
         self._claims.remove(ticket.key)
         self._close_retry_window(ticket.key)
-        others = self._send_release(ticket)
+        read, same = set[bytes](), self._of_ticket.get(ticket.key, ())
+        for fetch in same:
+            fetch.unwanted = True
+            read.update(part.peer.identity.incarnation for part in fetch.receivers if part.reading)
+        others = self._send_release(ticket, spared=read)
         links = await self._connect(ticket, others)
         for link in links:
-            if isinstance(link, Link):
+            if isinstance(link, Link) and link.peer.identity.incarnation not in read:
                 link.send(wire.Release(ticket.ref(), Code.CANCELLED))
         for link in links:
             if isinstance(link, BaseException):

@@ -417,3 +417,19 @@ async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_noth
     await stage.bring(prefill, decode, "s")
     await quiet(prefill, decode)
     assert "task_failed" not in caplog.text
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_what_is_declined_while_it_is_read_is_released_when_it_has_been(stage, tap, given_up):
+    """A prefill rank may take `Release` to say that its blocks are not read any more."""
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
+    offer, transfer = await stage.in_flight(prefill, decode)
+    if given_up:
+        transfer.cancel()
+    await decode.decline(offer.ticket)
+    assert not tap.of(Release)
+    stage.network.release("*")
+    await asyncio.wait({transfer.outcome})
+    await freed(offer)
+    assert tap.of(Release)
+    await quiet(prefill, decode)

@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from operator import attrgetter
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -52,6 +53,9 @@ __all__ = ["Checking", "Part", "PrefillEngine", "Receiver"]
 # whoever else writes those blocks are checked alike.
 
 _NAMED: Final = 8
+_WHOLE_BYTES: Final = 16 << 20
+"""Of sums that are kept as they came, of one transfer: beyond that a hash is, by which they are compared as well."""
+_HASH_BYTES: Final = 32
 _NOWHERE: Final = Damage((), (), {})
 
 
@@ -69,11 +73,17 @@ class Checking:
         self._transfer: Final = transfer
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
+        self._kept = 0  # bytes of them
 
     def on_sums(self, message: wire.Sums) -> None:
         """The peer says what a chunk adds up to that it has, and that has not arrived yet."""
         if selected(self._transfer, message.chunk, self._every):
-            self._sums[message.chunk] = message.sums
+            sums = message.sums
+            self._kept -= len(self._sums.pop(message.chunk, b""))  # it may say so again
+            if self._kept + len(sums) > _WHOLE_BYTES:
+                sums = sha256(sums).digest()
+            self._sums[message.chunk] = sums
+            self._kept += len(sums)
 
     def wants(self, chunk: int, nbytes: int) -> bool:
         """Whether a chunk of so many bytes is compared."""
@@ -82,10 +92,13 @@ class Checking:
     def compare(self, chunk: int, part: ChunkPlan, ours: bytes, peer: str) -> str:
         """What is wrong with a chunk that adds up to this here; empty if nothing is."""
         theirs = self._sums.pop(chunk, b"")
-        if theirs == ours:
+        self._kept -= len(theirs)
+        if theirs in (ours, sha256(ours).digest()):
             return ""
         if len(theirs) != len(ours):
             self.found = chunk, _NOWHERE
+            if len(theirs) == _HASH_BYTES:
+                return f"chunk {chunk} is not what {peer} holds"
             return f"{peer} did not say what chunk {chunk} adds up to"
         where = damage(part, ours, theirs)
         self.found = chunk, where

@@ -225,7 +225,8 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
 
 def hear(worker: Any, link: Any, message: Message) -> None:
     """Somebody says something; for strangers, who have no stream, `link` is what the scene makes of one."""
-    worker._service.prefill.handle(link, message)
+    take = link.take if isinstance(link, Link) else worker._service.prefill.handle
+    take(link, message)
 
 
 def welcome(worker: Any, link: Any) -> None:
@@ -618,9 +619,9 @@ def traced(worker: Any) -> int:
 
 
 def early_sums(worker: Any) -> int:
-    """How many sums its only transfer keeps that nobody compares yet."""
+    """How many bytes of sums its only transfer keeps that nobody compares yet."""
     (incoming,) = worker._service.decode.incoming.values()
-    return len(incoming.checking._sums)
+    return sum(map(len, incoming.checking._sums.values()))
 
 
 def factor(worker: Any, route: Route) -> float:

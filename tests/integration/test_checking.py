@@ -176,6 +176,31 @@ async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
     await offer.withdraw()
 
 
+async def test_of_sums_that_pile_up_hashes_are_kept(stage, damage, monkeypatch):
+    """Chunks may be many and small, and what is said of each as long as of a large one."""
+    monkeypatch.setattr("kvxfer.decode.receiver._WHOLE_BYTES", 1000)
+    source, target = caches("direct")
+    prefill, decode = await checked_pair(stage, "direct", source, target, chunk_bytes="512")
+    stage.network.hold("decode")
+    offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, TOKENS)
+    await eventually(lambda: stage.network.held("decode"))
+    link, number = session(decode), int(transfer.id.rpartition("-")[2])
+    for _ in range(2):
+        for chunk in range(4):
+            hear(decode, link, Sums(number, chunk, bytes(400)))
+    assert early_sums(decode) == 400 + 400 + 32 + 32
+    stage.network.release("decode")
+    transfer.cancel()
+    await offer.released()
+    monkeypatch.setattr("kvxfer.decode.receiver._WHOLE_BYTES", 0)
+    await stage.bring(prefill, decode, "again", IDS, INTO, TOKENS)
+    damage(target, 1, (0, 5, 1, 2, 3))
+    prefill.offer("damaged", IDS, tokens=12)
+    with pytest.raises(IntegrityError, match=r"chunk [0-9]+ is not what prefill") as caught:
+        await decode.fetch(prefill.engine.ticket("damaged"), INTO, tokens=TOKENS, timeout=10)
+    assert not caught.value.damaged
+
+
 async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):
     source, target = caches("staged")
     prefill = await stage.worker("prefill", source)

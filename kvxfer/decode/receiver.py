@@ -487,7 +487,7 @@ class Receiver(Struct, eq=False):
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
                     self._stale, self._bound = False, None  # nor does any land by them
                     grown = partial(bound.grown, self._source, covered=0)
-                    self._bound = bound = await self.site.plan(grown, rows=bound.rows)
+                    self._bound = bound = await self.site.plan(grown, rows=max(bound.rows, self._table_rows()))
                 else:
                     await self._advance(bound)
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
 """News that comes in the turns of the loop in which a transfer goes on with something else."""
 
 import asyncio
+import threading
 from collections import Counter
 
 import pytest
@@ -235,3 +236,27 @@ async def test_while_tables_of_many_rows_are_made_the_loop_has_turns(stage, rout
     copied.check()
     assert made.total() >= 24
     assert max(made.values()) <= 2, "of one chunk at a time; a turn of `count` may see the end of one and another"
+
+
+async def test_block_lists_that_a_peer_makes_long_are_planned_in_a_thread(stage, monkeypatch):
+    """However little of them was asked for: every id of them is looked at."""
+    threads, grown, here = set(), BoundPlan.grown, threading.get_ident()
+
+    def recorded(bound, spans, covered):
+        if covered == 0:  # at the decode rank
+            threads.add(threading.get_ident())
+        return grown(bound, spans, covered)
+
+    monkeypatch.setattr(BoundPlan, "grown", recorded)
+    monkeypatch.setattr("kvxfer.site.SMALL_PLAN", 64)
+    prefill, decode = await stage.pair(Cache(blocks=256), Cache())
+    offer = prefill.offer("r", streaming=True)
+    offer.extend([1], tokens=range(4))
+    transfer = decode.start_fetch(offer.ticket, [3, 4], tokens=range(8), timeout=20)
+    await eventually(lambda: frames(decode, "Accept"))
+    offer.extend(list(range(2, 202)), tokens=range(4, 804))
+    offer.ready()
+    offer.finish()
+    await transfer
+    assert threads
+    assert here not in threads

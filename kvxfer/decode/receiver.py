@@ -17,7 +17,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import sha256
+from hashlib import blake2b
 from operator import attrgetter
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -55,7 +55,8 @@ __all__ = ["Checking", "Part", "PrefillEngine", "Receiver"]
 _NAMED: Final = 8
 _WHOLE_BYTES: Final = 16 << 20
 """Of sums that are kept as they came, of one transfer: beyond that a hash is, by which they are compared as well."""
-_HASH_BYTES: Final = 32
+_HASH_BYTES: Final = 33
+"""As no sums have, which have 8 bytes an item."""
 _NOWHERE: Final = Damage((), (), {})
 
 
@@ -81,7 +82,7 @@ class Checking:
             sums = message.sums
             self._kept -= len(self._sums.pop(message.chunk, b""))  # it may say so again
             if self._kept + len(sums) > _WHOLE_BYTES:
-                sums = sha256(sums).digest()
+                sums = _hash(sums)
             self._sums[message.chunk] = sums
             self._kept += len(sums)
 
@@ -93,16 +94,21 @@ class Checking:
         """What is wrong with a chunk that adds up to this here; empty if nothing is."""
         theirs = self._sums.pop(chunk, b"")
         self._kept -= len(theirs)
-        if theirs in (ours, sha256(ours).digest()):
+        hashed = len(theirs) == _HASH_BYTES
+        if theirs == (_hash(ours) if hashed else ours):
             return ""
         if len(theirs) != len(ours):
             self.found = chunk, _NOWHERE
-            if len(theirs) == _HASH_BYTES:
+            if hashed:
                 return f"chunk {chunk} is not what {peer} holds"
             return f"{peer} did not say what chunk {chunk} adds up to"
         where = damage(part, ours, theirs)
         self.found = chunk, where
         return f"chunk {chunk} is not what {peer} holds: {_said(where)}"
+
+
+def _hash(sums: bytes) -> bytes:
+    return blake2b(sums, digest_size=_HASH_BYTES).digest()
 
 
 def _said(where: Damage) -> str:

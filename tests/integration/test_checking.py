@@ -188,7 +188,7 @@ async def test_of_sums_that_pile_up_hashes_are_kept(stage, damage, monkeypatch):
     for _ in range(2):
         for chunk in range(4):
             hear(decode, link, Sums(number, chunk, bytes(400)))
-    assert early_sums(decode) == 400 + 400 + 32 + 32
+    assert early_sums(decode) == 400 + 400 + 33 + 33
     stage.network.release("decode")
     transfer.cancel()
     await offer.released()

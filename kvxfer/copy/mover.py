@@ -1153,7 +1153,11 @@ class _Machine:
         self.walk.help_out(self.state.ctypes.data + 8 * records.TEAM)
 
     def stop(self, timeout: float = 0.0) -> bool:
-        """Stop, and close the pipes. Nothing may be under way. False if that takes longer; may be repeated."""
+        """Stop, and close the pipes; with a time-out leave them. Nothing may be under way.
+
+        Returns:
+            False if that takes longer; may be repeated.
+        """
         if self not in _machines:
             return True
         if not self._stopping:
@@ -1169,7 +1173,8 @@ class _Machine:
             _libc().sem_post(ctypes.c_void_p(self._semaphore.ctypes.data))
         for helper in self._helpers if timeout else ():
             helper.join(timeout)
-        self.close()
+        if not timeout:  # else the process ends, and a loop in another thread may be about to read
+            self.close()
         return True
 
     def close(self) -> None:

@@ -457,3 +457,43 @@ simulate(scenario)
 simulate(scenario)
 """
     played(scene)
+
+
+ENDS = """
+import asyncio, atexit, select, threading, time
+
+read = threading.Event()
+atexit.register(read.wait, 60)  # others have something to do at the end too
+
+from kvxfer.copy import CopyJob, Direction
+from kvxfer.copy.mover import Mover
+from kvxfer.copy.tables import NOTHING
+from kvxfer.runtime import ThreadRuntime
+
+begun, loop, broken = threading.Event(), asyncio.new_event_loop(), []
+loop.set_exception_handler(lambda _, context: broken.append(context["exception"]))
+
+def begin():
+    mover = Mover(ThreadRuntime())
+    mover.submit(CopyJob(NOTHING), Direction.GATHER)
+    select.select([mover._machine.news], [], [])  # the machine has done it, and says so
+    loop.call_soon(stand_still)
+    loop.call_later(0, lambda: loop.call_soon(read.set))
+
+def stand_still():  # in the turn in which it is to be read
+    begun.set()
+    time.sleep(1)
+
+loop.call_soon(begin)
+threading.Thread(target=loop.run_forever, daemon=True).start()
+begun.wait()
+atexit.register(lambda: print("ends"))
+atexit._run_exitfuncs()
+print(broken)
+"""
+
+
+def test_a_loop_in_another_thread_reads_on_while_the_process_ends():
+    """What it reads from is not closed, nor another file by then that has got its number."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["ends", "[]"]), done.stderr

@@ -289,8 +289,7 @@ class OwnLoopWorker(Worker):
         self._inner: ServedWorker | None = None
 
     async def __aenter__(self) -> Self:
-        if self._inner is not None:
-            raise ClosedError("a worker is entered once")
+        self._enter()
         parts = self._assembly
         inner = self._inner = ServedWorker(
             parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime

@@ -977,14 +977,14 @@ class Worker:
     ) -> None:
         del loop  # said which class this is
         self._assembly = Assembly.of(tensors, groups, config, transport, runtime)
+        self._entered = False
         self._service: Service | None = None  # once it is open, and after
         self._draining: asyncio.Task[bool] | None = None
         self._hurried = False  # closes without draining
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._service is not None:
-            raise ClosedError("a worker is entered once")
+        self._enter()
         site = await assemble(self._assembly)
         service = self._service = Service(site, own_loop=self._own_loop)
         try:
@@ -1291,6 +1291,16 @@ class Worker:
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 
     # --- inside
+
+    def _enter(self) -> None:
+        """What it is made of serves once, also if it could not be opened.
+
+        Raises:
+            ClosedError: If it was entered before.
+        """
+        if self._entered:
+            raise ClosedError("a worker is entered once: make another one")
+        self._entered = True
 
     def _shown(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> tuple[Decode, Ticket]:
         """The side that fetches, and the ticket of what it is to fetch, or to leave (`ends`): also while it drains."""

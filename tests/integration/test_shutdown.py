@@ -16,7 +16,17 @@ from inside import borrow_thread, mover, posted, rebuild
 from stage import DEFAULTS, SOON, Cache, Copied, eventually, turns
 from standing import Stuck
 
-from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, Withdrawn, runtime
+from kvxfer import (
+    ClosedError,
+    Config,
+    ConfigError,
+    FabricError,
+    KvxferError,
+    MemoryInDoubt,
+    Released,
+    Withdrawn,
+    runtime,
+)
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.worker import Worker
@@ -294,3 +304,29 @@ async def test_a_socket_that_was_left_by_a_killed_worker_is_taken_over(network, 
     async with make("p", Cache(), network, listen=f"unix:{tmp_path}/w.sock") as worker:
         assert worker.card.endpoint == f"unix:{tmp_path}/w.sock"
     assert not (tmp_path / "w.sock").exists()
+
+
+async def test_one_that_could_not_be_opened_is_not_opened_again(network, monkeypatch):
+    """What it was made of would be half another's: a peer would be told of memory that is nobody else's."""
+    worker = make("p", Cache(), network, trust="none")
+    with monkeypatch.context() as patched:
+        patched.setattr("kvxfer.safety.fence.Exports.open", refuse)
+        with pytest.raises(KvxferError, match="no more of it"):
+            await worker.__aenter__()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="entered once"):
+            await worker.__aenter__()
+    assert left() == NOTHING
+
+
+async def refuse(*_, **__):
+    raise FabricError("no more of it")
+
+
+async def test_one_is_not_opened_twice_at_once(network):
+    worker = make("p", Cache(), network)
+    opened, refused = await asyncio.gather(worker.__aenter__(), worker.__aenter__(), return_exceptions=True)
+    assert opened is worker
+    assert isinstance(refused, ClosedError)
+    await worker.aclose()
+    assert left() == NOTHING

@@ -228,8 +228,12 @@ class ServedWorker(Worker):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.thread: Final = LoopThread()
+        self._opening: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Self:
+        self._opening = asyncio.current_task()
+        if self._hurried:
+            self.hurry()
         await super().__aenter__()
         self._assembly.placement.bind()
         return self
@@ -254,8 +258,10 @@ class ServedWorker(Worker):
         return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
 
     def hurry(self) -> None:
-        """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""
+        """Whoever waits for it was cancelled: open it no further; close without draining, or without draining on."""
         self._hurry()
+        if self._opening is not None:  # of no effect when it has ended
+            self._opening.cancel()
 
 
 def state_under_way(transfer: Progress) -> TransferState:
@@ -296,7 +302,8 @@ class OwnLoopWorker(Worker):
         )
         opening = asyncio.create_task(inner.thread.awaits(inner.__aenter__()), name="kvxfer open")
         try:
-            await see_through(opening)  # to its end, so that closing finds all that is to be given back
+            # to its end, so that closing finds all that is to be given back
+            await see_through(opening, lambda: inner.thread.post(inner.hurry))
         except BaseException:
             await self.aclose(drain=False)
             raise

@@ -313,7 +313,8 @@ class Fabric:
         clean = not self._mover.lingering
         if self._stop is not None:
             self._mover.attach(None)
-            clean = await asyncio.wrap_future(self._submit(lambda: self._shut(clean=clean), closing=True))
+            shut = self._submit(lambda: self._shut(clean=clean), closing=True)
+            clean = await asyncio.shield(asyncio.wrap_future(shut))  # it is made though the loop may end before
             self._stop(0.0)
         return clean
 

@@ -194,9 +194,10 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
     await eventually(lambda: left() == NOTHING)
 
 
-async def test_opening_can_be_cancelled_where_the_transport_does_not_return(network, caplog):
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_opening_can_be_cancelled_where_the_transport_does_not_return(network, caplog, loop):
     transport = Stuck("p", network, "register")
-    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"revoke_timeout": 0.2}), transport=transport)
+    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"revoke_timeout": 0.2}), transport=transport, loop=loop)
     opening = asyncio.ensure_future(worker.__aenter__())
     await eventually(transport.inside.is_set)
     opening.cancel()

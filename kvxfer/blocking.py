@@ -366,14 +366,16 @@ class OwnLoopWorker(Worker):
         inner = self._inner
         if inner is None:
             return
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._shut(inner, drain=drain), name="kvxfer close")
-        await see_through(self._closing, lambda: inner.thread.post(inner.hurry))
+        # each call waits by itself: another one may have come from another loop
+        closing = asyncio.create_task(self._shut(inner, drain=drain), name="kvxfer close")
+        self._closing = self._closing or closing
+        await see_through(closing, lambda: inner.thread.post(inner.hurry))
 
     async def _shut(self, inner: ServedWorker, *, drain: bool) -> None:
         timeout = self.config.close_timeout
         try:
-            await inner.thread.awaits(inner.aclose(drain=drain))
+            with suppress(ClosedError):  # its loop has ended, after another call
+                await inner.thread.awaits(inner.aclose(drain=drain))
         finally:
             if not await inner.thread.aclose(timeout):
                 _log.error("loop_thread_stuck", timeout=timeout)

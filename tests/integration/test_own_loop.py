@@ -134,6 +134,20 @@ async def test_an_offer_block_by_block(pair, brings):
     brings.check()
 
 
+async def test_it_is_closed_from_several_loops_at_once(stage):
+    worker = await stage.worker("prefill", Cache(), loop="own", drain_timeout=60)
+    offer = worker.offer("r", [1], tokens=4)
+    first = asyncio.create_task(worker.aclose())
+    await eventually(lambda: worker.describe()["draining"])
+    second = asyncio.create_task(asyncio.to_thread(asyncio.run, worker.aclose()))
+    await asyncio.sleep(0.1)
+    assert not second.done()
+    await offer.withdraw()
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(first, second)
+    await asyncio.to_thread(asyncio.run, worker.aclose())
+
+
 async def test_it_serves_several_loops(pair):
     offers = [pair[0].offer(f"r{number}", [number], tokens=4) for number in range(3)]
 

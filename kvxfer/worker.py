@@ -1255,13 +1255,15 @@ class Worker:
     async def aclose(self, *, drain: bool = True) -> None:
         """Close the worker: drain (bounded), stop the rest, close links, stop threads, give memory back. Idempotent.
 
-        Cancelling it cuts the drain short, and is let through once the worker is closed. Memory that a silent peer may
-        still write is not given back but left to the process's end.
+        Cancelling it cuts the drain short, and is let through once the worker is closed; so does a further call without
+        `drain`. Memory that a silent peer may still write is not given back but left to the process's end.
         """
         if self._service is not None:
             self._assembly.home.own(self)
+            if not drain:
+                self._hurry()
             if self._closing is None:
-                if drain and not self._hurried:
+                if not self._hurried:
                     self._warn_of_a_wait(self._service)
                     self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
                 self._closing = asyncio.create_task(self._close(self._service), name="kvxfer close")

@@ -331,3 +331,16 @@ async def test_one_is_not_opened_twice_at_once(network):
     assert isinstance(refused, ClosedError)
     await worker.aclose()
     assert left() == NOTHING
+
+
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_a_further_call_without_a_drain_cuts_it_short(network, loop):
+    transport = LoopbackTransport("p", network)
+    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"drain_timeout": 60}), transport=transport, loop=loop)
+    await worker.__aenter__()
+    worker.offer("r", [1, 2], tokens=8)
+    closing = asyncio.create_task(worker.aclose())
+    await eventually(lambda: worker.describe()["draining"])
+    async with asyncio.timeout(30):
+        await worker.aclose(drain=False)
+        await closing

@@ -38,7 +38,7 @@ from kvxfer.errors import (
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
 from kvxfer.plans.pairs import check_cover, offered_blocks, wanted_blocks
-from kvxfer.prefill.offers import Awaited, Ending, Expired, Offer, OfferState, Released, Withdrawn
+from kvxfer.prefill.offers import Awaited, Ending, Expired, Offer, OfferState, Released, Withdrawn, given_payload
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
@@ -888,11 +888,13 @@ class BlockingOffer:
         """Everything is on offer; see `Offer.finish`.
 
         Raises:
-            RequestError: If the offer is finished.
+            RequestError: If the offer is finished, or the payload is none.
+            TokensError: If the payload is too large.
         """
         self._check_unfinished("finish")
+        content = given_payload(payload)
         self._finished = True
-        self._step(lambda offer: offer.finish(payload))
+        self._step(lambda offer: offer.finish(content))
 
     def withdraw(self) -> None:
         """Take the offer back. Returns at once; the event says when nobody reads its blocks. Idempotent."""
@@ -981,10 +983,10 @@ class BlockingWorker:
 
     So errors come in two ways. What can be seen in the arguments is raised at once, and nothing was sent: a malformed
     ticket, block ids that are malformed, out of range, named twice or too few, an empty token range, a missing or
-    unrecorded event, a time-out that is no number, a worker that is not registered. What only the service can know
-    comes by `poll`, as `FetchFailed` or `OfferFailed`: an id that is in use, blocks in custody, a step that does not
-    fit its streaming offer, limits, and everything about peers. Block lists are copied; on a stream that is given as
-    `after`, the event is recorded at once, in the calling thread.
+    unrecorded event, a payload that is none, a time-out that is no number, a worker that is not registered. What only
+    the service can know comes by `poll`, as `FetchFailed` or `OfferFailed`: an id that is in use, blocks in custody, a
+    step that does not fit its streaming offer, limits, and everything about peers. Block lists and payloads are copied;
+    on a stream that is given as `after`, the event is recorded at once, in the calling thread.
 
     Args:
         config: Settings; `Config.load()` (environment, file, defaults) if left out.
@@ -1183,7 +1185,7 @@ class BlockingWorker:
         Raises:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
-        worker = self._open
+        worker, payload = self._open, given_payload(payload)
         check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)
         spans = None
         if blocks is not None and tokens is not None:

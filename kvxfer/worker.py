@@ -48,7 +48,7 @@ from kvxfer.peers.connections import Listener, Peers, Streams
 from kvxfer.peers.link import Link, admitted, superseded
 from kvxfer.plans.pairs import Agreed, PairPlans, geometry_to_wire
 from kvxfer.plans.routes import Estimates, profile_of
-from kvxfer.prefill.offers import Offer
+from kvxfer.prefill.offers import Offer, given_payload
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import messages as wire
@@ -1100,7 +1100,7 @@ class Worker:
             ClosedError: If the worker is draining.
         """
         service = self._assembly.home.own(self._service)
-        book = service.prefill.book
+        book, payload = service.prefill.book, given_payload(payload)
         if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
         check_offer(blocks, tokens, after=after, streaming=streaming, payload=payload)

@@ -666,3 +666,33 @@ def test_what_never_ended_is_given_up_once():
         asyncio.run(failed.error.settled())
     with pytest.raises(errors.MemoryInDoubtError):
         transfer.wait_layer(0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_payload_is_copied(pair, streaming):
+    payload, go = bytearray(b"first token"), threading.Event()
+    pair.prefill._worker.thread.post(go.wait)  # so that the offer is made after that
+    offer = pair.prefill.offer("r", [3], tokens=16, **({"streaming": True} if streaming else {"payload": payload}))
+    if streaming:
+        offer.ready()
+        offer.finish(payload)
+    payload[:] = b"of the next"
+    go.set()
+    transfer = pair.fetch("r", [2], 16)
+    assert event(pair.decode, blocking.Fetched).transfer is transfer
+    assert transfer.result().payload == b"first token"
+
+
+def test_a_payload_that_is_none_is_refused_at_once(pair):
+    for payload, error in (("text", errors.RequestError), (bytes(65537), errors.TokensError)):
+        with pytest.raises(error):
+            pair.prefill.offer("r", [3], tokens=16, payload=payload)
+    offer = pair.prefill.offer("r", [3], tokens=16, streaming=True)
+    offer.ready()
+    with pytest.raises(errors.RequestError, match="a payload is bytes"):
+        offer.finish(object())
+    with pytest.raises(errors.RequestError, match="payload= belongs to Offer"):
+        pair.prefill.offer("s", [3], tokens=16, streaming=True, payload=np.zeros(2))
+    offer.finish(np.arange(2, dtype=np.uint8))
+    pair.fetch("r", [2], 16)
+    assert event(pair.decode, blocking.Fetched).result.payload == b"\0\1"

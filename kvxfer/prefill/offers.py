@@ -53,6 +53,7 @@ __all__ = [
     "OfferState",
     "Released",
     "Withdrawn",
+    "given_payload",
 ]
 
 # --- offers
@@ -435,13 +436,7 @@ class Offer:
                 f"offer {self.request!r} cannot finish: layer {missing[0]} is ready up to token "
                 f"{entry.readiness.reached(missing[0])} of {entry.tokens}; call ready() first"
             )
-        try:
-            content = bytes(memoryview(payload))
-        except (TypeError, ValueError, BufferError) as error:
-            raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
-        if len(content) > 65536:
-            raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
-        entry.payload, entry.finished = content, True
+        entry.payload, entry.finished = given_payload(payload), True
         entry.on_growth()
 
     async def released(self) -> Ending:
@@ -476,6 +471,22 @@ class Offer:
         if span.first_token:
             raise BlocksError(f"group {group!r}: first_token belongs to the first block list of an offer only")
         return Span(np.concatenate([np.asarray(before.ids), np.asarray(span.ids)]), before.first_token)
+
+
+def given_payload(payload: Any) -> bytes:
+    """A payload as a caller gave it, copied: the memory may be used for something else at once.
+
+    Raises:
+        RequestError: If it is none.
+        TokensError: If it is too large.
+    """
+    try:
+        content = payload if type(payload) is bytes else bytes(memoryview(payload))
+    except (TypeError, ValueError, BufferError) as error:
+        raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
+    if len(content) > 65536:
+        raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
+    return content
 
 
 # --- the book

@@ -144,7 +144,7 @@ def given_seconds(seconds: Any, default: _T) -> float | _T:
         return default
     try:
         if math.isfinite(seconds):
-            return float(seconds)
+            return min(float(seconds), threading.TIMEOUT_MAX)  # more than that no thread can wait
     except (TypeError, ValueError, RuntimeError, OverflowError):  # the middle two of tensors that are not one number
         pass
     raise RequestError(f"timeout must be a number of seconds, or None, not {seconds!r}")

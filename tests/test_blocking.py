@@ -696,3 +696,11 @@ def test_a_payload_that_is_none_is_refused_at_once(pair):
     offer.finish(np.arange(2, dtype=np.uint8))
     pair.fetch("r", [2], 16)
     assert event(pair.decode, blocking.Fetched).result.payload == b"\0\1"
+
+
+def test_who_waits_for_ever_may_say_so_in_seconds(pair):
+    _, transfer = pair.streamed("r", layers=[0])
+    for seconds in (1e10, 1e300, 1 << 64):
+        transfer.wait_layer(0, timeout=seconds)
+    transfer.cancel()
+    assert [type(one) for one in pair.decode.poll(1e300)] == [blocking.FetchFailed]

@@ -34,6 +34,7 @@ from kvxfer.errors import (
     TokensError,
     TransferError,
     TransferFailedError,
+    UsageError,
 )
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
@@ -85,6 +86,25 @@ __all__ = [
 _T = TypeVar("_T")
 
 
+_running: Final = threading.local()
+"""Has a `loop` in the thread of a `LoopThread`, and nowhere else."""
+
+
+def check_may_block() -> None:
+    """Refuse to wait for such a loop in the thread of one, which would wait for itself, or they for each other.
+
+    A callback may run there (of `describe_soon`, of an event, of the garbage collector: a finaliser of the caller's).
+
+    Raises:
+        UsageError: If this is such a thread.
+    """
+    if hasattr(_running, "loop"):
+        raise UsageError(
+            "this call blocks until a worker's loop has done something, and was made in the thread of such a loop, by "
+            "a callback or a finaliser: make it in another thread"
+        )
+
+
 class LoopThread:
     """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive.
 
@@ -107,6 +127,7 @@ class LoopThread:
             raise
 
     def _run(self) -> None:
+        _running.loop = self
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._stop.wait())
@@ -139,7 +160,7 @@ class LoopThread:
         return future
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """Run a function on the loop and wait for what it returns. Not from the loop's own thread."""
+        """Run a function on the loop and wait for what it returns, as `wait` does."""
 
         async def step() -> _T:
             return work()
@@ -147,7 +168,16 @@ class LoopThread:
         return self.wait(step())
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and block until it has ended. Not from the loop's own thread."""
+        """Run a coroutine on the loop and block until it has ended.
+
+        Raises:
+            UsageError: In the thread of such a loop: see `check_may_block`.
+        """
+        try:
+            check_may_block()
+        except UsageError:
+            work.close()
+            raise
         try:
             return self.submit(work).result()
         except FutureCancelledError:
@@ -749,6 +779,7 @@ class BlockingTransfer:
         del stream  # it needs no event to wait for, see above
         limit = given_seconds(timeout, None)
         if not self._ended.done():
+            check_may_block()
             landed = self._thread.submit(self._landed(layer_range(layer, layer).start))
             either: set[Future[Any]] = {landed, self._ended}
             came, _ = wait_for_any(either, limit, FIRST_COMPLETED)
@@ -1045,6 +1076,7 @@ class BlockingWorker:
             RequestError: If tensors are registered already.
             ClosedError: If the worker was closed.
         """
+        check_may_block()
         with self._lifecycle:
             if self._closed:
                 raise ClosedError("this worker was closed: make another one")
@@ -1076,6 +1108,7 @@ class BlockingWorker:
             False if a silent peer may still touch some of the blocks. Then kvxfer keeps the tensors for as long as the
             process lives, and their memory must not be used for anything else. Harmless if nothing is registered.
         """
+        check_may_block()  # before the lock, which may be held by somebody who waits for that loop
         with self._lifecycle:
             worker, self._worker = self._worker, None
             if worker is None:
@@ -1096,6 +1129,7 @@ class BlockingWorker:
 
     def close(self, *, drain: bool = True) -> None:
         """Unregister for good. Blocks, as `unregister` does. Idempotent."""
+        check_may_block()
         self._closed = True
         self.unregister(drain=drain)
 

@@ -704,3 +704,36 @@ def test_who_waits_for_ever_may_say_so_in_seconds(pair):
         transfer.wait_layer(0, timeout=seconds)
     transfer.cancel()
     assert [type(one) for one in pair.decode.poll(1e300)] == [blocking.FetchFailed]
+
+
+def test_what_blocks_is_refused_in_the_thread_of_its_loop(pair):
+    """Where a callback or a finaliser of the caller's runs: it would wait for itself."""
+    _, transfer = pair.streamed("r")
+    calls = [
+        pair.decode.close,
+        pair.decode.unregister,
+        pair.prefill.close,
+        transfer.give_up,
+        lambda: transfer.wait_layer(0),
+        lambda: alone().register([]),
+    ]
+    said, over = [], threading.Event()
+
+    def callback(_):
+        for call in calls:
+            try:
+                call()
+            except errors.UsageError as error:
+                said.append(str(error))
+        over.set()
+
+    go = threading.Event()
+    pair.decode._worker.thread.post(go.wait)  # so that the answer comes later
+    pair.decode.describe_soon().add_done_callback(callback)
+    go.set()
+    assert over.wait(PATIENCE)
+    assert len(said) == len(calls)
+    assert all("in the thread of such a loop" in text for text in said)
+    assert pair.decode.card
+    transfer.cancel()
+    event(pair.decode, blocking.FetchFailed)

@@ -428,6 +428,8 @@ class OwnLoopOffer(Offer):
         super().__init__(there._entry)  # noqa: SLF001 - of its own class
         self._thread = thread
         self._ended: Final[Future[Ending]] = Future()
+        # the same on each loop that has asked, once: such a future keeps all who have waited for it
+        self._here: Final[dict[asyncio.AbstractEventLoop, asyncio.Future[Ending]]] = {}
         there.wait_end().add_done_callback(self._over)
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
@@ -445,7 +447,11 @@ class OwnLoopOffer(Offer):
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """See `Offer.wait_end`."""
-        return follow(asyncio.wrap_future(self._thread.home.read(self._ended)))
+        ended, loop = self._thread.home.read(self._ended), asyncio.get_running_loop()
+        if loop not in self._here:
+            self._here[loop] = here = asyncio.wrap_future(ended)
+            here.add_done_callback(lambda ended: ended.exception())  # whoever waits sees it
+        return follow(self._here[loop])
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""

@@ -83,6 +83,7 @@ def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":
         tell(future)
     else:
         future.add_done_callback(tell)
+        follower.add_done_callback(lambda _: future.remove_done_callback(tell))  # who waits many times leaves nothing
     return follower
 
 

@@ -1,6 +1,7 @@
 """`loop="own"`: the same awaitable worker, served by a thread, whatever the caller's loop does meanwhile."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import threading
@@ -146,6 +147,23 @@ async def test_it_is_closed_from_several_loops_at_once(stage):
     async with asyncio.timeout(PATIENCE):
         await asyncio.gather(first, second)
     await asyncio.to_thread(asyncio.run, worker.aclose())
+
+
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_who_looks_often_whether_an_offer_has_ended_leaves_nothing(stage, loop):
+    prefill = await stage.worker("prefill", Cache(), loop=loop)
+    offer = prefill.offer("r", [1], tokens=4)
+
+    async def look(times):
+        for _ in range(times):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(offer.released(), 0.001)
+        gc.collect()
+        return len([one for one in gc.get_objects() if isinstance(one, asyncio.Future)])
+
+    before = await look(3)
+    assert await look(50) == before
+    assert isinstance(await offer.withdraw(), Withdrawn)
 
 
 async def test_it_serves_several_loops(pair):

@@ -1331,8 +1331,9 @@ async def drain_on_signal(worker: Worker, *signals: signal.Signals, timeout: flo
             serving.cancel()
 
     Signals are taken from this call to its return, from the loop that it runs on; then whoever had them before has them
-    again. A server that handles them itself has no need of this: it awaits `worker.drain()`, and an engine that steps
-    calls `BlockingWorker.begin_drain`.
+    again. A handler of the loop (`add_signal_handler`) is the exception, which no loop gives back: then they do what
+    they do by default. A server that handles them itself has no need of this: it awaits `worker.drain()`, and an engine
+    that steps calls `BlockingWorker.begin_drain`.
 
     Args:
         worker: On this loop, or one with `loop="own"`.
@@ -1364,6 +1365,7 @@ def _taken(signals: tuple[signal.Signals, ...]) -> "Generator[asyncio.Queue[sign
     """Signals as they come; at the end, their handlers are what they were."""
     loop, came = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     before: dict[signal.Signals, Any] = {}
+    taken: list[signal.Signals] = []
     try:
         for one in signals:
             try:
@@ -1371,9 +1373,12 @@ def _taken(signals: tuple[signal.Signals, ...]) -> "Generator[asyncio.Queue[sign
                 loop.add_signal_handler(one, came.put_nowait, signal.Signals(one))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"{one!r} cannot be handled here: {error}; await worker.drain() instead") from error
-            before[one] = handler
+            if signal.getsignal(one) != handler:  # else the loop had taken it before, and would be asked in vain
+                before[one] = handler
+            taken.append(one)
         yield came
     finally:
-        for one, handler in before.items():
+        for one in taken:
             loop.remove_signal_handler(one)
+        for one, handler in before.items():
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)

@@ -122,6 +122,17 @@ async def test_a_signal_begins_it_and_its_handlers_come_back(stage):
         signal.signal(signal.SIGTERM, before)
 
 
+async def test_a_signal_that_the_loop_had_is_not_ignored_afterwards(stage):
+    """No loop gives its handler back; what stood in its place would swallow the signal."""
+    prefill, loop = await stage.worker("prefill", Cache()), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: None)
+    draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert await draining_ is True
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 async def test_a_second_signal_cuts_it_short(stage):
     prefill = await stage.worker("prefill", Cache(), drain_timeout=60)
     prefill.offer("r", [1, 2], tokens=8)

@@ -1061,7 +1061,7 @@ class BlockingWorker:
         self.close(drain=error is None)
 
     def __del__(self) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._worker.thread.home.here:
             warnings.warn(f"{self!r} was never closed: use `with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:

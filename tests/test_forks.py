@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import asyncio, os, sys, torch, kvxfer
+import asyncio, os, sys, torch, warnings, kvxfer
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 cache = torch.zeros(8, 16, 2, 4)
@@ -28,6 +28,12 @@ def in_child(*calls):
     if process == 0:
         os._exit(0 if all([refused(call) for call in calls]) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+def dropped(worker):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worker.__del__()  # it is the parent's to close
+    worker.begin_drain()
 
 async def waited(transfer):
     return await transfer
@@ -70,6 +76,7 @@ worker.register(tensors)
 held = worker.offer("held", [1], tokens=16, streaming=True)
 early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)
 print(in_child(
+    lambda: dropped(worker),
     lambda: worker.offer("r", [0], tokens=16, after=kvxfer.READY),
     worker.begin_drain,
     worker.close,

@@ -1308,7 +1308,7 @@ class BlockingWorker:
         """
         worker, parsed = self._open, Ticket.parse(ticket)
         spans, written = wanted_blocks(blocks, worker.geometry, tokens)
-        event, limit = as_event(after, worker.geometry), given_seconds(timeout, None)
+        event, limit, keep = as_event(after, worker.geometry), given_seconds(timeout, None), bool(keep)
         ids = {group: blocks.tolist() for group, blocks in written.items()}
         transfer = BlockingTransfer(parsed.request, ids, worker.thread, self._outbox)
         start = partial(worker.begin_fetch, parsed, spans, tokens=tokens, after=event, timeout=limit, keep=keep)

@@ -737,3 +737,13 @@ def test_what_blocks_is_refused_in_the_thread_of_its_loop(pair):
     assert pair.decode.card
     transfer.cancel()
     event(pair.decode, blocking.FetchFailed)
+
+
+def test_whether_to_keep_a_request_is_asked_when_its_fetch_begins(pair):
+    """Else a fetch could not be cancelled: who wants to know then has nobody to tell."""
+    with pytest.raises(ValueError, match="truth value"):
+        pair.fetch("r", [2], 16, keep=np.zeros(2))
+    assert pair.decode.idle
+    transfer = pair.fetch("r", [2], 16, keep=np.ones(1))
+    transfer.cancel()
+    assert event(pair.decode, blocking.FetchFailed).transfer is transfer

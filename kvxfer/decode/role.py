@@ -368,7 +368,7 @@ class Decode:
             raise BusyError(f"{len(self.fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = after if after is READY else as_event(after, site.geometry)
-        limit = given_seconds(timeout, None)
+        limit, keep = given_seconds(timeout, None), bool(keep)  # whatever says so, it is asked here
         number, now = next(self.numbers), site.now()
         ident = f"{self.prefix}{number}"
         site.custody.hold(ident, written)

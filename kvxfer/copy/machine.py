@@ -205,6 +205,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
             _end_flow(state, jobs[job[r.OF_FLOW] - 1], job[r.OF_FLOW] - 1)
         if flow and not ended:
             job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
+            _end_flow(state, job, slot)  # it waited for that alone if it was stopped meanwhile
         elif stays:
             job[r.STATE] = r.LEFT
             state[r.LEFT_COUNT] += 1

@@ -235,6 +235,26 @@ async def test_it_does_not_sleep_while_it_owes_news_nor_before_it_has_looked_at_
     await world.run(3)
 
 
+async def test_it_does_not_sleep_while_a_flow_that_was_stopped_waits_for_its_last_news_to_be_written(world):
+    """Nothing of it is under way, and the loop has read nothing for so long that the pipe is full."""
+    unread = 0
+    with suppress(BlockingIOError):
+        while True:
+            unread += os.write(int(world.machine.state[records.NEWS]), bytes(8 * records.EVENT_WORDS))
+    flow = Progress(world, "f", 1, total=2)
+    for _ in range(20):
+        world.machine.step()
+    world.mover.cancel(flow.flow)
+    for _ in range(20):
+        world.machine.step()
+    assert len(os.read(world.machine.news, unread)) == unread
+    while world.machine.step() is not None:
+        pass
+    world.mover._read_events()
+    assert world.reports.kinds() == {"f": "stopped"}
+    assert flow.outcome.steps == 1
+
+
 async def test_the_loop_is_told_of_many_steps_at_once(world):
     """Of half of what may begin, of the last that may, and else once in a while."""
     flow = Progress(world, "f", 64, total=65, width=1)

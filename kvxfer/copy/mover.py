@@ -930,9 +930,9 @@ class Mover:
         if job.passage is not None and not flow.left:
             job.passage.give_back()
         self._awaiting -= flow.awaits
-        if self._queue:
+        while self._queue and self._free:  # one of them may have to wait elsewhere, and does not take it
             self._start(self._queue.popleft())
-        if self._parked and self._free:
+        if self._parked and self._free and self._awaiting < _MOST_AWAITING:
             self._start(self._parked.popleft())
 
     def _error(self, job: CopyJob, outcome: int, code: int, flags: int) -> KvxferError | None:

@@ -255,6 +255,31 @@ async def test_it_does_not_sleep_while_a_flow_that_was_stopped_waits_for_its_las
     assert flow.outcome.steps == 1
 
 
+async def test_who_has_to_wait_elsewhere_leaves_its_place_to_those_behind_it(world):
+    """There was no place at all when they came, and by now as many wait for peers as may."""
+    most = records.JOBS // 2
+    directions = [Direction.SCATTER] * (most - 1) + [Direction.GATHER] * (records.JOBS - most + 1)
+    busy = [Progress(world, n, 1, allowed=0, direction=one) for n, one in enumerate(directions)]
+    scatters = [Progress(world, name, 1, allowed=0, direction=Direction.SCATTER) for name in ("one", "two", "three")]
+    gather = Progress(world, "gather", 1, first=8)
+    for one in busy[most : most + 2]:
+        world.mover.cancel(one.flow)
+    await world.run(3)
+    assert kind(gather.outcome) == "done"
+    for one in (busy[-1], busy[-2]):  # places alone are not enough
+        world.mover.cancel(one.flow)
+    await world.run(5)
+    assert [one.flow.slot >= 0 for one in scatters] == [True, False, False]
+    for number in (0, 1):
+        world.mover.cancel(busy[number].flow)
+        await world.run(6 + number)
+        assert [one.flow.slot >= 0 for one in scatters] == [True, True, number > 0], "in the order in which they came"
+    for one in (*busy, *scatters):
+        if not one.flow.cancelled:
+            world.mover.cancel(one.flow)
+    await world.run(records.JOBS + 4)
+
+
 async def test_the_loop_is_told_of_many_steps_at_once(world):
     """Of half of what may begin, of the last that may, and else once in a while."""
     flow = Progress(world, "f", 64, total=65, width=1)

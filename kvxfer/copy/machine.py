@@ -445,8 +445,10 @@ def _over(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
 
 
 @inlined
-def _forget(state: Any, ports: Any, job: Any, slot: Any) -> None:
-    """Nobody asks any more for what is left of a post."""
+def _forget(state: Any, ports: Any, job: Any, slot: Any, finished: Any) -> None:
+    """Nobody asks any more for what is left of a post; by when that ended, since another's may be in its row by now."""
+    if job[r.FINISHED] != finished:
+        return
     if job[r.STATE] == r.LEFT and job[r.FLYING] != 0:
         job[r.CANCELLED] = r.FORGOTTEN  # its parts are given back where the agent is called
     elif job[r.STATE] == r.LEFT:
@@ -501,7 +503,7 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             elif kind == r.AGENT:
                 _renewed(state, jobs, ports, at, now)
             elif kind == r.FORGET and 0 <= slot < r.ROWS:
-                _forget(state, ports, jobs[slot], slot)
+                _forget(state, ports, jobs[slot], slot, state[at + 2])
             elif 0 <= slot < r.JOBS:
                 job = jobs[slot]
                 if kind == r.FLOW:

@@ -167,8 +167,8 @@ class Flow(Struct, eq=False):
     held: bool = False  # whether the next step has to wait, or is being prepared
     found: I64 | None = None  # where the machine puts what it adds up on a GPU behind the only step
     sent: tuple[int, ...] = ()  # what the machine was told last
-    # rows of steps in doubt; whether bytes of this side may still move for each
-    lefts: dict[int, bool] = field(default_factory=dict[int, bool])
+    # rows of steps in doubt; of each, whether bytes of this side may still move, and when it ended, in ns
+    lefts: dict[int, tuple[bool, int]] = field(default_factory=dict[int, tuple[bool, int]])
     left: bool = False  # whether it has ended, and the machine still has some of these
     error: KvxferError | None = None  # what has gone wrong before a step got to the machine
     over: bool = False  # whether it has ended, but for those
@@ -518,8 +518,8 @@ class Mover:
 
     def forget(self, flow: Flow) -> None:
         """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
-        for slot in list(flow.lefts) if flow.left else ():
-            self._machine.send(_BRIEF.pack(records.FORGET, slot, 0, 0, b""))
+        for slot, (_, finished) in flow.lefts.items() if flow.left else ():
+            self._machine.send(_BRIEF.pack(records.FORGET, slot, finished, 0, b""))
 
     # --- ending
 
@@ -851,13 +851,13 @@ class Mover:
         else:
             flow.refs.clear()
 
-    def _on_step(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
+    def _on_step(self, slot: int, flow_at: int, flags: int, outcome: int, code: int, finished: int) -> None:
         """A step of a flow ended in doubt, or more is known of that."""
         flow = self._flows[flow_at if outcome == records.IN_DOUBT else slot]
         lingers = bool(flags & records.IS_LINGERING)
         if flags & records.IS_LEFT:
             self._flows[slot] = flow
-            flow.lefts[slot] = lingers
+            flow.lefts[slot] = lingers, finished
         elif slot in flow.lefts:
             del self._flows[slot], flow.lefts[slot]
         if outcome == records.IN_DOUBT:
@@ -877,7 +877,7 @@ class Mover:
             flow.kept.clear()
             if left and flow.job.passage is not None:
                 flow.job.passage.give_back()
-        if flow.doubtful and not any(flow.lefts.values()) and not flow.late:
+        if flow.doubtful and not any(lingers for lingers, _ in flow.lefts.values()) and not flow.late:
             flow.late = True
             self._report_late(flow)
 
@@ -906,7 +906,7 @@ class Mover:
             elif slot < records.JOBS:
                 self._on_flow(self._flows[slot], flags, code, started, *times)
             else:
-                self._on_step(slot, started, flags, flags & records.OUTCOMES, code)
+                self._on_step(slot, started, flags, flags & records.OUTCOMES, code, times[2])
             if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return

@@ -192,6 +192,29 @@ async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_
     assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
 
 
+async def test_what_is_not_asked_for_any_more_is_not_what_is_in_its_row_by_now(make):
+    """Before the loop hears that something in doubt has ended, another is in doubt there, and keeps its own lock."""
+    rig = await make(no_progress_timeout=0.5)
+    one, two = rig.way(), rig.way()
+    rig.network.hold("b")
+    first = await rig.given_up(way=one, nbytes=PART)
+    rig.network.release("b")
+    rig.runtime.time += 0.2
+    rig.machine.step()
+    rig.network.break_next("b", after_bytes=24, disconnected=True)
+    second = rig.post("y", PART, way=two)
+    for _ in range(4):
+        rig.machine.step()
+    assert (one.inside, two.inside) == (0, 1)
+    rig.mover.forget(first)
+    rig.step(2)
+    assert (rig.late, first.left, one.lent) == ([True], False, 0)
+    assert (two.inside, two.lent, second.left) == (1, 1, True)
+    rig.mover.forget(second)
+    rig.step(2)
+    assert (two.inside, two.lent, second.left) == (0, 0, False)
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["", "not asked for any more"])
 async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_one_that_has_left(make, ends):
     rig = await make(no_progress_timeout=0.5)

@@ -445,10 +445,10 @@ def first_end(patch):
     """What is in doubt of a flow is over when one step of it is."""
     news = Mover._on_step
 
-    def told(mover, slot, flow_at, flags, outcome, code):
+    def told(mover, slot, flow_at, flags, outcome, code, finished):
         if outcome == records.OVER:
-            mover._flows[slot].lefts.update(dict.fromkeys(mover._flows[slot].lefts, False))
-        news(mover, slot, flow_at, flags, outcome, code)
+            mover._flows[slot].lefts.update(dict.fromkeys(mover._flows[slot].lefts, (False, 0)))
+        news(mover, slot, flow_at, flags, outcome, code, finished)
 
     patch.setattr(Mover, "_on_step", told)
 

@@ -254,6 +254,7 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
     state[r.STIRRED] = 1  # also if this waited behind news that the pipe has just taken
     flow[r.ACTIVE] -= 1
+    state[r.POSTED + flow[r.PEER_NUMBER]] -= job[r.POST] != 0
     if flow[r.STARTED] == 0:
         flow[r.STARTED] = job[r.STARTED]
     flow[r.COPYING] += job[r.COPIED] - job[r.STARTED]
@@ -324,7 +325,9 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
             return fed
         at = state[r.HERE] + 8 * r.FEED
         copy_bytes(at, _step_at(flow, flow[r.NEXT]), 8 * r.RECORD_WORDS)
-        if state[r.SPARE_COUNT] <= (r.KEPT if state[r.FEED + r.POST] != 0 else 0):
+        peer, posts = r.POSTED + flow[r.PEER_NUMBER], state[r.FEED + r.POST] != 0
+        spare = state[r.SPARE_COUNT] - (r.KEPT if posts else 0)
+        if spare <= 0 or (posts and state[peer] >= r.GREED * spare):
             return fed
         flow[r.EVENTS], flow[r.EVENT_COUNT] = state[r.FEED + r.EVENTS], state[r.FEED + r.EVENT_COUNT]
         fired = _fired(ports, flow)
@@ -345,6 +348,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         jobs[free][r.STEP] = flow[r.NEXT]
         flow[r.NEXT] += 1
         flow[r.ACTIVE] += 1
+        state[peer] += posts
         fed = True
     return fed
 

@@ -13,7 +13,10 @@ another."""
 STEPS: Final = 1024
 """Steps of flows that are under way at most, of all; their rows come behind those of the rest."""
 KEPT: Final = 256
-"""Rows of steps that are kept for copies without a post: posts to a silent peer may hold all others for long."""
+"""Rows of steps that are kept for copies without a post: posts to silent peers may hold all others for long."""
+GREED: Final = 3
+"""Of the others a peer gets one more while it has less than so many times as many as are free: so there is one for
+whoever has none, until all are taken."""
 ROWS: Final = JOBS + STEPS
 MOST_OWNERS: Final = 2048
 """Owners that the machine knows, at least as many as copies."""
@@ -151,7 +154,8 @@ LISTED: Final = LANE_AT + LANES * LANE_WORDS  # slots that are not free
 DUE: Final = LISTED + ROWS  # slots whose event is owed, in the order in which they ended
 SPARE: Final = DUE + ROWS  # slots of steps that are free
 TAGS: Final = SPARE + STEPS  # where the last copy of each owner ends, as turns go
-FEED: Final = TAGS + MOST_OWNERS  # room for the record of a step
+POSTED: Final = TAGS + MOST_OWNERS  # rows of what is posted, or to be, by peer
+FEED: Final = POSTED + MOST_OWNERS  # room for the record of a step
 INBOX: Final = FEED + RECORD_WORDS
 INBOX_RECORDS: Final = 16
 STATE_WORDS: Final = INBOX + INBOX_RECORDS * RECORD_WORDS

@@ -102,13 +102,35 @@ async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
         job = CopyJob(NOTHING, rig.results[tag].append, owner=tag, post=post)
         rig.mover.flow(job, Direction.GATHER, [step] * 256, total=256, allowed=256, progress=lambda _: None)
     rig.step(1100)
-    assert rig.network.held("b") == rig.state[records.SENDING_COUNT] == records.STEPS - records.KEPT
+    free = records.STEPS - records.KEPT
+    held = free * records.GREED // (records.GREED + 1)
+    assert rig.network.held("b") == rig.state[records.SENDING_COUNT] == held
     rig.submit("alone", None)
     rig.step(3)
     assert rig.result("alone").outcome is Outcome.DONE
     rig.network.release("b")
     rig.step(1500)
     assert [rig.result(tag).steps for tag in "wxyz"] == [256] * 4
+
+
+async def test_posts_to_a_silent_peer_leave_room_for_those_to_others(make):
+    rig = await make("b", "c", "d")
+    rig.network.hold("b")
+    rig.network.hold("c")
+    for number in range(records.JOBS - 2):
+        rig.post(number, 8, peer="b")
+    for _ in range(20):  # its pipe takes them one after the other
+        rig.step(50)
+        await rig.settle()
+    rig.post("c", 8, peer="c")
+    rig.post("d", 8, peer="d")
+    rig.step(6)
+    assert (rig.network.held("c"), rig.result("d").outcome) == (1, Outcome.DONE)
+    rig.network.release("b")
+    rig.network.release("c")
+    rig.step(2 * records.JOBS)
+    assert {rig.result(number).outcome for number in (*range(records.JOBS - 2), "c")} == {Outcome.DONE}
+    assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
 
 
 async def test_a_gate_that_was_closed_stops_it(rig, way):

@@ -230,7 +230,8 @@ class PeerGate:
     def __init__(self, handle: bytes) -> None:
         self._descriptor: Final = open_handle(handle, _NAME, 2 * _LOCK_BYTES)
         try:
-            self._pages: Final = mmap.mmap(self._descriptor, 0)
+            whole = os.fstat(self._descriptor).st_size // _LOCK_BYTES  # whatever is behind the last one is none
+            self._pages: Final = mmap.mmap(self._descriptor, _LOCK_BYTES * min(whole, GATES + 1))
         except (OSError, ValueError) as error:
             os.close(self._descriptor)
             raise FabricError(f"its gates cannot be opened: {error}") from error

@@ -14,7 +14,9 @@ from passing import enter
 from preloaded import Away
 
 from kvxfer.errors import FabricError
+from kvxfer.mapped.host import create, handle_of
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
+from kvxfer.safety.fence import GATES as MOST
 
 GATES = 64
 
@@ -87,6 +89,18 @@ def test_what_is_no_such_file_is_refused(file, tmp_path):
     with pytest.raises(FabricError, match=r"cannot be opened|is not"):
         PeerGate(handle)
     PeerGate(file.handle).close()
+
+
+@pytest.mark.parametrize(("nbytes", "gates"), [(16, 1), (21, 1), (8 * (MOST + 1), MOST), (1 << 44, MOST)])
+def test_a_file_has_so_many_gates_however_long_it_is(nbytes, gates):
+    descriptor = create("kvxfer-gates", nbytes)
+    key = PeerGate(handle_of(descriptor))
+    assert enter(Permit(key, gates, FIRST_GENERATION)) is None
+    inside = enter(Permit(key, gates - 1, FIRST_GENERATION))
+    assert inside
+    inside.leave()
+    key.close()
+    os.close(descriptor)
 
 
 def test_writers_of_many_threads_and_an_owner_that_takes_grants_back(file):

@@ -537,11 +537,12 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
     """
     import torch
 
-    kind = dtype or torch.get_default_dtype()
-    if not hasattr(kind, "itemsize"):
+    kind: Any = torch.get_default_dtype() if dtype is None else dtype  # callers may be untyped
+    if not isinstance(kind, torch.dtype):
         raise GeometryError(f"dtype must be a torch.dtype, not {dtype!r}")
-    sizes: Any = shape  # callers may be untyped
-    if isinstance(sizes, int) or not all(type(n) is int and n >= 0 for n in sizes):
+    given: Any = shape
+    sizes = cast("Sequence[object]", given) if isinstance(given, Sequence) else [None]
+    if not all(type(n) is int and n >= 0 for n in sizes):
         raise GeometryError(f"shape must be a list of whole numbers that are not negative, not {shape!r}")
     count = prod(shape)
     length = max(1, count) * kind.itemsize
@@ -557,7 +558,7 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
     file = _File(_address(pages), length, descriptor)
     _files[file.address] = file
     weakref.finalize(pages, _forget, file)
-    flat = cast("Any", torch).frombuffer(pages, dtype=kind)
+    flat = cast("Any", torch).frombuffer(pages, dtype=torch.uint8).view(kind)  # at once, torch dies of quantised ones
     return cast("torch.Tensor", flat[:count].view(tuple(shape)))
 
 

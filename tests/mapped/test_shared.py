@@ -120,6 +120,25 @@ def test_odd_shapes(shape, dtype):
     assert tensor.dtype == (dtype or torch.float32)
 
 
+@pytest.mark.parametrize("shape", [None, 4, 4.0, [4.0], [-1], [True], "4", (n for n in (4, 3))])
+def test_what_is_no_shape_is_refused(shape):
+    with pytest.raises(GeometryError, match="shape must be a list of whole numbers"):
+        shared_empty(shape)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "float32", 4, False])
+def test_what_is_no_dtype_is_refused(dtype):
+    with pytest.raises(GeometryError, match=r"dtype must be a torch\.dtype"):
+        shared_empty((4,), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.quint8, torch.quint4x2, torch.bits8, torch.float4_e2m1fn_x2, torch.complex64])
+def test_any_dtype_of_torch_has_memory(dtype):
+    tensor = shared_empty((2, 3), dtype=dtype)
+    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (2, 3))
+    assert not tensor.view(torch.uint8).any()
+
+
 def test_more_than_there_is_is_refused():
     with pytest.raises(ArenaError, match="bytes of shared memory"):
         shared_empty((1 << 62,), dtype=torch.int8)

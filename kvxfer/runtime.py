@@ -24,7 +24,7 @@ from typing import Final, Literal, Protocol, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from kvxfer.errors import ClosedError, ConfigError, ForkedError, KvxferError, UsageError
+from kvxfer.errors import ClosedError, ConfigError, FabricError, ForkedError, KvxferError, UsageError
 from kvxfer.names import cpu_numbers
 
 __all__ = [
@@ -205,7 +205,11 @@ class ThreadRuntime:
         return secrets.token_bytes(nbytes)
 
     def drive(self, name: str, machine: Machine, *, gives_way: bool = False) -> tuple[Stop, None]:
-        """Run a machine in a daemon thread called `name`, where it sleeps by itself."""
+        """Run a machine in a daemon thread called `name`, where it sleeps by itself.
+
+        Raises:
+            FabricError: If the system lets this process start none.
+        """
 
         def run() -> None:
             settle(self._cpus, gives_way=gives_way)
@@ -216,7 +220,10 @@ class ThreadRuntime:
             return not thread.is_alive()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise FabricError(f"the system lets this process start no thread {name}: {error}") from error
         return stop, None
 
     def placed(self, cpus: frozenset[int]) -> Self:

@@ -12,6 +12,7 @@ import anyio.to_thread
 import pytest
 
 from kvxfer import runtime as module
+from kvxfer.errors import FabricError
 from kvxfer.runtime import ThreadRuntime
 
 LONG = 20.0  # seconds until a test gives up waiting for what takes microseconds
@@ -52,6 +53,15 @@ def test_stop_is_bounded_and_says_whether_it_ended():
     assert not stop(0.001)
     leave.set()
     assert stop(LONG)
+
+
+def test_where_no_thread_can_be_started_that_is_said(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(FabricError, match="no thread kvxfer-probe: can't start new thread"):
+        ThreadRuntime().drive("kvxfer-probe", SimpleNamespace(run=lambda: None))
 
 
 # --- CPUs

@@ -1035,9 +1035,14 @@ class _Machine:
         self.ports: Final = np.zeros(records.PORTS, np.int64)
         self._natives: Final[list[Native]] = []  # whose functions it may call
         self._semaphore: Final = np.zeros(_SEMAPHORE_WORDS, np.int64)
-        commands, self._commands = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.news, news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the descriptor from which events are read
-        self._descriptors: Final = [commands, self._commands, self.news, news]
+        self._descriptors: Final[list[int]] = []
+        try:
+            for _ in range(2):
+                self._descriptors.extend(os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError as error:
+            self.close()
+            raise FabricError(f"the system gives the mover no pipes: {error}") from error
+        commands, self._commands, self.news, news = self._descriptors  # from `news` events are read
         state, libc = self.state, _libc()
         for port, name in _LIBC.items():
             self.ports[port] = _address(libc[name])
@@ -1056,8 +1061,12 @@ class _Machine:
             gpu.install(state, self.ports)
         self._gpu: Final = gpu  # whose memory it uses
         self.kept: tuple[object, ...] = ()  # what must not be freed before it has stopped
+        try:
+            self._join, self.wake = runtime.drive("kvxfer-mover", self)
+        except KvxferError:
+            self.close()
+            raise
         _machines.add(self)
-        self._join, self.wake = runtime.drive("kvxfer-mover", self)
 
     def run(self) -> None:
         """Go on until STOP: in a thread."""

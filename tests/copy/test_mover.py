@@ -1,10 +1,12 @@
 """The mover: every copy once and told once, whatever is cancelled, revoked, closed, forked or ended meanwhile."""
 
 import asyncio
+import errno
 import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +19,7 @@ from stepped import Flag, Reports, World, kind, until
 from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, _machines
 from kvxfer.copy.tables import pack
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, FabricError
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, Permit
 
@@ -253,8 +255,6 @@ async def test_close_reports_what_never_could_begin(world):
 
 
 async def test_close_does_not_leave_descriptors_or_threads_behind():
-    import threading
-
     before = descriptors(), {*threading.enumerate()}
     for _ in range(3):
         mover = Mover(ThreadRuntime(), threads=2)
@@ -266,6 +266,34 @@ async def test_close_does_not_leave_descriptors_or_threads_behind():
         lambda: not [one for one in threading.enumerate() if one.name == "kvxfer-copy" and one not in before[1]]
     )
     assert (descriptors(), {*threading.enumerate()}) == before
+
+
+@pytest.mark.parametrize("most", [0, 1])
+async def test_where_the_system_gives_no_pipes_nothing_is_left(monkeypatch, most):
+    made, before = [], descriptors()
+    pipe = os.pipe2
+
+    def few(flags):
+        if len(made) == most:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.append(pipe(flags))
+        return made[-1]
+
+    monkeypatch.setattr(os, "pipe2", few)
+    with pytest.raises(FabricError, match=r"no pipes: .*Too many open files"):
+        Mover(ThreadRuntime())
+    assert descriptors() == before
+
+
+async def test_where_no_thread_can_be_started_nothing_is_left(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    before, machines = descriptors(), set(_machines)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(FabricError, match="can't start new thread"):
+        Mover(ThreadRuntime())
+    assert (descriptors(), set(_machines)) == (before, machines)
 
 
 # --- passages

@@ -15,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,9 @@ TURN_SECONDS: Final = 0.0005
 _MOST_LENT: Final = 40
 """Worker threads at a time, as many as AnyIO lends to all others together."""
 _SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK
+_LIBC: Final = ctypes.CDLL(None)
+_USUAL: Final = ctypes.c_void_p(-1)  # FE_DFL_ENV
+_Arithmetic: Final = ctypes.c_char * 64  # more than a `fenv_t` takes anywhere
 _NICENESS: Final = 5
 """How far threads give way to the loop where they have to share its cores; nothing changes where cores are free."""
 
@@ -180,7 +183,8 @@ def settle(cpus: frozenset[int], *, gives_way: bool = True) -> None:
         with contextlib.suppress(OSError):
             if gives_way:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
+        _LIBC.prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
+        _LIBC.fesetenv(_USUAL)
     _bind_if(cpus)
 
 
@@ -189,6 +193,25 @@ def _bind_if(cpus: frozenset[int]) -> None:
     if cpus:
         with contextlib.suppress(OSError):
             bind(cpus)
+
+
+@contextlib.contextmanager
+def _usual_arithmetic() -> Generator[None]:
+    """Round to the nearest here, and take no subnormal number for zero.
+
+    A thread inherits that from whoever started it (`torch.set_flush_denormal`), and what elements are converted to must
+    not depend on it.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = _Arithmetic()
+    _LIBC.fegetenv(before)
+    _LIBC.fesetenv(_USUAL)
+    try:
+        yield
+    finally:
+        _LIBC.fesetenv(before)
 
 
 class ThreadRuntime:
@@ -242,7 +265,8 @@ class ThreadRuntime:
         before = allowed_cpus() if self._cpus else frozenset[int]()
         _bind_if(self._cpus)
         try:
-            return work()
+            with _usual_arithmetic():
+                return work()
         finally:
             _bind_if(before)
 

@@ -9,7 +9,9 @@ import threading
 from types import SimpleNamespace
 
 import anyio.to_thread
+import numpy as np
 import pytest
+import torch
 
 from kvxfer import runtime as module
 from kvxfer.errors import FabricError
@@ -62,6 +64,32 @@ def test_where_no_thread_can_be_started_that_is_said(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(FabricError, match="no thread kvxfer-probe: can't start new thread"):
         ThreadRuntime().drive("kvxfer-probe", SimpleNamespace(run=lambda: None))
+
+
+# --- numbers
+
+
+@pytest.fixture
+def flushed():
+    """This thread takes subnormal numbers for zero, and so do those that it starts."""
+    assert torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+def keeps_subnormals():
+    return bool((np.float32([1e-40]) * np.float32(1)).any())
+
+
+def test_machines_keep_subnormal_numbers(driven, flushed):
+    found = []
+    driven(ThreadRuntime(), lambda: found.append(keeps_subnormals()))
+    assert (found, keeps_subnormals()) == ([True], False)
+
+
+async def test_worker_threads_keep_them_and_go_back_as_they_were(flushed):
+    assert await ThreadRuntime().in_thread(keeps_subnormals) is True
+    assert await anyio.to_thread.run_sync(keeps_subnormals) is False
 
 
 # --- CPUs

@@ -1,5 +1,7 @@
 """Conversion on a CPU: the same bits as torch's own arithmetic, at every address of a plan."""
 
+import asyncio
+
 import conversions
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ from copy_plans import CANARY, PAIRS, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.copy import tables
+from kvxfer.copy import CopyJob, Direction, tables
+from kvxfer.copy.mover import Mover
 from kvxfer.copy.tables import pack
 from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import Elements
+from kvxfer.runtime import ThreadRuntime
 
 NBYTES = 1 << 18
 SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
@@ -49,6 +53,22 @@ def test_what_is_too_large_for_8_bits_becomes_the_largest_and_for_16_infinite():
     assert made("float8_e5m2")[:4] == [57344, -57344, 57344, -57344]
     assert made("float16")[:4] == [torch.inf, -torch.inf, torch.inf, -torch.inf]
     assert all(np.isnan(made(dst)[4]) for dst in conversions.NAN)
+
+
+async def test_a_mover_converts_alike_whatever_the_thread_does_that_opened_it():
+    source = conversions.patterns("bfloat16")
+    want, made = source.float(), torch.zeros(len(source))
+    plan = conversions.line("bfloat16", "float32", source.data_ptr(), made.data_ptr(), len(source), [(1.0, 1.0)])
+    assert torch.set_flush_denormal(True)
+    try:
+        mover, ended = Mover(ThreadRuntime()), asyncio.get_running_loop().create_future()
+    finally:
+        torch.set_flush_denormal(False)
+    mover.submit(CopyJob(pack(plan), ended.set_result), Direction.SCATTER)
+    assert (await ended).error is None
+    finite = want.isfinite()
+    assert torch.equal(bits(made)[finite], bits(want)[finite])
+    assert await mover.close(10)
 
 
 def test_identity_leaves_every_number_as_it_is():

@@ -473,12 +473,12 @@ def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
         ended = anew != 0 and job[r.STAYS] == 0  # but for what goes on without an agent
         if job[r.STATE] == r.SENDING and job[r.CUT] != 0:
             if ended:
-                job[r.LINGERS], job[r.GONE] = 0, 1
+                job[r.LINGERS], job[r.GONE], job[r.CODE] = 0, 1, r.CUT_OFF  # whatever else: its peer is met again
             _end(state, jobs, ports, slot, r.IN_DOUBT, now)
         elif (
             job[r.STATE] == r.ENDED and job[r.OUTCOME] == r.IN_DOUBT and ended and job[r.KIND] != r.FLOW
         ):  # nobody knows yet
-            job[r.LINGERS], job[r.GONE] = 0, 1
+            job[r.LINGERS], job[r.GONE], job[r.CODE] = 0, 1, r.CUT_OFF
             if job[r.POST] == r.READS:
                 _leave(state, ports, job)
         elif job[r.STATE] == r.LEFT and job[r.LINGERS] != 0 and ended:

@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows
@@ -22,6 +23,12 @@ from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, ConfigError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import MemorySpan
+
+
+@numba.cfunc("int64(int64, int64, int64)")
+def refuse(descriptor: Any, address: Any, nbytes: Any) -> Any:
+    return -1
+
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
@@ -287,6 +294,37 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
     rig.post("again")
     rig.step(9)
     assert rig.result("again").outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["", "the pipe is full"])
+async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behind_an_error(make, monkeypatch, told):
+    """What is under way then has ended for this side, as if the peer were gone; it is met again."""
+    monkeypatch.setattr(LoopbackTransport, "orderly", told)  # then it is asked whether the rest has ended
+    rig = await make()
+    native = dataclasses.replace(rig.mover._native, for_good=True)
+    rig.mover._native, rig.transport.native = native, lambda: native
+    rig.network.break_next("b", after_bytes=24, lingers=True)
+    rig.post("x", PART)
+    writes = int(rig.machine.ports[records.WRITE])
+    if not told:
+        rig.machine.ports[records.WRITE] = refuse.address
+    rig.step(6)
+    assert rig.results["x"] == []
+    rig.mover.stop_posting()
+    caught = asyncio.ensure_future(rig.mover.abandon_posts())
+    await rig.settle()
+    rig.step(3)
+    rig.mover.attach(native, orderly=told, anew=True)
+    rig.step(3)
+    rig.machine.ports[records.WRITE] = writes
+    rig.step(3)
+    await caught
+    rig.network.release("b")
+    rig.post("y", PART)
+    await rig.settle()
+    rig.step(6)
+    assert (rig.result().outcome, rig.result("y").outcome) == (Outcome.IN_DOUBT, Outcome.DONE)
+    assert "the agent was rebuilt" in str(rig.result().error)
 
 
 @pytest.mark.parametrize("operation", list(Operation))

@@ -407,11 +407,13 @@ def _read_notifications(state: Any, jobs: Any, ports: Any) -> Any:
     for number in range(state[r.NOTE]):
         call(ports[r.NOTICE_AGENT], notices, number, at + 8)
         agent = state[r.NOTE + 1]
-        call(ports[r.NOTICE_COUNT], notices, agent, at + 16)
+        if call(ports[r.NOTICE_COUNT], notices, agent, at + 16) != 0:  # as of a name that has a zero in it
+            state[r.STRANGE] += 1
+            continue
         for one in range(state[r.NOTE + 2]):
-            call(ports[r.NOTICE], notices, agent, one, at + 24, at + 32)
+            status = call(ports[r.NOTICE], notices, agent, one, at + 24, at + 32)
             said, nbytes = state[r.NOTE + 3], state[r.NOTE + 4]
-            if nbytes != r.NOTE_BYTES:
+            if status != 0 or nbytes != r.NOTE_BYTES:
                 state[r.STRANGE] += 1
             elif _on_notification(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
                 heard = True

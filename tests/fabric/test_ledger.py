@@ -183,7 +183,8 @@ class Ledger:
         return self._said(notices, out, self._text(list(self.heard)[number]))
 
     def _notice_count(self, _: int, notices: int, agent: int, out: int) -> int:
-        return self._said(notices, out, len(self.heard[ctypes.string_at(agent)]))
+        name = ctypes.string_at(agent)
+        return self._said(notices, out, len(self.heard[name])) if name in self.heard else BACKEND
 
     def _notice(self, _: int, notices: int, agent: int, number: int, out: int, nbytes: int) -> int:
         message = self.heard[ctypes.string_at(agent)][number]
@@ -380,6 +381,20 @@ async def test_flows_that_take_turns_notify_and_hear_by_the_librarys_functions(l
     calls = len(ledger.calls)
     ledgered.step(3)
     assert len(ledger.calls) == calls, "nobody listens any more"
+
+
+async def test_under_a_name_with_a_zero_in_it_nothing_is_found_and_nothing_read(ledgered):
+    """Whoever notifies says by what name, and C finds another one; what was found before is no more by then."""
+    ledger = ledgered.ledger
+    turning(ledgered, Direction.SCATTER)
+    for coming in ({b"b": [note(1, False), note(2, False)]}, {b"c\0b": [b"?"]}):
+        ledger.coming = dict(coming)
+        ledgered.step(3)
+    assert ledger.calls.count("notice") == 2
+    assert ledgered.mover.unknown_notifications == 1
+    ledger.coming = {b"b": [note(6, False)]}
+    ledgered.step(6)
+    assert ledgered.result().outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize("direction", list(Direction))

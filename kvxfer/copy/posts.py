@@ -400,30 +400,35 @@ def notify_peer(state: Any, ports: Any, flow: Any) -> None:
 
 @inlined
 def _read_notifications(state: Any, jobs: Any, ports: Any) -> Any:
-    """Look at all notifications that have come."""
-    notices, at, heard = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, False
+    """Look at the notifications that have come: at no more than there can be flows, whoever sends how many."""
+    notices, at, heard, left = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, False, r.JOBS
     state[r.NOTE] = 0
     call(ports[r.NOTICE_AGENTS], notices, at)
-    for number in range(state[r.NOTE]):
+    names = state[r.NOTE]
+    state[r.STRANGE] += max(0, names - left)
+    for number in range(min(names, left)):  # to find one takes as long as there are others before it
         call(ports[r.NOTICE_AGENT], notices, number, at + 8)
         agent = state[r.NOTE + 1]
         if call(ports[r.NOTICE_COUNT], notices, agent, at + 16) != 0:  # as of a name that has a zero in it
             state[r.STRANGE] += 1
             continue
-        for one in range(state[r.NOTE + 2]):
+        count = state[r.NOTE + 2]
+        state[r.STRANGE] += max(0, count - left)
+        for one in range(min(count, left)):
             status = call(ports[r.NOTICE], notices, agent, one, at + 24, at + 32)
             said, nbytes = state[r.NOTE + 3], state[r.NOTE + 4]
             if status != 0 or nbytes != r.NOTE_BYTES:
                 state[r.STRANGE] += 1
             elif _on_notification(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
                 heard = True
+        left = max(0, left - count)
     return heard
 
 
 @inlined
 def _on_notification(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
     """An agent says how many steps of a flow are done; whether ours that takes turns with it learns more by that."""
-    for at in range(state[r.LIVE]):
+    for at in range(state[r.LIVE] if state[r.LISTENING] != 0 else 0):
         flow = jobs[state[r.LISTED + at]]
         if flow[r.KIND] != r.FLOW or (flow[r.STATE] != r.FLOWS and flow[r.STATE] != r.OFF) or flow[r.LANE] == word & 1:
             continue

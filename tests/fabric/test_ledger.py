@@ -383,6 +383,20 @@ async def test_flows_that_take_turns_notify_and_hear_by_the_librarys_functions(l
     assert len(ledger.calls) == calls, "nobody listens any more"
 
 
+async def test_of_a_flood_no_more_is_read_at_once_than_there_can_be_flows(ledgered):
+    ledger, flow = ledgered.ledger, turning(ledgered, Direction.SCATTER)
+    ledgered.step(2)
+    ledger.coming = {b"b": [b"?"] * 3000, b"c": [b"?"]}
+    ledgered.step()
+    assert (ledger.calls.count("notice"), ledgered.mover.unknown_notifications) == (records.JOBS, 3001)
+    ledger.coming = {str(name).encode(): [b"?"] for name in range(3000)}
+    ledgered.step()
+    assert (ledger.calls.count("notice_agent"), ledgered.mover.unknown_notifications) == (2 + records.JOBS, 6001)
+    ledger.coming = {b"b": [note(6, False)] * 3000}
+    ledgered.step(6)
+    assert ledgered.result().outcome is Outcome.DONE, flow
+
+
 async def test_under_a_name_with_a_zero_in_it_nothing_is_found_and_nothing_read(ledgered):
     """Whoever notifies says by what name, and C finds another one; what was found before is no more by then."""
     ledger = ledgered.ledger

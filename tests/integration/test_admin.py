@@ -199,6 +199,13 @@ async def test_a_worker_is_ready_until_it_drains_and_of_several_each_must_be(sta
         assert (await asked(server, "healthz"))[0] == 200
 
 
+async def test_of_several_with_one_name_each_must_be_ready(stage):
+    workers = [await stage.worker(f"same{number}", Cache()) for number in range(2)]
+    async with kvxfer.tools.admin.serve(workers, address="127.0.0.1:0") as server:
+        workers[0].begin_drain()
+        assert await why(server) == ["it is draining"]
+
+
 async def test_a_loop_that_stands_still_is_said_to(stage):
     """The server answers while the worker's loop is held, as by a model step, and after."""
     decode = await stage.worker("decode", Cache())

@@ -57,7 +57,9 @@ def app(
 
     def readyz(request: Request) -> Response:
         del request
-        found = {f"{one.engine}[{one.rank}]": one.reasons(bounds) for one in look(watched, patience)}
+        found: dict[str, list[str]] = {}
+        for one in look(watched, patience):  # several may have one name
+            found.setdefault(f"{one.engine}[{one.rank}]", []).extend(one.reasons(bounds))
         ready = not any(found.values())
         return JSONResponse({"ready": ready, "reasons": found}, 200 if ready else 503, headers=_HEADERS)
 

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
+from kvxfer.errors import ClosedError, FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.names import lazy
 from kvxfer.runtime import Home
 from kvxfer.telemetry import TransferStats
@@ -154,7 +154,8 @@ def given_seconds(seconds: Any, default: _T) -> float | _T:
 def soon(loop: asyncio.AbstractEventLoop, work: Callable[[], _T]) -> "Future[_T]":
     """Run a function on a loop, from any thread, without waiting; at once if this is that loop.
 
-    What it returns, or raises, is in the future. It is not run if that was cancelled before, nor if the loop is closed.
+    What it returns, or raises, is in the future. It is not run if that was cancelled before, nor if the loop is closed:
+    `ClosedError` is in the future then.
     """
     answer: Future[_T] = Future()
 
@@ -177,9 +178,11 @@ def soon(loop: asyncio.AbstractEventLoop, work: Callable[[], _T]) -> "Future[_T]
         here = False
     if here:
         run()
-    else:
-        with suppress(RuntimeError):  # it is closed
-            loop.call_soon_threadsafe(run)
+        return answer
+    try:
+        loop.call_soon_threadsafe(run)
+    except RuntimeError:
+        answer.set_exception(ClosedError("its event loop is closed, and the worker with it"))
     return answer
 
 

@@ -1224,7 +1224,10 @@ class Worker:
         return overview(self.card, self._assembly.home.own(self._service), self._assembly)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
-        """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
+        """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still.
+
+        If the loop is closed, the future has `ClosedError`.
+        """
         return soon(self._assembly.home.read(self._service).site.loop, lambda: Worker.describe(self))
 
     def begin_drain(self) -> None:

@@ -206,6 +206,13 @@ async def test_of_several_with_one_name_each_must_be_ready(stage):
         assert await why(server) == ["it is draining"]
 
 
+async def test_a_worker_that_closed_with_its_own_loop_is_said_to_be_closed(stage):
+    decode = await stage.worker("decode", Cache(), loop="own")
+    await decode.aclose()
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0", patience=0.5) as server:
+        assert await why(server) == ["its event loop is closed, and the worker with it"]
+
+
 async def test_a_loop_that_stands_still_is_said_to(stage):
     """The server answers while the worker's loop is held, as by a model step, and after."""
     decode = await stage.worker("decode", Cache())

@@ -81,10 +81,10 @@ class Top:
                 for worker in here[:_WORKERS]:
                     workers.add_row(*self._row(sight, worker))
                     moving += _longest(worker)
-                    under_way += len(_transfers(worker))
+                    under_way += _under_way(worker)
                 if (left := len(here) - _WORKERS) > 0:
                     workers.add_row(_text(sight.address), Text(f"and {left} more", "dim"), *[""] * 9)
-            except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
                 workers.add_row(_text(sight.address), _text(f"is no admin page of kvxfer: {error!r}", "red"), *[""] * 9)
         if not moving:
             return Group(workers, Text("\nno transfer is in flight", "dim"))
@@ -140,6 +140,12 @@ def _ask(address: str) -> Sight:
 def _transfers(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     state: Mapping[str, Any] | None = worker["state"]
     return [] if state is None else state["transfers"]
+
+
+def _under_way(worker: Mapping[str, Any]) -> int:
+    """How many transfers a worker has, of which its page lists some."""
+    state: Mapping[str, Any] | None = worker["state"]
+    return 0 if state is None else int(state["receiving"]) + int(state["sending"])
 
 
 def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:

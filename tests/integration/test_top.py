@@ -111,7 +111,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_is_called():
 
 
 def test_more_than_a_page_says_is_counted():
-    (sight,) = said(1.0, transfers=[transfer(1.0)] * 1000)
+    (sight,) = said(1.0, transfers=[transfer(1.0)] * 256, receiving=900, sending=100)
     assert "and 980 more" in drawn(Top(["x:1"]), [sight])
     assert sight.status is not None
     workers = sight.status["workers"] * 100
@@ -188,6 +188,18 @@ def test_numbers_that_no_worker_has_end_nothing(number, place):
         }[place],
     )
     assert "x:1" in (text := drawn(Top(["x:1"]), [sight])) or "e[3]" in text
+
+
+@pytest.mark.parametrize("place", ["engine", "request"])
+def test_what_is_nested_too_deeply_to_be_written_ends_nothing(place):
+    deep: list[object] = []
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    (sight,) = said(1.0, transfers=[transfer(1.0, request=deep if place == "request" else "r")])
+    assert sight.status is not None
+    (worker,) = sight.status["workers"]
+    worker["engine"] = deep if place == "engine" else "e"
+    assert "is no admin page of kvxfer: RecursionError" in drawn(Top(["x:1"]), [sight])
 
 
 def test_what_is_too_long_is_cut():

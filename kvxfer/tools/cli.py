@@ -244,7 +244,7 @@ def top(
     addresses: Annotated[
         list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Where `kvxfer.tools.admin` serves workers.")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and exit; 1 if a worker is not ready.")] = False,
 ) -> None:
     """Show workers live: what they move, what is in flight, who is not ready and why. Ctrl-C ends it."""
@@ -311,7 +311,9 @@ def doctor(
         typer.Option(help="Wait for another host's doctor at tcp:HOST:PORT or unix:/path, and probe with it."),
     ] = None,
     peer: Annotated[str | None, typer.Option(help="Probe with a listening doctor: what it has printed.")] = None,
-    wait: Annotated[float, typer.Option(help="With --listen, how many seconds to wait for the other side.")] = 600.0,
+    wait: Annotated[
+        float, typer.Option(min=0.1, help="With --listen, how many seconds to wait for the other side.")
+    ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check this machine, or the way to another one: every route is probed. The exit code is 1 if something fails."""

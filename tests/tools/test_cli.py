@@ -100,6 +100,16 @@ def test_an_error_is_one_line_and_exit_code_2(command, arguments, environment, s
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [["top", "--every", "inf"], ["top", "--every", "nan"], ["doctor", "--listen", "tcp:127.0.0.1:0", "--wait", "nan"]],
+)
+def test_what_is_no_number_of_seconds_is_refused(command, arguments):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert arguments[-2] in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "stdin", "environment"),
     [
         (["config", "--json"], "", {"KVXFER_WINDOW": "3"}),

@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def keys_of(value, path=""):
             yield from keys_of(inner, f"{path}{key}.")
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         yield from keys_of(value[0], f"{path.removesuffix('.')}[].")
+
+
+@pytest.mark.usefixtures("no_settings")
+def test_the_table_on_the_page_is_what_the_command_prints(command, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"]))
+    monkeypatch.chdir(tmp_path)
+    (line,), (shown,) = (
+        re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL),
+        re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL),
+    )
+    program, *arguments = shlex.split(line.replace("\\\n", " "))
+    code, out, err = command(*arguments)
+    assert (program, code, err) == ("kvxfer", 0, "")
+    for row, printed in zip(shown.splitlines(), out.splitlines(), strict=False):
+        begin, cut, _ = row.partition(" ...")
+        assert printed.startswith(begin) if cut else printed.rstrip() == row or row == "..."
 
 
 def test_every_key_of_the_json_is_documented_and_no_other():

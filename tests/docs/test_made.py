@@ -1,7 +1,9 @@
 """Pages and pictures that are made of the code are current, and pages name all that they should."""
 
 import importlib.metadata
+import inspect
 import re
+import typing
 from pathlib import Path
 
 import generate_drawings
@@ -10,7 +12,7 @@ import generate_reference
 import pytest
 
 import kvxfer
-from kvxfer import errors
+from kvxfer import errors, tickets
 from kvxfer.config import Config, leaves
 from kvxfer.protocol import transfer as receiving
 from kvxfer.protocol import transfer as sending
@@ -69,6 +71,26 @@ def test_every_public_name_is_in_the_reference():
     assert explained == set(errors.__all__)
     assert set(kvxfer.__all__) - {"__version__"} <= shown | explained
     assert not (set(kvxfer.__all__) & shown & explained), "each has one place"
+
+
+def returned(kind):
+    """Classes of kvxfer that a class's public methods and attributes give."""
+    for name, member in inspect.getmembers(kind):
+        method = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(method) and method.__module__.startswith("kvxfer.") and not name.startswith("_"):
+            waiting = [typing.get_type_hints(method).get("return")]
+            while waiting:
+                found = waiting.pop()
+                waiting += typing.get_args(found)
+                if inspect.isclass(found) and found.__module__.startswith("kvxfer."):
+                    yield found
+
+
+def test_what_is_made_for_a_user_is_in_the_reference():
+    shown = set(re.findall(r"^::: kvxfer\.([\w.]+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE))
+    there = {name.rpartition(".")[2] for name in shown} | set(errors.__all__) | set(tickets.__all__)
+    for kind in (kvxfer.Worker, kvxfer.BlockingWorker, kvxfer.Offer, kvxfer.Transfer, kvxfer.Config):
+        assert [made for made in returned(kind) if made.__name__ not in there] == [], kind
 
 
 def test_licences_are_current():

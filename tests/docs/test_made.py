@@ -64,6 +64,24 @@ def test_every_setting_is_in_the_reference():
     assert {row[0]: row[2:4] for row in rows}["peer_timeout"][1] == "`20`"
 
 
+@pytest.mark.usefixtures("no_settings")
+def test_none_as_text_means_nothing_where_the_reference_says_so(monkeypatch):
+    page = (DOCS / "reference/settings.md").read_text()
+    (excepted,) = re.findall(r"`none`, that as text, .*?; a `(\w+)` can only be\s+left out", page, re.DOTALL)
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `(KVXFER_\w+)` \| .* \| none \| ", generate_reference.settings(), re.MULTILINE
+    )
+    assert excepted in dict(rows)
+    for name, variable in rows:
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "none")
+            if name == excepted:
+                with pytest.raises(errors.ConfigError, match="at least 16"):
+                    Config()
+            else:
+                assert {setting.name: setting.value for setting in Config().effective()}[name] is None
+
+
 def test_every_public_name_is_in_the_reference():
     shown = set(re.findall(r"^::: kvxfer\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE))
     page = (DOCS / "errors.md").read_text() + generate_reference.codes()

@@ -8,9 +8,9 @@ was not asked for.
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,20 @@ _NO_NUMBER: Final[Any] = None  # what a bool is taken for
 _SPARSE: Final = 64
 """A pool of so many ids for each one named is too large to mark them in a table of it; a peer says how large its is."""
 
-Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
+
+class Array(Protocol):
+    """Numbers as numpy takes them: an array, or a tensor in CPU memory."""
+
+    def __array__(self) -> NDArray[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, at: Any, /) -> Any: ...
+
+
+Ids: TypeAlias = Sequence[int] | Array
 I64: TypeAlias = NDArray[np.int64]
 
 

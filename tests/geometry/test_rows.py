@@ -11,7 +11,7 @@ import torch
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Span, check_spans, check_tokens, normalise_blocks
 from kvxfer.geometry.axes import RowSide
-from kvxfer.geometry.rows import Rows, meet
+from kvxfer.geometry.rows import Blocks, Rows, meet
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)
@@ -51,6 +51,12 @@ def test_ids_of_any_kind_become_one_form(ids: Sequence[int]) -> None:
     assert found["a"].ids.dtype == np.int64  # pyright: ignore[reportAttributeAccessIssue]
     assert list(found["a"].ids) == [3, 1]
     assert found["a"].first_token == 0
+
+
+def test_a_tensor_is_a_block_list_for_who_checks_types_too() -> None:
+    ids: Blocks = torch.tensor([3, 1])
+    for given in (ids, Span(torch.tensor([3, 1])), {"a": torch.tensor([3, 1])}):
+        assert list(normalise_blocks(given, geometry("a"))["a"].ids) == [3, 1]
 
 
 def test_several_groups_need_a_mapping() -> None:

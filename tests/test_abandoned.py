@@ -69,6 +69,15 @@ async def test_the_folder_of_a_worker_that_is_about_to_listen_stays(temporary):
     assert not folder.exists()
 
 
+async def test_where_no_socket_can_be_it_says_where_that_is_and_leaves_nothing(temporary, monkeypatch):
+    deep = temporary / ("folder" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(kvxfer.ConfigError, match=f"107 bytes, and {deep}/kvxfer-.* has more; set TMPDIR to another"):
+        await open_and_close()
+    assert list(deep.iterdir()) == []
+
+
 async def test_a_folder_that_is_swept_as_it_is_made_is_not_used(temporary, monkeypatch):
     """Another worker opens just between the making of a folder and its lock, or holds it as it looks."""
     real, made, held = tempfile.mkdtemp, [], []

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from kvxfer.config import Contexts, Credentials
 from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
 from kvxfer.mapped.host import here
-from kvxfer.names import Endpoint
+from kvxfer.names import SOCKET_PATH_BYTES, Endpoint
 from kvxfer.peers.link import Link
 from kvxfer.protocol.session import Role
 from kvxfer.site import Site
@@ -138,6 +138,11 @@ class Streams:
                 opened.callback(os.close, descriptor)  # whose lock says to others that the folder is in use
                 opened.callback(_remove, folder)
                 path = folder / _SOCKET
+                if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+                    raise ConfigError(
+                        f"cannot listen at {where!r}: the path of a unix socket may have {SOCKET_PATH_BYTES} bytes, "
+                        f"and {path} has more; set TMPDIR to another folder, or listen to 'unix:/path'"
+                    )
             _clear_stale(path)
             loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
             server = await loop.create_unix_server(link, str(path), start_serving=False)

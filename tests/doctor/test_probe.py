@@ -95,6 +95,13 @@ async def test_settings_that_forbid_a_route_are_named(channels, tmp_path, monkey
     assert "the settings of a forbid it: trust is 'none'" in found.seen
 
 
+async def test_a_worker_that_can_listen_nowhere_is_no_choice_of_the_settings(channels, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "ROUTES", ("staged",))
+    (found,) = (await Both(channels, tmp_path / ("folder" * 20)).run()).values()
+    assert (found.name, found.status) == ("staged a <-> b", "fail")
+    assert "the path of a unix socket may have 107 bytes" in found.seen
+
+
 async def test_peers_that_a_service_may_have_do_not_rule_out_the_one_that_is_probed(channels, tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "ROUTES", ("staged",))
     monkeypatch.setenv("KVXFER_ALLOW_PEERS", "tcp:*.kvxfer-prefill:7400")

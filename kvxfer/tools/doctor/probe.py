@@ -121,7 +121,7 @@ class Probe:
                     worker = await stack.enter_async_context(kvxfer.Worker(cache.tensors, self._settings(route)))
                 except KvxferError as error:
                     why = words(error)
-                    forbidden = isinstance(error, ConfigError)
+                    forbidden = isinstance(error, ConfigError) and _forbidden(route)
                 else:
                     forbidden = False
                 theirs = await self._exchange({"why": why, "forbidden": forbidden, "host": here()})
@@ -269,6 +269,15 @@ def _slow(host: str, facts: dict[str, Any]) -> str:
     return (
         "UCX cannot reach into the other process: see the check of cross-memory attach, or UCX_TLS (cma, sysv, posix)"
     )
+
+
+def _forbidden(route: str) -> bool:
+    """Whether the settings in effect leave a route out, whatever else is wrong."""
+    try:
+        Config.load(route=route)
+    except ConfigError:
+        return True
+    return False
 
 
 def _not_opened(route: str, names: tuple[str, str], why: str, theirs: dict[str, Any], *, forbidden: bool) -> Finding:

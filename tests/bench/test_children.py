@@ -114,6 +114,24 @@ if __name__ == "__main__":
 """
 
 
+def test_an_interrupt_as_a_child_starts_is_heard_of(bodies, tmp_path):
+    program = tmp_path / "program.py"
+    struck = "process.start = lambda self: (start(self), os.kill(os.getpid(), signal.SIGINT))"
+    early = f"import os\nfrom multiprocessing.context import SpawnProcess as process\nstart = process.start\n{struck}\n"
+    program.write_text(early + PROGRAM)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+    assert done.stderr.count("Traceback") == 1, done.stderr  # the program's own
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_child_outlives_the_parent(bodies, tmp_path, number):
     """Ctrl-C on a terminal goes to the whole group; a killed parent can tell nobody."""

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -231,13 +232,13 @@ class _Children:
         process = multiprocessing.get_context("spawn").Process(
             target=_child, args=(name, theirs, other, *arguments), name=f"kvxfer-bench-{name}", daemon=True
         )
-        with _interrupts_ignored():
+        with _interrupts_held():
             process.start()
+            self._processes[name] = process
+            self._pipes[name] = cast("Pipes", ours)  # type: ignore[redundant-cast]  # not on Windows
         theirs.close()
         if other is not None:
             other.close()
-        self._processes[name] = process
-        self._pipes[name] = cast("Pipes", ours)  # type: ignore[redundant-cast]  # not on Windows
 
     def news(self, timeout: float) -> Generator[object, None, None]:
         """What they report; waits for it at most so many seconds. The end of one that failed is reported as well."""
@@ -273,16 +274,25 @@ class _Children:
 
 
 @contextmanager
-def _interrupts_ignored() -> Generator[None, None, None]:
-    """What is started inside ignores Ctrl-C, which goes to the whole group: this process ends the others itself."""
+def _interrupts_held() -> Generator[None, None, None]:
+    """What is started inside hears of no Ctrl-C, which goes to the whole group: this process ends the others itself.
+
+    It hears of one that comes meanwhile when it leaves.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which would let interrupts in again, were it started with a child
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))  # another thread may take it
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _child(

@@ -13,8 +13,8 @@ so first and waits until the machine is out of it (`claim`); meanwhile the machi
 with all else.
 
 A peer's notification may let a flow go on that takes turns with one of the peer's. It counts if it says the token of
-that flow, and comes from the agent that the flow is with. It is a count, and lets no step begin that the loop has not
-allowed. Any other is counted, and dropped.
+that flow, which nobody else knows, and names the agent that the flow is with. It is a count, and lets no step begin
+that the loop has not allowed. Any other is counted, and dropped.
 """
 
 # pyright: basic

@@ -427,10 +427,12 @@ class Decode:
         """
         self._claims.remove(ticket.key)
         self._close_retry_window(ticket.key)
-        read, same = set[bytes](), self._of_ticket.get(ticket.key, ())
-        for fetch in same:
-            fetch.unwanted = True
-            read.update(part.peer.identity.incarnation for part in fetch.receivers if part.reading)
+        read = set[bytes]()
+        for fetch in self._of_ticket.get(ticket.key, ()):
+            for receiver in fetch.receivers:
+                if receiver.reading:
+                    fetch.unwanted = True  # so that its ranks are told when it ends
+                    read.add(receiver.peer.identity.incarnation)
         others = self._send_release(ticket, spared=read)
         links = await self._connect(ticket, others)
         for link in links:

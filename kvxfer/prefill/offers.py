@@ -688,8 +688,9 @@ class OfferBook:
                 self.bind(found, engine, who.world)
             if found.engine != engine:
                 return  # of an engine that was superseded: the offer is another one's now
-            for transfer in [one for one in found.transfers if one.peer.identity.incarnation == who.incarnation]:
-                transfer.stop(_OVER)
+            for transfer in tuple(found.transfers):
+                if transfer.peer.identity.incarnation == who.incarnation:
+                    transfer.stop(_OVER)
             if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
                 found.released_ranks.add(who.rank)
             if len(found.released_ranks) >= found.world:
@@ -699,8 +700,9 @@ class OfferBook:
             if early is not None and len(early.releases) < MAX_WORLD:
                 early.releases[engine, who.rank] = who
                 early.declined |= declined
-                for fetch in [one for one in early.fetches if one.peer.identity.incarnation == who.incarnation]:
-                    fetch.stop(_OVER)
+                for fetch in tuple(early.fetches):
+                    if fetch.peer.identity.incarnation == who.incarnation:
+                        fetch.stop(_OVER)
 
     def keep_alive(self, offer: Entry) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""

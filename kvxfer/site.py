@@ -20,7 +20,7 @@ from kvxfer.mapped.host import unlike
 from kvxfer.memory.books import Custody, Extent, ExtentState, Request, Share
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import SMALL_PLAN, Agreed, PairPlans
-from kvxfer.plans.routes import Estimates, Means, acceptable
+from kvxfer.plans.routes import Estimates, RouteSupport, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import IdentityKey, PeerInfo, Role
@@ -397,7 +397,7 @@ _T = TypeVar("_T")
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
 
-# as plain numbers: operations on flags would take as long as all the rest of `Site.means`
+# as plain numbers: operations on flags would take as long as all the rest of `Site.route_support`
 _STAGED: Final = int(Capability.STAGED)
 _DIRECT: Final = int(Capability.DIRECT)
 _PULL: Final = int(Capability.PULL)
@@ -520,8 +520,8 @@ class Site:
     written_in_place: dict[bytes, int] = field(default_factory=dict[bytes, int])
     # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
-    # by incarnation, trust and direction, what was found of a peer: `means`, but for what could not be mapped
-    means_of: dict[tuple[bytes, bool, bool], tuple[PeerInfo, Means]] = field(default_factory=dict)
+    # by incarnation, trust and direction, what was found of a peer: `support`, but for what could not be mapped
+    support_of: dict[tuple[bytes, bool, bool], tuple[PeerInfo, RouteSupport]] = field(default_factory=dict)
     draining: bool = False  # true once new work is refused
     incarnation: bytes = field(init=False)  # of this rank, drawn at start
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a thread looks at what a new peer holds
@@ -545,7 +545,7 @@ class Site:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
-    async def plan(self, make: Callable[[], _T], *, rows: int) -> _T:
+    async def offload(self, make: Callable[[], _T], *, rows: int) -> _T:
         """What `make` makes: at once if its tables are small, else in a worker thread."""
         return make() if rows <= SMALL_PLAN else await self.runtime.in_thread(make)
 
@@ -591,7 +591,7 @@ class Site:
         """
         peer, trusted, sending = link.peer, link.trusted, link.role is Role.SERVER
         theirs = Capability(peer.identity.capabilities)
-        self.means_of.clear()
+        self.support_of.clear()
         self.plans.add_peer(peer, agreed)
         self.mappings.check_session(peer, agreed.geometry)
         self.peer_gates.on_session(peer)
@@ -617,10 +617,10 @@ class Site:
 
     def routes(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> list[Route]:
         """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
-        means = self.means(peer, trusted=trusted, sending=sending)
+        support = self.route_support(peer, trusted=trusted, sending=sending)
         if sending:
-            return [route for route in Route if means.can(route)]
-        return acceptable(self.config.route, means)
+            return [route for route in Route if support.can(route)]
+        return acceptable(self.config.route, support)
 
     def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> NoReturn:
         """Name why there is no route.
@@ -632,8 +632,8 @@ class Site:
             "an arena" if staged else "none"
             for staged in (self.staging, Capability.STAGED in Capability(peer.identity.capabilities))
         )
-        means = self.means(peer, trusted=trusted, sending=sending)
-        if means.converts:
+        support = self.route_support(peer, trusted=trusted, sending=sending)
+        if support.converts:
             raise MismatchError(
                 "dtypes or scales differ, and only mapped and staged convert them: mapped is not possible here, and "
                 f"staged needs an arena on both sides: here {here} (arena_bytes is {self.config.arena_bytes}), at the "
@@ -642,11 +642,11 @@ class Site:
                 fields={"arena": (here, there)},
             )
         raise MismatchError(
-            f"there is no common route: route={self.config.route} is set here, and this pair can do {means}. The route "
-            f"staged needs an arena on both sides (here {here}, at the peer {there}), direct and pull need registered "
-            "blocks and trust on both",
+            f"there is no common route: route={self.config.route} is set here, and this pair can do {support}. "
+            f"The route staged needs an arena on both sides (here {here}, at the peer {there}), direct and pull need "
+            "registered blocks and trust on both",
             peer=peer.name,
-            fields={"route": (self.config.route, str(means))},
+            fields={"route": (self.config.route, str(support))},
         )
 
     def warm(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
@@ -706,7 +706,7 @@ class Site:
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
-        self.means_of.clear()
+        self.support_of.clear()
         self.lanes.forget(peer)
         self.mappings.forget(peer)
         self.peer_gates.forget(peer)
@@ -728,7 +728,7 @@ class Site:
             raise ArenaError("the route staged is off here: arena_bytes is 0")
         return self.sending
 
-    def means(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> Means:
+    def route_support(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> RouteSupport:
         """What this rank and a peer can do together.
 
         Args:
@@ -737,15 +737,15 @@ class Site:
             sending: Whether this rank is the prefill rank.
         """
         key = peer.identity.incarnation, trusted, sending
-        before, means = self.means_of.get(key, (None, None))
-        if means is None or before is not peer:
-            means = self._means(peer, trusted=trusted, sending=sending)
-            self.means_of[key] = peer, means
-        if sending and means.mapped and self.mappings.reason_unmapped(peer):
-            means = replace(means, mapped=False)
-        return means
+        before, support = self.support_of.get(key, (None, None))
+        if support is None or before is not peer:
+            support = self._support(peer, trusted=trusted, sending=sending)
+            self.support_of[key] = peer, support
+        if sending and support.mapped and self.mappings.reason_unmapped(peer):
+            support = replace(support, mapped=False)
+        return support
 
-    def _means(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> Means:
+    def _support(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> RouteSupport:
         """The same, but for memory that could not be mapped."""
         theirs = peer.identity.capabilities
         converts = self.plans.converts(peer, sending=sending)
@@ -755,7 +755,7 @@ class Site:
         else:
             mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
-        return Means(
+        return RouteSupport(
             staged=self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),

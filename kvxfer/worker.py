@@ -752,7 +752,7 @@ class Service:
         _log.info("peer_connected", peer=link.peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
-        link.take = role.handle
+        link.on_message = role.on_message
         role.on_link_opened(link)
         if link.outdated(site.body[link.trusted]):
             self.rebuilding.send_renewed(link)

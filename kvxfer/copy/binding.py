@@ -26,7 +26,7 @@ from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 from kvxfer.geometry.plan import MOST_BLANKS
 from kvxfer.names import MAX_ROWS
 
-__all__ = ["bind", "fill", "lay", "scratch_words", "told_words"]
+__all__ = ["bind", "scratch_words", "told_words", "write_records", "write_tables"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -70,22 +70,23 @@ P_CLASS, P_WIDTH, P_REGIONS, P_ROWS, P_LAUNCH, P_STAGING, P_LOW, P_HIGH = range(
 TOLD = 7
 T_BYTES, T_STAGED, T_WRITTEN, T_BEGIN, T_STOP, T_LAUNCHES, T_BLANKS = range(TOLD)
 SIZES = 2
-# a launch as the machine reads it, once `lay` has put a function of the kernel in place of its variant
+# a launch as the machine reads it, once `write_records` has put a function of the kernel in place of its variant
 LAUNCH_WORDS = records.LAUNCH_WORDS
 L_ELEMENTS, L_WIDTH, L_SHARED, L_FIRST, L_HEADERS, L_TILES, L_SUMS = range(LAUNCH_WORDS)
 BLANK_WORDS = 4
 SPLITS: Final = len(WIDTHS) ** 2
 """Parts of a class at most, if it is split by every width of its regions and of its rows."""
 
-# what `fill` does: a `Kind`, or it only looks how large chunks are; of an outline with padding and unknown blocks
+# what `write_tables` does: a `Kind`, or it only looks how large chunks are; of an outline with padding and unknown
+# blocks
 COPY, GATHER, SCATTER = (kind.value for kind in Kind)
 SIZE, OUTLINE = 3, 4
 
 # codes
 FITS, ODD, UNKNOWN, FULL = 0, -1, -2, -3
-# what `lay` is told: the record that all have in common, and behind it where the tables are; whether a GPU copies;
-# where the list of parts is, and how large a part may be; how many words a ring holds, and tables that are read where
-# they are, for how many tiles; where there is room for those that are larger than a ring
+# what `write_records` is told: the record that all have in common, and behind it where the tables are; whether a GPU
+# copies; where the list of parts is, and how large a part may be; how many words a ring holds, and tables that are read
+# where they are, for how many tiles; where there is room for those that are larger than a ring
 LAY_WORDS = records.RECORD_WORDS + 9
 TABLES, BY_GPU, LIST, PART, RING, NEAR, NEAR_TILES, ROOM, ROOM_THERE = range(records.RECORD_WORDS, LAY_WORDS)
 # of elements: what they are at the source and at the destination, and bytes of one there; or of a variant: a function
@@ -576,7 +577,7 @@ def _blanks(pair: Any, begin: Any, stop: Any, scratch: Any, staging: Any, staged
     "int64[::1], int64, int64[::1])",
     nogil=False,
 )
-def fill(
+def write_tables(
     kind: int,
     pair: I64,
     regions: I64,
@@ -694,13 +695,13 @@ def _function(out: Any, launch: Any) -> Any:
 
 
 @compiled("int64(int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1])", nogil=False)
-def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> int:
-    """Write the records of copies whose tables `fill` has written.
+def write_records(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> int:
+    """Write the records of copies whose tables `write_tables` has written.
 
     Where a GPU copies, functions are put in place of variants, so that the machine launches what is said of a copy.
 
     Args:
-        out: As `fill` has left it.
+        out: As `write_tables` has left it.
         each: Numbers that are said of a copy.
         how: What the records have in common, and the rest of what is as at `LAY_WORDS`.
         variants: On a GPU the function, threads and shared memory of each, zeros of what is not compiled; on a CPU of
@@ -773,10 +774,10 @@ def lay(out: I64, each: int, how: I64, variants: I64, parts: I64, made: I64) -> 
 
 
 def told_words(variants: int) -> int:
-    """Numbers that `fill` says of a chunk, if there are so many variants of the kernel."""
+    """Numbers that `write_tables` says of a chunk, if there are so many variants of the kernel."""
     return TOLD + LAUNCH_WORDS * variants + BLANK_WORDS * BLANKS
 
 
 def scratch_words(meetings: int, classes: int) -> int:
-    """Numbers that `fill` needs for itself but for those of rows, which are `ROW_WORDS` each."""
+    """Numbers that `write_tables` needs for itself but for those of rows, which are `ROW_WORDS` each."""
     return 1 + MET_WORDS * meetings + PART_WORDS * SPLITS * classes

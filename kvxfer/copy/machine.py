@@ -201,7 +201,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
         state[r.DUE_FIRST] = (state[r.DUE_FIRST] + 1) % r.ROWS
         state[r.DUE_COUNT] -= 1
         if not flow and job[r.OUTCOME] <= r.IN_DOUBT:
-            _passed(state, ports, jobs[job[r.OF_FLOW] - 1], job)
+            _end_step(state, ports, jobs[job[r.OF_FLOW] - 1], job)
             _end_flow(state, jobs[job[r.OF_FLOW] - 1], job[r.OF_FLOW] - 1)
         if flow and not ended:
             job[r.MARKED], job[r.TOLD] = 0, job[r.PASSED]
@@ -250,7 +250,7 @@ def _end_flow(state: Any, flow: Any, slot: Any) -> None:
 
 
 @inlined
-def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
+def _end_step(state: Any, ports: Any, flow: Any, job: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
     state[r.STIRRED] = 1  # also if this waited behind news that the pipe has just taken
     flow[r.ACTIVE] -= 1
@@ -265,7 +265,7 @@ def _passed(state: Any, ports: Any, flow: Any, job: Any) -> None:
         flow[r.WIRED] += max(0, job[r.FINISHED] - max(job[r.FIRST_POST], flow[r.WIRED_TO]))
         flow[r.WIRED_TO] = max(flow[r.WIRED_TO], job[r.FINISHED])
     if job[r.OUTCOME] != r.DONE:
-        _spoilt(flow, job[r.OUTCOME], job[r.CODE], job[r.GONE], job[r.LINGERS])
+        _fail_flow(flow, job[r.OUTCOME], job[r.CODE], job[r.GONE], job[r.LINGERS])
         return
     store(_step_at(flow, job[r.STEP]), _PASSED)
     while flow[r.PASSED] < flow[r.NEXT] and load(_step_at(flow, flow[r.PASSED])) == _PASSED:
@@ -307,7 +307,7 @@ def _owes(flow: Any) -> Any:
 
 
 @inlined
-def _spoilt(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None:
+def _fail_flow(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None:
     """A step did not succeed: none begins any more."""
     flow[r.LINGERS] |= lingers
     if flow[r.CANCELLED] == 0:
@@ -332,7 +332,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         flow[r.EVENTS], flow[r.EVENT_COUNT] = state[r.FEED + r.EVENTS], state[r.FEED + r.EVENT_COUNT]
         fired = _fired(ports, flow)
         if fired < 0:
-            _spoilt(flow, r.FAILED, -fired, 0, 0)
+            _fail_flow(flow, r.FAILED, -fired, 0, 0)
         if fired <= 0:
             return fed
         for word in range(r.LANE, r.OWNER + 1):
@@ -344,7 +344,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         state[r.FEED + r.EVENT_COUNT] = flow[r.FIRED] = 0
         state[r.SPARE_COUNT] -= 1
         free = state[r.SPARE + state[r.SPARE_COUNT]]
-        _accept(state, jobs[free], r.FEED, free, r.WAITING)
+        _fill_row(state, jobs[free], r.FEED, free, r.WAITING)
         jobs[free][r.STEP] = flow[r.NEXT]
         flow[r.NEXT] += 1
         flow[r.ACTIVE] += 1
@@ -399,7 +399,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 
 
 @inlined
-def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
+def _fill_row(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
     """Take a copy, or a flow, whose record lies there; it begins in that state."""
     owner, peer = state[at + r.OWNER], state[at + r.PEER_NUMBER]
     known = -r.MOST_OWNERS <= owner < r.MOST_OWNERS and -r.MOST_OWNERS <= peer < r.MOST_OWNERS
@@ -424,7 +424,7 @@ def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
 
 
 @inlined
-def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
+def _extend_flow(state: Any, jobs: Any, at: Any, slot: Any) -> None:
     """The loop says anew how far a flow may go, and until when."""
     flow = jobs[slot]
     for word in range(r.KNOWN, r.QUIET + 1):
@@ -439,7 +439,7 @@ def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
 
 
 @inlined
-def _over(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
+def _end_left(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
     """More is known of what is left of a post: no byte of this side is moved by it any more."""
     state[r.LEFT_COUNT] -= 1
     state[r.LINGERING] -= job[r.LINGERS]
@@ -457,13 +457,13 @@ def _forget(state: Any, ports: Any, job: Any, slot: Any, finished: Any) -> None:
         job[r.CANCELLED] = r.FORGOTTEN  # its parts are given back where the agent is called
     elif job[r.STATE] == r.LEFT:
         _leave(state, ports, job)
-        _over(state, job, slot, r.OVER, 0)
+        _end_left(state, job, slot, r.OVER, 0)
     elif job[r.STATE] == r.ENDED and job[r.OUTCOME] == r.SEVERED:
         _leave(state, ports, job)
 
 
 @inlined
-def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
+def _replace_agent(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
     """There is another agent, or the same one goes on, or there is none any more."""
     state[r.AGENT_AT], state[r.NOTICES_AT], anew = state[at + 1], state[at + 2], state[at + 3]
     state[r.HALTED] = 0
@@ -484,11 +484,11 @@ def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
         elif job[r.STATE] == r.LEFT and job[r.LINGERS] != 0 and ended:
             if job[r.POST] == r.READS:
                 _leave(state, ports, job)
-            _over(state, job, slot, r.SEVERED, 0)
+            _end_left(state, job, slot, r.SEVERED, 0)
 
 
 @inlined
-def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+def _read_records(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Take what has come through the pipe; whether anything has."""
     taken = False
     while True:
@@ -505,15 +505,15 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             elif kind == r.CATCH:
                 state[r.CATCHING] = 1
             elif kind == r.AGENT:
-                _renewed(state, jobs, ports, at, now)
+                _replace_agent(state, jobs, ports, at, now)
             elif kind == r.FORGET and 0 <= slot < r.ROWS:
                 _forget(state, ports, jobs[slot], slot, state[at + 2])
             elif 0 <= slot < r.JOBS:
                 job = jobs[slot]
                 if kind == r.FLOW:
-                    _accept(state, job, at, slot, r.FLOWS)
+                    _fill_row(state, job, at, slot, r.FLOWS)
                 elif kind == r.ON and job[r.STATE] == r.FLOWS:
-                    _goes_on(state, jobs, at, slot)
+                    _extend_flow(state, jobs, at, slot)
                 elif kind == r.CANCEL and job[r.CANCELLED] == 0 and job[r.STATE] != r.FREE:
                     job[r.CANCELLED] = 1
             taken = True
@@ -583,7 +583,7 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
 
 
 @inlined
-def _served(state: Any, job: Any) -> None:
+def _advance_turn(state: Any, job: Any) -> None:
     """A copy has its turn: time goes on by its bytes over all owners, so that no owner is passed for ever."""
     owners = max(1, state[r.OWNERS])
     state[r.TURN] = max(state[r.TURN], job[r.TAG]) + (job[r.BYTES] + owners - 1) // owners
@@ -603,7 +603,7 @@ def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
         if slot < 0:
             return False
         job = jobs[slot]
-        _served(state, job)
+        _advance_turn(state, job)
         if not _may_begin(state, jobs, ports, slot, now):
             return True
         state[r.CURRENT] = slot
@@ -656,7 +656,7 @@ def _room(lane: Any, job: Any) -> Any:
 
 
 @inlined
-def _launched(state: Any, ports: Any, lane: Any, job: Any) -> Any:
+def _enqueue(state: Any, ports: Any, lane: Any, job: Any) -> Any:
     """Launch everything of a copy; 0, or the code of the call that failed. What came before that may run."""
     host, device = job[r.OWN_HOST], job[r.OWN_DEVICE]
     if host == 0:
@@ -699,7 +699,7 @@ def _launched(state: Any, ports: Any, lane: Any, job: Any) -> Any:
 def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -> None:
     """Begin a copy for which there is room."""
     job = jobs[slot]
-    _served(state, job)
+    _advance_turn(state, job)
     if not _may_begin(state, jobs, ports, slot, now):
         return
     place = (lane[r.FIRST] + lane[r.COUNT]) % r.QUEUE
@@ -708,7 +708,7 @@ def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -
         lane[r.TAIL] = job[r.ROOM_END]
     lane[r.COUNT] += 1
     lane[r.UNDERWAY] += job[r.BYTES]
-    job[r.CODE] = _launched(state, ports, lane, job)
+    job[r.CODE] = _enqueue(state, ports, lane, job)
     code = call(ports[r.RECORD], lane[r.ORDER + r.QUEUE + place], lane[r.STREAM])
     job[r.MARKED] = 1 if code == 0 else 0
     if job[r.CODE] == 0:
@@ -824,7 +824,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
                 if ended or job[r.CANCELLED] == r.FORGOTTEN:
                     drop_parts(state, ports, job)
                     _leave(state, ports, job)
-                    _over(state, job, slot, r.OVER, 1 if ended else 0)
+                    _end_left(state, job, slot, r.OVER, 1 if ended else 0)
     if state[r.LISTENING] != 0:
         for at in range(state[r.LIVE]):
             flow = jobs[state[r.LISTED + at]]
@@ -896,7 +896,7 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
     if state[r.WANTED] == 0:  # else it cannot see what has ended
         state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
     state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP] = now, 0, 0
-    moved = _take(state, jobs, ports, now)
+    moved = _read_records(state, jobs, ports, now)
     if state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
         state[r.ASLEEP] = 1
         return _FOREVER

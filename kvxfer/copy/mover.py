@@ -446,13 +446,13 @@ class Mover:
         """Notifications of peers that no flow takes turns with, or not in this way."""
         return int(self._machine.state[records.STRANGE])
 
-    def claim(self) -> bool:
+    def acquire_agent(self) -> bool:
         """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""
-        return bool(self._machine.posts.claim(self._machine.state.ctypes.data))
+        return bool(self._machine.posts.acquire_agent(self._machine.state.ctypes.data))
 
-    def release_claim(self) -> None:
+    def release_agent(self) -> None:
         """The machine may call the agent again. From any thread."""
-        self._machine.posts.release_claim(self._machine.state.ctypes.data)
+        self._machine.posts.release_agent(self._machine.state.ctypes.data)
 
     def failure(self) -> FabricError | None:
         """Why the agent does not work, if it said so where nobody waits for an answer."""
@@ -694,7 +694,7 @@ class Mover:
                 *(_NO_POST if job.post is None else self._post_words(kept, job.post, len(batch.said))),
                 0,
             )
-            step.records = batch.lay(common, gpu, kept, step.room, 0 if sums is None else len(sums.words))
+            step.records = batch.write_records(common, gpu, kept, step.room, 0 if sums is None else len(sums.words))
             if step.records is not None:
                 if job.nbytes:
                     step.records[:, records.BYTES] = job.nbytes
@@ -1096,9 +1096,9 @@ class _Machine:
 
     def may_go_on(self, flow: int) -> bool:
         """Whether a step of a flow is copied, or may be yet: no other begins from now on."""
-        off = self.posts.call_off_flow(self.jobs[flow].ctypes.data)
+        off = self.posts.prevent_steps(self.jobs[flow].ctypes.data)
         rows = [self.jobs[slot] for slot in self.steps_of(flow)]
-        held = [self.posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
+        held = [self.posts.prevent_start(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
         going = [row[records.STATE] in (records.WAITING, records.RUNNING) for row in rows]
         return not off or any(one and not two for one, two in zip(going, held, strict=True))
 

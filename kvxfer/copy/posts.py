@@ -9,8 +9,8 @@ A part that fails while its peer is there may leave some of its pieces under way
 are moved once more then, to and from where they were: when that is done, so is all that came before. It is tried once.
 
 The agent is called by one thread at a time. Whoever calls it elsewhere (what takes long: registering, connecting) says
-so first and waits until the machine is out of it (`claim`); meanwhile the machine posts and polls nothing, and goes on
-with all else.
+so first and waits until the machine is out of it (`acquire_agent`); meanwhile the machine posts and polls nothing, and
+goes on with all else.
 
 A peer's notification may let a flow go on that takes turns with one of the peer's. It counts if it says the token of
 that flow, which nobody else knows, and names the agent that the flow is with. It is a count, and lets no step begin
@@ -26,10 +26,8 @@ from kvxfer.copy.compiler import add, call, compiled, exchange, inlined, load, l
 
 __all__ = [
     "REFUSED",
+    "acquire_agent",
     "begin_part",
-    "call_off",
-    "call_off_flow",
-    "claim",
     "cut_off",
     "drop_parts",
     "enter_agent",
@@ -42,7 +40,9 @@ __all__ = [
     "next_post",
     "notify_peer",
     "prepare_part",
-    "release_claim",
+    "prevent_start",
+    "prevent_steps",
+    "release_agent",
     "settle",
 ]
 
@@ -57,8 +57,8 @@ _FLUSH_BYTES: Final = 64
 
 
 @compiled("boolean(int64)")
-def claim(state: int) -> bool:
-    """Keep the machine from calling the agent, until `release_claim`; whether it is out of it. May be asked again.
+def acquire_agent(state: int) -> bool:
+    """Keep the machine from calling the agent, until `release_agent`; whether it is out of it. May be asked again.
 
     Args:
         state: The address of its state. One thread at a time claims it.
@@ -70,7 +70,7 @@ def claim(state: int) -> bool:
 
 
 @compiled("void(int64)")
-def release_claim(state: int) -> None:
+def release_agent(state: int) -> None:
     """The machine may call the agent again."""
     add(state + 8 * r.WANTED, -1)
 
@@ -94,7 +94,7 @@ def leave_agent(state: Any) -> None:
 
 
 @compiled("boolean(int64, int64)")
-def call_off(job: int, flow: int) -> bool:
+def prevent_start(job: int, flow: int) -> bool:
     """See to it that what has not begun never does; whether that is so.
 
     Args:
@@ -109,7 +109,7 @@ def call_off(job: int, flow: int) -> bool:
 
 
 @compiled("boolean(int64)")
-def call_off_flow(flow: int) -> bool:
+def prevent_steps(flow: int) -> bool:
     """See to it that no further step of a flow begins; whether that is so. `flow` is the address of its row."""
     off: bool = exchange(flow + 8 * r.STATE, r.FLOWS, r.OFF)
     return off or add(flow + 8 * r.STATE, 0) != r.FEEDING

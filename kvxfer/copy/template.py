@@ -59,12 +59,12 @@ class Variants:
         # numbers that are said of a copy, which has at most one launch of each
         self.told: Final = binding.told_words(sum([len(usable(one)) for one in elements]))
         kinds = [(KINDS[one.src], KINDS[one.dst], one.dst_bytes) for one in elements]
-        self.kinds: Final = np.asarray(kinds, np.int64).ravel()  # as `binding.lay` takes them on a CPU
+        self.kinds: Final = np.asarray(kinds, np.int64).ravel()  # as `binding.write_records` takes them on a CPU
         self._functions: I64 | None = None
         self._kernel: object = None  # whose they are
 
     def of(self, kernel: "Kernel", *, anew: bool) -> I64:
-        """As `binding.lay` takes them on a GPU; `anew` if more may have been compiled since."""
+        """As `binding.write_records` takes them on a GPU; `anew` if more may have been compiled since."""
         if anew or self._functions is None or self._kernel is not kernel:
             found = np.zeros((len(self.elements), binding.WIDTHS_OF_ONE, binding.VARIANT_WORDS), np.int64)
             for number, elements in enumerate(self.elements):
@@ -79,7 +79,7 @@ class Batch(Struct, eq=False):
     """Tables of copies that follow one another, and what compiled code says of each."""
 
     variants: Variants  # what the kernel has to be compiled for
-    out: I64  # int64: what is said of each, then their words; as `binding.fill` writes them
+    out: I64  # int64: what is said of each, then their words; as `binding.write_tables` writes them
     said: I64  # the first of these, int64 (copies, numbers)
     nbytes: I64  # of that, int64 (copies,): bytes that each carries
     # likewise int64 (copies,): room that each takes in staging, if it goes there or comes from there
@@ -137,7 +137,9 @@ class Batch(Struct, eq=False):
                 found.add(Variant(row[at + binding.L_WIDTH], self.variants.elements[row[at + binding.L_ELEMENTS]]))
         return found
 
-    def lay(self, common: Sequence[int], gpu: "Gpu | None", kept: list[Any], room: Any, more: int) -> "I64 | None":
+    def write_records(
+        self, common: Sequence[int], gpu: "Gpu | None", kept: list[Any], room: Any, more: int
+    ) -> "I64 | None":
         """Records of all of them, int64 (copies, RECORD_WORDS); None if `Gpu.prepare` has to see to something before.
 
         Args:
@@ -154,7 +156,7 @@ class Batch(Struct, eq=False):
             kept += [self, parts]
             listed = addressof(_first_byte(parts)) if len(parts) else 0
             how = np.array((*common, where, 0, listed, PART_BYTES, *(0,) * 5), np.int64)
-            self.helpers = binding.lay(self.out, told, how, self.variants.kinds, parts, made.ravel())
+            self.helpers = binding.write_records(self.out, told, how, self.variants.kinds, parts, made.ravel())
             return made
         if self.from_nic and gpu.arrival is None:
             return None
@@ -164,7 +166,7 @@ class Batch(Struct, eq=False):
         how = np.array((*common, where, 1, 0, 0, ring - more, *few, *at), np.int64)
         for anew in (False, True):  # what was compiled since it was looked at last
             functions = self.variants.of(gpu.kernel, anew=anew)
-            if not binding.lay(self.out, told, how, functions, self.out, made.ravel()):
+            if not binding.write_records(self.out, told, how, functions, self.out, made.ravel()):
                 return made
         return None
 
@@ -267,7 +269,7 @@ class Template:
     pair: PairPlan
     row_tokens: tuple[int, ...]  # of each meeting, tokens of a row; 0 of state
     padded: bool  # whether a group has a null block at the source
-    scratch: int  # numbers that `binding.fill` needs for itself, but those of rows
+    scratch: int  # numbers that `binding.write_tables` needs for itself, but those of rows
     shapes: Mapping[Kind, _Shapes]
 
     @classmethod
@@ -366,7 +368,7 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
     plan: Fitted
     grid: ChunkGrid  # of its tokens and of all layers of its pair
     rows: int  # of all classes in a window, at most
-    scratch: I64  # where `binding.fill` finds the rows of a window again
+    scratch: I64  # where `binding.write_tables` finds the rows of a window again
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Cut | None":
@@ -398,7 +400,7 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         out = np.empty(binding.SIZES * grid.chunks, np.int64)
         common = shapes.words, shapes.regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk
         what = binding.OUTLINE if outline else binding.SIZE
-        binding.fill(what, *common, np.arange(grid.chunks), self.scratch, binding.SIZES, out)
+        binding.write_tables(what, *common, np.arange(grid.chunks), self.scratch, binding.SIZES, out)
         return out.reshape(grid.chunks, binding.SIZES)
 
     def tables(
@@ -433,8 +435,8 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         while True:
             out = np.empty(count * (told + room), np.int64)
             said = out[: count * told].reshape(count, told)
-            said[:, binding.T_BYTES] = addresses  # where `fill` reads them
-            code = binding.fill(int(kind), *common, self.scratch, told, out)
+            said[:, binding.T_BYTES] = addresses  # where `write_tables` reads them
+            code = binding.write_tables(int(kind), *common, self.scratch, told, out)
             if code != binding.FULL:
                 break
             room *= 2

@@ -237,7 +237,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 what = f"fetch of {self.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
-        return self.role.make_engine(self.ticket, links, await site.plan(shares, rows=site.plans.shares_rows(peers)))
+        return self.role.make_engine(self.ticket, links, await site.offload(shares, rows=site.plans.shares_rows(peers)))
 
     async def _open_links(self) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""

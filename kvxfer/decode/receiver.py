@@ -483,7 +483,7 @@ class Receiver(Struct, eq=False):
                 if warming is not None and not warming.done():
                     await self._wait_shared(asyncio.ensure_future(asyncio.wait({warming})))
                 self._stale = False  # while a thread plans with the peer's blocks, they may grow
-                self._bound = made = await self.site.plan(partial(self._plan, message, self._source), rows=rows)
+                self._bound = made = await self.site.offload(partial(self._plan, message, self._source), rows=rows)
                 self.tally.pieces, self._grid = made.pieces, made.grid
             bound = self._bound
             while self.moving:
@@ -493,7 +493,7 @@ class Receiver(Struct, eq=False):
                 elif bound is not None and self._stale:  # no chunk may begin with the old lists
                     self._stale, self._bound = False, None  # nor does any land by them
                     grown = partial(bound.grown, self._source, covered=0)
-                    self._bound = bound = await self.site.plan(grown, rows=max(bound.rows, self._table_rows()))
+                    self._bound = bound = await self.site.offload(grown, rows=max(bound.rows, self._table_rows()))
                 else:
                     await self._advance(bound)
         except asyncio.CancelledError:
@@ -733,7 +733,7 @@ class Receiver(Struct, eq=False):
         make, rows = partial(self._scatter_steps, bound, chunks, places), len(chunks) * bound.part_rows
         if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
-        steps = await self.site.plan(make, rows=rows) if rows else make()
+        steps = await self.site.offload(make, rows=rows) if rows else make()
         self._check_moving()
         self._submit(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
 
@@ -747,7 +747,7 @@ class Receiver(Struct, eq=False):
 
     async def _submit_read(self, chunk: int, bound: BoundPlan) -> None:
         site, peer = self.site, self.peer
-        pieces = await site.plan(partial(bound.listed, chunk), rows=bound.chunk_pieces)
+        pieces = await site.offload(partial(bound.listed, chunk), rows=bound.chunk_pieces)
         await self._wait_until_writable()
         if self._release_lane is no_op:
             self._release_lane = site.lanes.hold(peer)
@@ -918,7 +918,7 @@ class Receiver(Struct, eq=False):
         checking = self.checking
         if checking is None or not checking.wants(chunk, nbytes):
             return
-        part = await self.site.plan(partial(bound.chunk, chunk), rows=bound.chunk_rows)
+        part = await self.site.offload(partial(bound.chunk, chunk), rows=bound.chunk_rows)
         self._check_moving()
         outcome = await self._flush_or_sum(NOTHING, nbytes, sums=SumPlan.at_destination(part))
         self._check_moving()

@@ -531,7 +531,7 @@ class Decode:
 
     # --- messages
 
-    def handle(self, link: Link, message: wire.Message) -> None:
+    def on_message(self, link: Link, message: wire.Message) -> None:
         """Take a message of a prefill rank."""
         if not isinstance(message, (wire.Accept, wire.Refuse, wire.Ready, wire.Arrived, wire.Sums, wire.KvAgentResult)):
             return

@@ -350,7 +350,7 @@ class Fabric:
                 self._set_up = True
                 self._transport.setup()
             if self._inbox:
-                if not self._mover.claim():
+                if not self._mover.acquire_agent():
                     return _CLAIM_S
                 self._take()
         except Exception as error:  # noqa: BLE001 - the thread is supervised here: a defect is named and answered
@@ -368,7 +368,7 @@ class Fabric:
                     _log.info("slow_call_ended", name=self._transport.name, duration=took)
         finally:
             if not self._gone:  # else the mover, if it still runs, must never call the agent again
-                self._mover.release_claim()
+                self._mover.release_agent()
 
     def _break(self, error: FabricError) -> None:
         """Answer everybody, now and from now on, with what went wrong. The thread goes on, for `close`."""

@@ -58,7 +58,7 @@ class Link(asyncio.Protocol):
         # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
         # gets what is said of requests: the role's that has this link, once it has
-        self.take: Callable[[Link, wire.Message], None] = handler.on_peer_news
+        self.on_message: Callable[[Link, wire.Message], None] = handler.on_peer_news
         self._handler = handler
         self._runtime = runtime
         self.since: Final = runtime.now()  # when its stream was opened, or was about to be
@@ -226,7 +226,7 @@ class Link(asyncio.Protocol):
                     break
                 self._handler.frames_received[type(event).__name__] += 1
                 own = isinstance(event, (wire.Goodbye, wire.Renewed))
-                (self._handler.on_peer_news if own else self.take)(self, event)
+                (self._handler.on_peer_news if own else self.on_message)(self, event)
                 if self._runtime.now() >= until:
                     self._more = session.unread_bytes > 0
                     break

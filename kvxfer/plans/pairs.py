@@ -40,7 +40,7 @@ from kvxfer.geometry import (
     resolve,
 )
 from kvxfer.names import MAX_STRIDE, lazy
-from kvxfer.plans.routes import Choice, Means
+from kvxfer.plans.routes import Choice, RouteSupport
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route, pack_f32, pack_u32, unpack_f32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
@@ -730,7 +730,7 @@ def fit(
 
 def choose_and_cut(
     wanted: Sequence[Route],
-    means: Means,
+    support: RouteSupport,
     choose: Callable[[Sequence[Route]], Choice],
     cut: Callable[[Route], BoundPlan],
 ) -> tuple[Choice, BoundPlan]:
@@ -738,7 +738,7 @@ def choose_and_cut(
 
     Args:
         wanted: Routes that the decode rank accepts, best first.
-        means: What the pair can do.
+        support: What the pair can do.
         choose: Chooses one of some routes.
         cut: Cuts the transfer for a route.
 
@@ -752,7 +752,7 @@ def choose_and_cut(
             bound = cut(choice.route)
         except RefusedError as error:
             wanted = [route for route in wanted if route is not choice.route]
-            if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(means.can, wanted)):
+            if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(support.can, wanted)):
                 raise
             left_out = f"{choice.route.name.lower()}: {error}"
         else:

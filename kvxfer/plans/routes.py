@@ -27,8 +27,8 @@ __all__ = [
     "Choice",
     "Costs",
     "Estimates",
-    "Means",
     "Profile",
+    "RouteSupport",
     "acceptable",
     "choose",
     "never",
@@ -132,7 +132,7 @@ _ORDERS: Final = {
 }
 
 
-class Means(Struct, frozen=True):
+class RouteSupport(Struct, frozen=True):
     """What one pair of ranks can do."""
 
     staged: bool  # both sides have staging memory
@@ -160,7 +160,7 @@ class Choice(Struct, frozen=True):
 
 
 @cache
-def acceptable(preference: str, means: Means) -> list[Route]:
+def acceptable(preference: str, support: RouteSupport) -> list[Route]:
     """Routes that a decode rank accepts, best first: the one that its settings prefer, then what it falls back to.
 
     `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
@@ -168,7 +168,7 @@ def acceptable(preference: str, means: Means) -> list[Route]:
     Returns:
         The same list each time, not to be changed.
     """
-    return [route for route in _ORDERS[preference] if getattr(means, _FIELDS[route])]
+    return [route for route in _ORDERS[preference] if getattr(support, _FIELDS[route])]
 
 
 Overdue: TypeAlias = Callable[[Route, float, Route, float], bool]
@@ -182,7 +182,7 @@ def never(_: Route, __: float, ___: Route, ____: float) -> bool:
 
 def choose(
     preference: str,
-    means: Means,
+    support: RouteSupport,
     wanted: Sequence[Route],
     *,
     nbytes: int,
@@ -194,7 +194,7 @@ def choose(
 
     Args:
         preference: The sender's own `route` setting.
-        means: What the pair can do, as the sender sees it.
+        support: What the pair can do, as the sender sees it.
         wanted: Routes that the decode rank accepts, best first.
         nbytes: Size of the transfer.
         pieces: Counts contiguous pieces after merging neighbours; called only where the choice depends on it.
@@ -204,11 +204,11 @@ def choose(
     Raises:
         RefusedError: If no route is left.
     """
-    possible = [route for route in wanted if getattr(means, _FIELDS.get(route, ""), False)]
+    possible = [route for route in wanted if getattr(support, _FIELDS.get(route, ""), False)]
     if not possible:
         asked = "+".join(route.name.lower() for route in wanted) or "none"
         raise RefusedError(
-            f"no common route: the decode rank accepts {asked}, this pair can do {means}", reason=Code.NO_COMMON_ROUTE
+            f"no common route: the decode rank accepts {asked}, this pair can do {support}", reason=Code.NO_COMMON_ROUTE
         )
     own = _NAMED.get(preference)  # none of "auto"
     if own is not None and own in possible:
@@ -218,13 +218,13 @@ def choose(
         choice = _by_time(nbytes, pieces(), seconds, overdue)
         hoped = first not in possible
     else:
-        alone = "the only route that converts" if means.converts else "the only common route"
+        alone = "the only route that converts" if support.converts else "the only common route"
         choice = Choice(possible[0], alone if len(possible) == 1 else "preferred by the decode rank")
         hoped = first is not choice.route
     if not hoped:
         return choice
-    reason = "is not accepted by the decode rank" if means.can(first) else _IMPOSSIBLE
-    if means.converts and first in _PIECEWISE:
+    reason = "is not accepted by the decode rank" if support.can(first) else _IMPOSSIBLE
+    if support.converts and first in _PIECEWISE:
         reason = "cannot convert dtypes or scales"
     return replace(choice, fallback=f"{first.name.lower()} {reason}")
 

@@ -174,7 +174,7 @@ class Prefill:
         """How many of `max_transfers` are taken, by transfers and by what is in doubt."""
         return len(self._places)
 
-    def handle(self, link: Link, message: wire.Message) -> None:
+    def on_message(self, link: Link, message: wire.Message) -> None:
         """Take a message of a decode rank."""
         match message:
             case wire.Reserve():  # memory for chunks
@@ -184,21 +184,21 @@ class Prefill:
                 if (sender := self._sender_of(link, message.transfer)) is not None:
                     sender.on_read(message)
             case wire.Fetch():
-                self.fetch(link, message)
+                self.on_fetch(link, message)
             case wire.Cancel():
-                self.cancel(link, message)
+                self.on_cancel(link, message)
             case wire.Abandon():
-                self.abandon(link, message)
+                self.on_abandon(link, message)
             case wire.Claim():
-                self.claim(link, message)
+                self.on_claim(link, message)
             case wire.Release():
-                self.release(link, message)
+                self.on_release(link, message)
             case wire.Check():
-                self.check(link, message)
+                self.on_check(link, message)
             case _:
                 pass
 
-    def fetch(self, link: Link, message: wire.Fetch) -> None:
+    def on_fetch(self, link: Link, message: wire.Fetch) -> None:
         """A decode rank asks for a part of a request.
 
         Raises:
@@ -251,7 +251,7 @@ class Prefill:
         if self._waiting:
             self._start_waiting()
 
-    def cancel(self, link: Link, message: wire.Cancel) -> None:
+    def on_cancel(self, link: Link, message: wire.Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
         key = (link.peer.identity.incarnation, message.transfer)
         failure = Failure(Status.CANCELLED, message.code, _CANCELLED)
@@ -270,14 +270,14 @@ class Prefill:
             return
         link.send(_terminal(message.transfer, failure))
 
-    def abandon(self, link: Link, message: wire.Abandon) -> None:
+    def on_abandon(self, link: Link, message: wire.Abandon) -> None:
         """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
         sender = self._transfers.get((link.peer.identity.incarnation, message.transfer))
         if sender is not None:
             sender.link = link
             sender.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
 
-    def claim(self, link: Link, message: wire.Claim) -> None:
+    def on_claim(self, link: Link, message: wire.Claim) -> None:
         """Requests still wait for a place at the decode rank."""
         who, issuer = link.peer.identity, self._site.issuer
         for ref in message.tickets:
@@ -290,7 +290,7 @@ class Prefill:
             elif found is None:
                 self.book.claim_early(key, who)
 
-    def release(self, link: Link, message: wire.Release) -> None:
+    def on_release(self, link: Link, message: wire.Release) -> None:
         """A decode rank is done with a request."""
         ref, issuer = message.ticket, self._site.issuer
         if issuer is not None and issuer.verify(ref):
@@ -311,7 +311,7 @@ class Prefill:
         for transfer, doubt in self._doubtful.on_agent_renewed(link).items():
             link.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
 
-    def check(self, link: Link, message: wire.Check) -> None:
+    def on_check(self, link: Link, message: wire.Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
         if link not in self._checks:
             self._site.warm_sums(link.peer, sending=True)

@@ -65,7 +65,7 @@ from kvxfer.plans.pairs import (
     staging_pieces,
     usual_chunks,
 )
-from kvxfer.plans.routes import Choice, Means, choose, never
+from kvxfer.plans.routes import Choice, RouteSupport, choose, never
 from kvxfer.prefill.offers import Entry
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
@@ -75,7 +75,7 @@ from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
 from kvxfer.site import Callback, Site, Tally, no_op, resolve
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 
-__all__ = ["RETRY_MS", "Answer", "OfferSnapshot", "Sender", "answer"]
+__all__ = ["RETRY_MS", "AcceptedPlan", "OfferSnapshot", "Sender", "plan_transfer"]
 
 # --- the answer
 
@@ -96,7 +96,7 @@ class OfferSnapshot(Struct, frozen=True):
     all_ready: bool  # whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is
 
 
-class Answer(Struct, frozen=True):
+class AcceptedPlan(Struct, frozen=True):
     """What becomes of it."""
 
     bound: BoundPlan  # its plan, and how it is cut
@@ -105,16 +105,16 @@ class Answer(Struct, frozen=True):
     plain_s: float  # seconds that it would be predicted to take, had transfers with the peer taught nothing
 
 
-def answer(
+def plan_transfer(
     site: Site,
     peer: PeerInfo,
     fetch: wire.Fetch,
     known: PairPlan | None,
     offer: OfferSnapshot,
-    means: Means,
+    support: RouteSupport,
     ahead: bool,
     checked: bool = False,
-) -> Answer:
+) -> AcceptedPlan:
     """Plan a transfer.
 
     Args:
@@ -123,7 +123,7 @@ def answer(
         fetch: What it asks for.
         known: The plan of that with the peer, if there is one.
         offer: What there is.
-        means: What the pair can do.
+        support: What the pair can do.
         ahead: Whether what the fetch grants ahead still holds.
         checked: Whether sums are wanted of its chunks, or of some: who compares must know which rows are padding, and
             so the blocks of this side also where they need not be named.
@@ -153,11 +153,11 @@ def answer(
     overdue = partial(site.estimates.overdue, incarnation) if offer.all_ready else never
     choice, bound = choose_and_cut(
         fetch.routes,
-        means,
+        support,
         partial(
             choose,
             site.config.route,
-            means,
+            support,
             nbytes=nbytes,
             pieces=lambda: plan.merged_pieces,
             seconds=seconds,
@@ -188,7 +188,7 @@ def answer(
         fenced=fenced,
         windows_per_band=grid.band,
     )
-    return Answer(bound, choice, message, plain)
+    return AcceptedPlan(bound, choice, message, plain)
 
 
 def _grant_covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, bound: BoundPlan, *, fenced: bool) -> bool:
@@ -324,7 +324,7 @@ class Sender(Struct, eq=False):
     _news: asyncio.Future[None] | None = None  # which `run` waits for
     _ahead: bool = False  # what `Fetch` grants is neither used nor void
     _bound: BoundPlan | None = None
-    _answer: Answer | None = None
+    _answer: AcceptedPlan | None = None
     _all_ready: bool = False  # nothing of it is waited for, as of `OfferSnapshot`
     _named: BlockLists = field(default_factory=dict[str, Any])  # source blocks that the decode rank was told of
     _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
@@ -342,7 +342,7 @@ class Sender(Struct, eq=False):
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
     _withdraw_rebuild: Callback = no_op
-    _close_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
+    _release_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
     _revoke: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
 
@@ -377,7 +377,7 @@ class Sender(Struct, eq=False):
                     self._refuse_or_stop(Code.TOKENS, reason)
                 elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
                     make = partial(bound.grown, offer.spans, offer.tokens)
-                    self._bound = await self.site.plan(make, rows=bound.rows)
+                    self._bound = await self.site.offload(make, rows=bound.rows)
                 else:
                     self._announce(bound, offer)
                     if offer.finished and protocol.granted == protocol.chunks:
@@ -457,9 +457,9 @@ class Sender(Struct, eq=False):
         for span in draft.spans.values():
             offered += len(span.ids)
         known, rows = site.plans.asked(self.peer, fetch.selections)
-        means = site.means(self.peer, trusted=self.link.trusted, sending=True)
-        make = partial(answer, site, self.peer, fetch, known, draft, means, self._ahead, self._sums_every > 0)
-        made = await site.plan(make, rows=rows + max(wanted, offered))
+        support = site.route_support(self.peer, trusted=self.link.trusted, sending=True)
+        make = partial(plan_transfer, site, self.peer, fetch, known, draft, support, self._ahead, self._sums_every > 0)
+        made = await site.offload(make, rows=rows + max(wanted, offered))
         if protocol.state is not SendState.PARKED:  # it ended meanwhile
             return
         self._answer, self._bound, message, choice = made, made.bound, made.message, made.choice
@@ -475,10 +475,10 @@ class Sender(Struct, eq=False):
             site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer.name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
-            self._close_way = site.mover.hold_awake()  # a target that others read from must make progress
+            self._release_way = site.mover.hold_awake()  # a target that others read from must make progress
             self._exposure = Exposure(site, self.link, self.name, self.on_unread, frozenset({Route.PULL}))
         else:  # for all chunks: the peer may be lost while one of them is under way
-            self._close_way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
+            self._release_way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         # in place nothing waits for that: to move it is more urgent
         self.link.send(*protocol.accept(message), soon=message.ahead and choice.route in IN_PLACE)
@@ -582,7 +582,7 @@ class Sender(Struct, eq=False):
         if active is None:
             active = self._active = _ActiveFlow(self._submitted, terms, stop=self._submitted, allowed=terms.stop)
             if protocol.route is Route.MAPPED:
-                windows, active.gate = self.site.mappings.way(self.peer, terms.generation)
+                windows, active.gate = self.site.mappings.windows_of(self.peer, terms.generation)
                 active.reached = windows.reached
             else:
                 await self._take_lane_and_staging(active, bound)
@@ -663,7 +663,7 @@ class Sender(Struct, eq=False):
         make = partial(self._steps, active, bound, chunks, active.post, active.extents)  # it has none once it ends
         if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
-        steps = await site.plan(make, rows=rows) if rows else make()
+        steps = await site.offload(make, rows=rows) if rows else make()
         if self._active is not active or self.protocol.state is not SendState.MOVING:  # it was stopped
             return
         active.stop = chunks.stop
@@ -1088,15 +1088,15 @@ class Sender(Struct, eq=False):
         Over TCP they end only while this side makes progress. If they do not even then, both sides give them up.
         """
         if self.is_pulled:
-            self._close_way()
-            self._close_way = self.site.mover.hold_awake()
-            self.site.call_at(self.site.now() + self.site.config.no_progress_timeout, self._close_way)
+            self._release_way()
+            self._release_way = self.site.mover.hold_awake()
+            self.site.call_at(self.site.now() + self.site.config.no_progress_timeout, self._release_way)
 
     def on_unread(self) -> None:
         """Route `pull`: nobody reads anything of it any more. What was in doubt is not."""
         if self._exposure is None:
             return  # it is our own post that is in doubt
-        self._close_way()
+        self._release_way()
         self._exposure.end()
         if self.protocol.state is not SendState.ENDED:
             self._send(self.protocol.on_unread())
@@ -1161,7 +1161,7 @@ class Sender(Struct, eq=False):
             request = fetch.ticket.request
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())
         self.link.moved[route] += stats.bytes
-        self._close_way()
+        self._release_way()
         if self._exposure is not None and not protocol.doubts:
             self._exposure.end()
         for timer in (self._revoke, self._patience, self._reporting):

@@ -647,7 +647,7 @@ class Mappings:
         mapping = self._mappings.get(peer.identity.incarnation)
         return mapping.why if mapping is not None else ""
 
-    def way(self, peer: PeerInfo, granted: int) -> tuple[Windows, Gate | None]:
+    def windows_of(self, peer: PeerInfo, granted: int) -> tuple[Windows, Gate | None]:
         """How this rank's copies reach a peer's memory, and the gate that a grant lets them through on a GPU.
 
         Call it under `hold`. A grant names a gate (the high 32 bits) and its generation.

@@ -16,7 +16,7 @@ from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
 from kvxfer.plans.pairs import LISTED, BoundPlan, choose_and_cut, fit, in_place_bytes, usual_chunks
-from kvxfer.plans.routes import Choice, Means, Profile, acceptable, choose
+from kvxfer.plans.routes import Choice, Profile, RouteSupport, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
 
@@ -326,8 +326,8 @@ def forecast(
             if selections:
                 plan = PairPlan(src.ranks[prefill_rank], need, selections).bind(src_spans, dst_spans, tokens)
                 if plan.whole.bytes:  # interleaved tokens: a rank may hold none of a short request
-                    means = _means(config, one_host=one_host)
-                    found.append(_pair(prefill_rank, decode_rank, plan, config, profile, means))
+                    support = _support(config, one_host=one_host)
+                    found.append(_pair(prefill_rank, decode_rank, plan, config, profile, support))
     return Forecast(src, dst, tokens, profile, tuple(found))
 
 
@@ -338,14 +338,14 @@ def _engine(side: str, model: ModelCache, layout: EngineLayout, dtype: str | Non
         raise GeometryError(f"{side}: {error}") from error
 
 
-def _means(config: Config, *, one_host: bool) -> Means:
+def _support(config: Config, *, one_host: bool) -> RouteSupport:
     """What two workers with these settings can do together."""
     in_place = config.trust != "none" and config.route != "staged"
-    return Means(staged=config.arena_bytes > 0, direct=in_place, pull=in_place, mapped=in_place and one_host)
+    return RouteSupport(staged=config.arena_bytes > 0, direct=in_place, pull=in_place, mapped=in_place and one_host)
 
 
 def _pair(
-    prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile, means: Means
+    prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile, support: RouteSupport
 ) -> PairForecast:
     """One pair, decided as `prefill/sender.py` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
@@ -358,11 +358,11 @@ def _pair(
         return fit(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
 
     choice, bound = choose_and_cut(
-        acceptable(config.route, means),
-        means,
+        acceptable(config.route, support),
+        support,
         lambda wanted: choose(
             config.route,
-            means,
+            support,
             wanted,
             nbytes=nbytes,
             pieces=lambda: plan.merged_pieces,

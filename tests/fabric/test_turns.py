@@ -331,7 +331,7 @@ async def test_while_another_thread_calls_the_agent_nothing_is_said_and_later_al
     claims: list[bool] = []
 
     def claim() -> None:
-        claims.append(side.mover.claim())
+        claims.append(side.mover.acquire_agent())
 
     thread = threading.Thread(target=claim)
     thread.start()
@@ -344,7 +344,7 @@ async def test_while_another_thread_calls_the_agent_nothing_is_said_and_later_al
         side.step(4)
     assert side.done == done + 4, "its own work goes on, and it has not heard of a fifth"
     assert told(side) == []
-    side.mover.release_claim()
+    side.mover.release_agent()
     side.step()
     assert told(side)[:1] == [("a", note(done + 4, direction))], "once, for all of them"
     side.step(4)

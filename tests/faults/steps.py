@@ -186,7 +186,7 @@ _PULL = frozenset({"pull"})
 SENDER = {
     "hello came": Step("sender", EVERY, _before(Link, "data_received", _server)),
     "agent came": Step("sender", EVERY, _before(Service, "on_opened", _server_met)),
-    "fetch parked": Step("sender", EVERY, _after(Prefill, "fetch"), "parked"),
+    "fetch parked": Step("sender", EVERY, _after(Prefill, "on_fetch"), "parked"),
     "planned": Step("sender", EVERY, _before(Sender, "_accept"), exposed=True),
     "accept sent": Step("sender", EVERY, _after(Sender, "_accept"), exposed=True),
     "announced": Step("sender", _PULL, _after(Sender, "_send_ready"), exposed=True),
@@ -203,7 +203,7 @@ SENDER = {
     "first result sent": Step("sender", PUSHED, _after(Sender, "_count_arrived"), exposed=True),
     "read, not confirmed": Step("sender", _PULL, _before(Sender, "on_read")),
     "last result sent": Step("sender", EVERY, _after(Sender, "_finish")),
-    "release came": Step("sender", EVERY, _before(Prefill, "release")),
+    "release came": Step("sender", EVERY, _before(Prefill, "on_release")),
 }
 
 RECEIVER = {

@@ -208,7 +208,7 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
 
     receiver.handle = handle_later
     for link in worker._service.peers._links.values():
-        link.take = handle_later
+        link.on_message = handle_later
 
 
 def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
@@ -225,7 +225,7 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
 
 def hear(worker: Any, link: Any, message: Message) -> None:
     """Somebody says something; for strangers, who have no stream, `link` is what the scene makes of one."""
-    take = link.take if isinstance(link, Link) else worker._service.prefill.handle
+    take = link.on_message if isinstance(link, Link) else worker._service.prefill.on_message
     take(link, message)
 
 
@@ -879,7 +879,7 @@ def watch_chunks(say: Callable[[str, int], None], monkeypatch: Any) -> None:
 def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     """It plans nothing that it receives until what is in this list is called, in whichever order it is asked for."""
     plans: list[Callable[[], None]] = []
-    plan = Site.plan
+    plan = Site.offload
 
     async def planned(site: Any, make: Callable[[], Any], *, rows: int) -> Any:
         if site is not worker._service.site or getattr(make, "__qualname__", "").startswith("Fetch."):
@@ -889,7 +889,7 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
         await wanted
         return make()
 
-    monkeypatch.setattr(Site, "plan", planned)
+    monkeypatch.setattr(Site, "offload", planned)
     monkeypatch.setattr("kvxfer.decode.receiver.SMALL_PLAN", -1)
     _plan_all_steps(monkeypatch)
     return plans
@@ -919,7 +919,7 @@ def keep_scatters(monkeypatch: Any) -> list[Callable[[], None]]:
 
 def _keep_steps(steps: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     late: list[Callable[[], None]] = []
-    plan = Site.plan
+    plan = Site.offload
 
     async def planned(site: Any, make: Any, *, rows: int) -> Any:
         if getattr(getattr(make, "func", None), "__func__", None) is steps:
@@ -928,7 +928,7 @@ def _keep_steps(steps: Any, monkeypatch: Any) -> list[Callable[[], None]]:
             await wanted
         return await plan(site, make, rows=rows)
 
-    monkeypatch.setattr(Site, "plan", planned)
+    monkeypatch.setattr(Site, "offload", planned)
     _plan_all_steps(monkeypatch)
     return late
 

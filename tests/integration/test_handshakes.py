@@ -170,13 +170,13 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
 @pytest.mark.parametrize(("layers", "known_on_the_loop"), [(60, True), (600, False)])
 async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch, layers, known_on_the_loop):
     """A known pair's, too: what is made for each layer adds up."""
-    answered, here, answer = [], threading.get_ident(), sender.answer
+    answered, here, answer = [], threading.get_ident(), sender.plan_transfer
 
     def recorded(*arguments):
         answered.append(threading.get_ident() == here)
         return answer(*arguments)
 
-    monkeypatch.setattr(sender, "answer", recorded)
+    monkeypatch.setattr(sender, "plan_transfer", recorded)
     source, target = Cache(layers=range(layers)), Cache(layers=range(layers), layout="HND")
     prefill, decode = await stage.pair(source, target, chunk_bytes="8MiB", arena_bytes="64MiB")
     for number in range(2):

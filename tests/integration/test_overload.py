@@ -102,13 +102,13 @@ async def test_under_overload_nothing_grows_and_a_retry_cures_all(one):
         for name, value in now.items():
             most[name] = max(most[name], value)
 
-    handle = service(one.prefill).prefill.handle
+    handle = service(one.prefill).prefill.on_message
 
     def counted(link, message):
         handle(link, message)
         measure()
 
-    service(one.prefill).prefill.handle = counted
+    service(one.prefill).prefill.on_message = counted
 
     async def fetch(client, number):
         request = f"r{client}-{number}"

@@ -134,7 +134,7 @@ async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_ne
         return found
 
     monkeypatch.setattr(BoundPlan, "__init__", with_rows)
-    monkeypatch.setattr(Site, "plan", plan)
+    monkeypatch.setattr(Site, "offload", plan)
     noted: list[int] = []
     monkeypatch.setattr(Grants, "measure_turns", lambda _, copied, *__: noted.append(copied))
     monkeypatch.setattr(Grants, "turns", lambda _: 4 if noted else 2)  # one grant of few after the other

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.plans.routes import Means, acceptable, choose
+from kvxfer.plans.routes import RouteSupport, acceptable, choose
 from kvxfer.protocol.messages import Route
 
 
@@ -11,11 +11,11 @@ from kvxfer.protocol.messages import Route
     (1.06, 1.0, Route.STAGED),
 ])  # fmt: skip
 def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, staged, faster):
-    means = Means(staged=True, direct=True, pull=True)
+    support = RouteSupport(staged=True, direct=True, pull=True)
     choice = choose(
         "auto",
-        means,
-        acceptable("auto", means),
+        support,
+        acceptable("auto", support),
         nbytes=1 << 20,
         pieces=lambda: 16,
         seconds=lambda route, _: direct if route is Route.DIRECT else staged,
@@ -28,5 +28,5 @@ def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, stag
     ("direct", "direct mapped staged"), ("pull", "pull staged direct"),
 ])  # fmt: skip
 def test_what_is_preferred_comes_first_and_then_what_it_falls_back_to(preference, order):
-    everything = Means(staged=True, direct=True, pull=True, mapped=True)
+    everything = RouteSupport(staged=True, direct=True, pull=True, mapped=True)
     assert [route.name.lower() for route in acceptable(preference, everything)] == order.split()

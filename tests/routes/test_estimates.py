@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from kvxfer.plans.routes import PROFILES, Estimates, Means, acceptable, choose
+from kvxfer.plans.routes import PROFILES, Estimates, RouteSupport, acceptable, choose
 from kvxfer.protocol.messages import Route
 
 CPU = PROFILES["cpu"]
@@ -61,11 +61,11 @@ def test_transfers_that_were_under_way_together_teach_what_each_of_them_took():
 
 
 def choice(estimates, pieces, nbytes=1 << 26):
-    means = Means(staged=True, direct=True, pull=True)
+    support = RouteSupport(staged=True, direct=True, pull=True)
     return choose(
         "auto",
-        means,
-        acceptable("auto", means),
+        support,
+        acceptable("auto", support),
         nbytes=nbytes,
         pieces=lambda: pieces,
         seconds=lambda route, count: estimates.seconds(A, route, nbytes=nbytes, chunks=2, pieces=count),

@@ -7,7 +7,7 @@ say which blocks are in doubt.
 import asyncio
 import copy
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import Struct, field
@@ -300,13 +300,17 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
         self.role.on_success(self)
 
-    def finish_success(self) -> None:
-        """Tell every prefill rank that nothing more of the request is needed, and count a success."""
+    def finish_success(self, read: Collection[bytes]) -> None:
+        """Tell every prefill rank that nothing more of the request is needed, and count a success.
+
+        Ranks of these incarnations are being read for an earlier try, and are told when that has ended.
+        """
         if self.ending is None:
             return
         (tally, stats), self.ending = self.ending, None
         for link in self.links:
-            link.send(wire.Release(self.ref))
+            if not read or link.peer.identity.incarnation not in read:
+                link.send(wire.Release(self.ref))
         key = self.request, self.ticket.attempt
         self.site.metrics.transfer_ended(Ended("receive", None, stats, None, self.id, key, tally.stages))
         if _hears_info():

@@ -427,12 +427,7 @@ class Decode:
         """
         self._claims.remove(ticket.key)
         self._close_retry_window(ticket.key)
-        read = set[bytes]()
-        for fetch in self._of_ticket.get(ticket.key, ()):
-            for receiver in fetch.receivers:
-                if receiver.reading:
-                    fetch.unwanted = True  # so that its ranks are told when it ends
-                    read.add(receiver.peer.identity.incarnation)
+        read = self.read_yet(ticket.key)
         others = self._send_release(ticket, spared=read)
         links = await self._connect(ticket, others)
         for link in links:
@@ -492,10 +487,21 @@ class Decode:
         """Tell prefill ranks of what has succeeded, and count it: before counters are read, and soon at any rate."""
         try:
             while self._ending:
-                self._ending.pop(0).finish_success()
+                fetch = self._ending.pop(0)
+                fetch.finish_success(self.read_yet(fetch.key) if fetch.key in self._of_ticket else ())
         finally:  # of one that a log handler or an observer failed for the others hear nothing
             if self._ending:
                 self._site.loop.call_soon(self.finish_successes)
+
+    def read_yet(self, key: TicketKey) -> set[bytes]:
+        """Incarnations that are being read for a request that nobody needs: each is told so when that has ended."""
+        read = set[bytes]()
+        for fetch in self._of_ticket.get(key, ()):
+            for receiver in fetch.receivers:
+                if receiver.reading:
+                    fetch.unwanted = True
+                    read.add(receiver.peer.identity.incarnation)
+        return read
 
     def on_given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""

@@ -433,3 +433,19 @@ async def test_what_is_declined_while_it_is_read_is_released_when_it_has_been(st
     await freed(offer)
     assert tap.of(Release)
     await quiet(prefill, decode)
+
+
+async def test_what_is_read_yet_for_an_earlier_try_is_released_when_it_has_been(stage, tap):
+    """What succeeds says nothing yet to a prefill rank that the other one reads from."""
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
+    offer, transfer = await stage.in_flight(prefill, decode)
+    transfer.cancel()
+    stage.network.mend("*")
+    await decode.fetch(offer.ticket, [5, 6], tokens=range(8), timeout=20)
+    await asyncio.sleep(0.01)
+    assert stage.network.held("*")
+    assert not tap.of(Release)
+    stage.network.release("*")
+    await asyncio.wait({transfer.outcome})
+    await freed(offer)
+    await quiet(prefill, decode)

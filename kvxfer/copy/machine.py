@@ -814,7 +814,8 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
                     moved = True
                 if settle(state, ports, job):
                     _end(state, jobs, ports, slot, job[r.VERDICT], now)
-    if state[r.WATCHED] != 0 and now - state[r.LOOKED] >= _LOOK_BACK_NS:
+    # before the agent ends, too: what was forgotten then would not be seen again
+    if state[r.WATCHED] != 0 and (now - state[r.LOOKED] >= _LOOK_BACK_NS or state[r.CATCHING] == 1):
         state[r.LOOKED] = now
         for at in range(state[r.LIVE]):
             slot = state[r.LISTED + at]

@@ -260,3 +260,16 @@ async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_on
     rig.step(4, seconds=0.2)
     assert (rig.late, way.inside, way.lent, made.left) == ([False] * ends, 0, 0, False)
     assert rig.counted() == [0] * 5
+
+
+async def test_what_nobody_asks_for_gives_its_lock_back_though_the_agent_is_made_anew_before_it_was_looked_at(make):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    made = await rig.given_up(way=way, nbytes=PART)
+    rig.mover.forget(made)
+    rig.step()
+    assert way.inside == 1, "its parts are given back where the agent is called next"
+    assert await rig.rebuilt()
+    rig.step(4, seconds=0.2)
+    assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)

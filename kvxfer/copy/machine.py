@@ -221,6 +221,7 @@ def _free(state: Any, job: Any, slot: Any) -> None:
     if slot >= r.JOBS:
         state[r.SPARE + state[r.SPARE_COUNT]] = slot
         state[r.SPARE_COUNT] += 1
+        state[r.POSTED + job[r.PEER_NUMBER]] -= job[r.POST] != 0
     state[r.LIVE] -= 1
     at = 0
     while state[r.LISTED + at] != slot:
@@ -254,7 +255,6 @@ def _end_step(state: Any, ports: Any, flow: Any, job: Any) -> None:
     """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
     state[r.STIRRED] = 1  # also if this waited behind news that the pipe has just taken
     flow[r.ACTIVE] -= 1
-    state[r.POSTED + flow[r.PEER_NUMBER]] -= job[r.POST] != 0
     if flow[r.STARTED] == 0:
         flow[r.STARTED] = job[r.STARTED]
     flow[r.COPYING] += job[r.COPIED] - job[r.STARTED]

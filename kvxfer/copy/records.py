@@ -18,8 +18,8 @@ GREED: Final = 3
 """Of the others a peer gets one more while it has less than so many times as many as are free: so there is one for
 whoever has none, until all are taken."""
 ROWS: Final = JOBS + STEPS
-MOST_OWNERS: Final = 2048
-"""Owners that the machine knows, at least as many as copies."""
+MOST_OWNERS: Final = 3 * JOBS
+"""Owners that the machine knows: whose each copy is, to whom it goes, and to whom what went that is left of others."""
 QUEUE: Final = 64
 """Copies of one direction that are launched on a GPU at most."""
 
@@ -154,7 +154,7 @@ LISTED: Final = LANE_AT + LANES * LANE_WORDS  # slots that are not free
 DUE: Final = LISTED + ROWS  # slots whose event is owed, in the order in which they ended
 SPARE: Final = DUE + ROWS  # slots of steps that are free
 TAGS: Final = SPARE + STEPS  # where the last copy of each owner ends, as turns go
-POSTED: Final = TAGS + MOST_OWNERS  # rows of what is posted, or to be, by peer
+POSTED: Final = TAGS + MOST_OWNERS  # rows of what is posted, or to be, or is left of that, by peer
 FEED: Final = POSTED + MOST_OWNERS  # room for the record of a step
 INBOX: Final = FEED + RECORD_WORDS
 INBOX_RECORDS: Final = 16

@@ -273,3 +273,28 @@ async def test_what_nobody_asks_for_gives_its_lock_back_though_the_agent_is_made
     assert await rig.rebuilt()
     rig.step(4, seconds=0.2)
     assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
+
+
+async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make):
+    """Else it had those of all others too, one time-out after the other. Nor is it forgotten whose they are."""
+    rig = await make("b", "c", no_progress_timeout=0.5)
+    rig.network.hold("b")
+    most = (records.STEPS - records.KEPT) * records.GREED // (records.GREED + 1)
+    for number in range(most):
+        rig.post(number, 8, peer="b")
+    for _ in range(20):  # its pipe takes them one after the other
+        rig.step(50, seconds=0.02)
+        await rig.settle()
+    assert rig.state[records.LEFT_COUNT] == most
+    for number in range(records.MOST_OWNERS):
+        rig.submit("other", None, owner=("other", number))
+        rig.step()
+    rig.post("more", 8, peer="b")
+    rig.post("c", 8, peer="c")
+    rig.step(6)
+    assert (rig.network.held("b"), rig.result("c").outcome) == (most, Outcome.DONE)
+    rig.network.release("b")
+    rig.step(2 * records.JOBS, seconds=0.02)
+    assert rig.result("more").outcome is Outcome.DONE
+    assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
+    assert not rig.mover._sent

@@ -1,5 +1,7 @@
 """Posts of a flow: one behind the other, a gate for each, and what remains of one that ends in doubt."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from rigs import PART, Rig
@@ -298,3 +300,24 @@ async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make
     assert rig.result("more").outcome is Outcome.DONE
     assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
     assert not rig.mover._sent
+
+
+async def test_a_peer_is_not_taken_for_gone_because_it_was_before_the_agent_was_made_anew(make):
+    rig = await make()
+    native = dataclasses.replace(rig.mover._native, for_good=True)
+    rig.mover._native, rig.transport.native = native, lambda: native
+    rig.network.hold("b")
+    made = Posting(rig, allowed=1).flow
+    rig.step()
+    rig.network.mend("b")
+    rig.network.break_next("b", after_bytes=24, disconnected=True)
+    rig.mover.allow(made, 2)
+    rig.step(3)
+    assert rig.results["x"] == []
+    assert await rig.rebuilt()
+    rig.step(3)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    rig.post("y", PART)
+    await rig.settle()
+    rig.step(6)
+    assert rig.result("y").outcome is Outcome.DONE

@@ -200,13 +200,13 @@ def never_come_back(worker: Any) -> None:
 def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
     """Call `act` with each message for its decode role before that has it."""
     receiver = worker._service.decode
-    handle = receiver.handle
+    handle = receiver.on_message
 
     def handle_later(link: Any, message: Message) -> None:
         act(message)
         handle(link, message)
 
-    receiver.handle = handle_later
+    receiver.on_message = handle_later
     for link in worker._service.peers._links.values():
         link.on_message = handle_later
 

@@ -160,3 +160,21 @@ async def test_a_rank_that_gives_a_request_back_ends_its_own_transfers_of_it(sta
     offer = offer or prefill.offer("r", [1, 2], tokens=8)
     await decode[1].fetch(ticket, [3, 4], tokens=tokens, timeout=20)
     assert isinstance(await offer.released(), Released)
+
+
+async def test_a_rank_that_gave_a_request_back_before_it_was_offered_may_fetch_it_anew(stage):
+    """As after that: what it releases is what runs then."""
+    prefill = await stage.worker("prefill", Cache())
+    decode, _ = await stage.engine("decode", [Cache(heads=heads) for heads in (range(2), range(2, 4))])
+    ticket, tokens = prefill.engine.ticket("r"), range(8)
+    first = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20, keep=True)
+    await eventually(lambda: prefill.describe()["sending"] == 1)
+    (link,) = sessions(prefill)
+    hear(prefill, link, Release(prefill.engine.ref("r", 0)))
+    await raised(first, KvxferError)
+    again = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20)
+    await eventually(lambda: prefill.describe()["sending"] == 1)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await again
+    await decode[1].fetch(ticket, [3, 4], tokens=tokens, timeout=20)
+    assert isinstance(await offer.released(), Released)

@@ -264,7 +264,10 @@ class ServedWorker(Worker):
         self._opening = asyncio.current_task()
         if self._hurried:
             self.hurry()
-        await super().__aenter__()
+        try:
+            await super().__aenter__()
+        finally:
+            self._opening = None  # a task keeps what it returns: the tensors would live until a collection of garbage
         self._assembly.placement.bind()
         return self
 
@@ -290,7 +293,7 @@ class ServedWorker(Worker):
     def hurry(self) -> None:
         """Whoever waits for it was cancelled: open it no further; close without draining, or without draining on."""
         self._hurry()
-        if self._opening is not None:  # of no effect when it has ended
+        if self._opening is not None:
             self._opening.cancel()
 
 

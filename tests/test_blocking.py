@@ -1,8 +1,10 @@
 """The polling face: nothing blocks, every fetch and offer ends with one event, and nothing is left behind."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -747,3 +749,18 @@ def test_whether_to_keep_a_request_is_asked_when_its_fetch_begins(pair):
     transfer = pair.fetch("r", [2], 16, keep=np.ones(1))
     transfer.cancel()
     assert event(pair.decode, blocking.FetchFailed).transfer is transfer
+
+
+def test_tensors_that_were_given_back_are_not_kept_until_garbage_is_collected():
+    """Which may be late, or never: an engine may have frozen what it finds."""
+    with alone() as worker:
+        held = cache().tensors
+        kept = [weakref.ref(one.tensor) for one in held]
+        gc.disable()
+        try:
+            worker.register(held)
+            worker.unregister()
+            del held
+            assert not any(one() is not None for one in kept)
+        finally:
+            gc.enable()

@@ -631,7 +631,8 @@ class Outbox:
     def take(self, timeout: float) -> list[PollEvent]:
         """Every event that came since the last call; waits for the first one at most `timeout` seconds."""
         with self._changed:
-            if timeout > 0:
+            if timeout > 0 and not self._events:
+                check_may_block()
                 self._changed.wait_for(lambda: bool(self._events), timeout)
             events, self._events = self._events, []
             return events
@@ -1328,6 +1329,7 @@ class BlockingWorker:
 
         Raises:
             RequestError: If the time-out is no number.
+            UsageError: If it would wait in the thread of a worker's loop, on which alone events come.
         """
         return self._outbox.take(given_seconds(timeout, 0.0))
 

@@ -717,6 +717,7 @@ def test_what_blocks_is_refused_in_the_thread_of_its_loop(pair):
         pair.prefill.close,
         transfer.give_up,
         lambda: transfer.wait_layer(0),
+        lambda: pair.decode.poll(PATIENCE),
         lambda: alone().register([]),
     ]
     said, over = [], threading.Event()

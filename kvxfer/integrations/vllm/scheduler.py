@@ -405,7 +405,7 @@ def _inputs(request: Any, tokens: int) -> list[Any]:
 def _rows(request: Any, tokens: int) -> tuple[bytes, list[bool] | None]:
     """What tells embeddings from others, and which tokens have them instead of an id; None: all."""
     told, has_id = blake2b(), request.prompt_is_token_ids
-    for rows in request.prompt_embeds[:tokens].split(_ROWS_AT_ONCE):
+    for rows in request.prompt_embeds[:tokens].detach().split(_ROWS_AT_ONCE):  # of a layer's they may want gradients
         told.update(rows.float().contiguous().numpy())  # exact; of what models compute in numpy does not know all
     return told.digest(), None if has_id is None else has_id[:tokens]
 

@@ -342,9 +342,13 @@ def adapter(name="an adapter", path="/adapters/1"):
 ADAPTER = adapter()
 
 
-def embedded(value=0.0, *, tokens=None, without=80):
-    """A prompt of embeddings alone, or where tokens are given one of which these are the tokens until the last ones."""
-    given = {"prompt_embeds": torch.full((80, 8), value, dtype=torch.bfloat16), "prompt_is_token_ids": None}
+def embedded(value=0.0, *, tokens=None, without=80, grown=False):
+    """A prompt of embeddings alone, or where tokens are given one of which these are the tokens until the last ones.
+
+    Those that a layer of the caller's has made want gradients (`grown`).
+    """
+    rows = torch.full((80, 8), value, dtype=torch.bfloat16, requires_grad=grown)
+    given = {"prompt_embeds": rows, "prompt_is_token_ids": None}
     if tokens is None:
         return given | {"prompt_token_ids": None, "all_token_ids": 80 * [0]}
     return given | {"prompt_token_ids": [*tokens], "prompt_is_token_ids": [at >= without for at in range(80)]}
@@ -372,6 +376,7 @@ def shown(*images):
         ({"mm_features": shown("cat", "dog")}, {"mm_features": shown("cat", "dog", "of the question")}, True),
         ({"mm_features": shown("cat")}, {"mm_features": shown("cat"), "lora_request": ADAPTER}, False),
         (embedded(), embedded(), True),
+        (embedded(grown=True), embedded(), True),
         (embedded(), embedded(1.0), False),
         (embedded(), {}, False),
         (embedded(), {"all_token_ids": 80 * [0]}, False),

@@ -343,9 +343,11 @@ class SchedulerSide:
     def _answer(self, request: Any, ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a decode engine has of a request: all but the last token that it sampled."""
         name, tokens = request.request_id, min(request.num_computed_tokens, len(request.all_token_ids) - 1)
-        params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
         # of embeddings the next turn has more, which are then others
-        if params is None or name in self._names or _is_embedded(request) or not self._tells(request, tokens):
+        if name in self._names or _is_embedded(request) or not self._tells(request, tokens):
+            return False, None
+        params = self._params(request, _Produced(name, tokens, offered=tokens), back=True)
+        if params is None:
             return False, None
         self._names[name] = name
         blocks: Blocks = {

@@ -420,6 +420,13 @@ def test_where_names_do_not_tell_what_images_show_all_else_is_told():
     assert not loaded(one, one, here=numbered), "numbers begin anew in each engine"
 
 
+def test_an_answer_to_embeddings_is_not_offered_nor_are_they_read():
+    """All that the engine computes would wait for that."""
+    scheduler, coming = announced(wanted(), 7, 8, 9, answers=True)
+    scheduler.build_connector_meta(step())
+    assert answered(scheduler, said(coming, range(40), prompt_embeds=object())) == (False, None)
+
+
 def test_an_answer_about_images_that_names_do_not_tell_is_not_offered():
     for images, names, given in ((("cat",), True, True), (("1-image-0",), False, False), ((), False, True)):
         scheduler, coming = announced(wanted(), 7, 8, 9, answers=True, named=names)

@@ -399,7 +399,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 def _known_as(model: Any) -> str:
     """A model by its name, and by what of an engine's settings decides what is cached of a token."""
     rope: Any = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    kinds = rope.values() if all(isinstance(kind, Mapping) for kind in rope.values()) else [rope]  # by kinds of layers
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # it may be by kinds of layers
     first = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     name = f"{model.model}, revision {model.revision}" if model.revision else str(model.model)
     if any(model.max_model_len > tokens for tokens in first):  # vLLM then turns K of all prompts by other angles

@@ -235,7 +235,8 @@ def configured_ranks(wires):
         settings.append(pair.prefill.workers.call("settings", {}, "kv_both", 0, changed))
     factors = {"rope_type": "longrope", "original_max_position_embeddings": 256}
     models: list[dict[str, Any]] = [{"revision": "r1"}]
-    for rope in ({"rope_type": "default"}, factors, {"full": {"rope_type": "default"}, "sliding": factors}):
+    by_kind = {"full": {"rope_type": "default"}, "sliding": factors, "without": None}
+    for rope in ({"rope_type": "default"}, factors, by_kind):
         for tokens in (256, 257):
             models.append({"hf_text_config": SimpleNamespace(rope_parameters=rope), "max_model_len": tokens})
     known = [pair.prefill.workers.call("settings", {}, "kv_both", 0, {"model": model}) for model in models]

@@ -231,7 +231,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         settings = extra.kvxfer | {"rank": parallel.rank, "world": parallel.world_size}
         self._trust_layout: Final = extra.trust_layout
         config = Config.load(**settings)
-        ours: dict[str, Any] = {"engine": transfer.engine_id, "model": _known_as(model)}
+        settings["model"] = _known_as(model, config.model if "model" in config.model_fields_set else None)
+        ours: dict[str, Any] = {"engine": transfer.engine_id}
         if extra.key_file is None:  # else prompts may be claimed before they are computed, and queue for long
             ours["unclaimed_timeout"] = _UNCLAIMED_SECONDS
         indexed = any(group.indexed for group in groups)
@@ -396,12 +397,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._worker.close()
 
 
-def _known_as(model: Any) -> str:
-    """A model by its name, and by what of an engine's settings decides what is cached of a token."""
+def _known_as(model: Any, given: str | None) -> str:
+    """A model by the name that was given, or its own, and by what else decides what is cached of a token."""
     rope: Any = getattr(model.hf_text_config, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # it may be by kinds of layers
     first = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     name = f"{model.model}, revision {model.revision}" if model.revision else str(model.model)
-    if any(model.max_model_len > tokens for tokens in first):  # vLLM then turns K of all prompts by other angles
-        name += ", long factors of RoPE"
-    return name
+    name = name if given is None else given  # empty: any model will do
+    long = any(model.max_model_len > tokens for tokens in first)  # vLLM then turns K of all prompts by other angles
+    return f"{name}, long factors of RoPE" if name and long else name

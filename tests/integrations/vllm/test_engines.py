@@ -136,7 +136,8 @@ def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     assert facts["zeroed"] == [None, ()], "nothing is loaded behind the last token, where state of others may lie"
     whole = [("fail", "only prefills"), *(("recompute", how) for how in ("overlap", "v2", "only prefills"))]
     assert [run for run, inside in facts["steps"].items() if not inside] == whole
-    long = "model, long factors of RoPE"  # with which vLLM turns K of all prompts otherwise
-    assert facts["models"] == ["model, revision r1", "model", "model", "model", long, "model", long]
+    long = ", long factors of RoPE"  # with which vLLM turns K of all prompts otherwise
+    own = ["model, revision r1", "model", "model", "model", f"model{long}", "model", f"model{long}"]
+    assert facts["models"] == [*own, "given", f"given{long}"]
     assert [how for how, named in facts["named"].items() if not named] == [(False, 0)], "else some cache wants a hash"
     assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

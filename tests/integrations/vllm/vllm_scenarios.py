@@ -239,7 +239,8 @@ def configured_ranks(wires):
     for rope in ({"rope_type": "default"}, factors, by_kind):
         for tokens in (256, 257):
             models.append({"hf_text_config": SimpleNamespace(rope_parameters=rope), "max_model_len": tokens})
-    known = [pair.prefill.workers.call("settings", {}, "kv_both", 0, {"model": model}) for model in models]
+    changes = [{"model": model} for model in models] + [given | {"model": model} for model in models[-2:]]
+    known = [pair.prefill.workers.call("settings", {}, "kv_both", 0, changed) for changed in changes]
     zeroing = {"zeroes": False}, {"zeroes": True}
     zeroed = [KvxferConnector(*configured(ENGINE | more, None)).get_loaded_kv_cache_group_ids("r") for more in zeroing]
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]

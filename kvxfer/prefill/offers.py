@@ -599,7 +599,7 @@ class OfferBook:
                 self.attach(offer, fetch)
                 fetch.wake()
             for who in early.releases.values():
-                self._count_release(offer, who)  # a fetch of its own that is still there came later
+                self.release(offer.key, who, kept=True)
         self.watch(offer.key, offer.lease)
 
     def find(self, key: RequestKey) -> Entry | Code | None:
@@ -680,33 +680,32 @@ class OfferBook:
         self.watch(offer.key, offer.lease)
         return True
 
-    def release(self, key: RequestKey, who: Identity, *, declined: bool = False) -> None:
-        """One rank of a decode engine is done with the request; `declined` if it never wanted it."""
-        found = self.find(key)
+    def release(self, key: RequestKey, who: Identity, *, declined: bool = False, kept: bool = False) -> None:
+        """One rank of a decode engine is done with the request; `declined` if it never wanted it.
+
+        It ends that rank's transfers, but not if it was `kept` until the offer came: these were begun after it.
+        """
+        found, engine = self.find(key), who.epoch
         if isinstance(found, Entry):
-            for transfer in tuple(found.transfers):
+            if found.engine is None:
+                self.bind(found, engine, who.world)
+            if found.engine != engine:
+                return  # of an engine that was superseded: the offer is another one's now
+            for transfer in () if kept else tuple(found.transfers):
                 if transfer.peer.identity.incarnation == who.incarnation:
                     transfer.stop(_OVER)
-            self._count_release(found, who)
+            if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
+                found.released_ranks.add(who.rank)
+            if len(found.released_ranks) >= found.world:
+                found.end(_RELEASED, _OVER)
         elif found is None:
             early = self._keep_early(key, who.incarnation)
             if early is not None and len(early.releases) < MAX_WORLD:
-                early.releases[who.epoch, who.rank] = who
+                early.releases[engine, who.rank] = who
                 early.declined |= declined
                 for fetch in tuple(early.fetches):
                     if fetch.peer.identity.incarnation == who.incarnation:
                         fetch.stop(_OVER)
-
-    def _count_release(self, offer: Entry, who: Identity) -> None:
-        """The offer ends when each rank of its engine has released it."""
-        if offer.engine is None:
-            self.bind(offer, who.epoch, who.world)
-        if offer.engine != who.epoch:
-            return  # of an engine that was superseded: the offer is another one's now
-        if len(offer.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
-            offer.released_ranks.add(who.rank)
-        if len(offer.released_ranks) >= offer.world:
-            offer.end(_RELEASED, _OVER)
 
     def keep_alive(self, offer: Entry) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""

@@ -735,20 +735,6 @@ class Mover:
         self._owners[owner] = new if number < 0 else number
         return ~new if number < 0 else number
 
-    def _uncount(self, owner: Hashable) -> None:
-        """One has a job less: without any its number may be another's."""
-        self._sent[owner] -= 1
-        if not self._sent[owner]:
-            del self._sent[owner]
-        self._machine.state[records.OWNERS] = len(self._sent)
-
-    def _leave_peer(self, job: CopyJob) -> None:
-        """The machine has no row of a post any more, nor the lock in front of its peer's memory."""
-        if job.post is not None:
-            self._uncount((_PEER, job.post.peer))
-        if job.passage is not None:
-            job.passage.give_back()
-
     # --- flows
 
     def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[_Step]:
@@ -895,6 +881,17 @@ class Mover:
             flow.late = True
             self._report_late(flow)
 
+    def _leave_peer(self, job: CopyJob) -> None:
+        """The machine has no row of a post in doubt any more, nor the lock in front of its peer's memory."""
+        if job.post is not None:
+            peer = _PEER, job.post.peer
+            self._sent[peer] -= 1
+            if not self._sent[peer]:
+                del self._sent[peer]
+            self._machine.state[records.OWNERS] = len(self._sent)
+        if job.passage is not None:
+            job.passage.give_back()
+
     # --- events of the machine
 
     def _read_events(self) -> None:
@@ -936,9 +933,13 @@ class Mover:
         job = flow.job
         del self._flows[flow.slot]
         self._free.append(flow.slot)
-        self._uncount(job.owner)
-        if not flow.left:
-            self._leave_peer(job)
+        for owner in (job.owner,) if flow.left or job.post is None else (job.owner, (_PEER, job.post.peer)):
+            self._sent[owner] -= 1  # without a job its number may be another's
+            if not self._sent[owner]:
+                del self._sent[owner]
+        self._machine.state[records.OWNERS] = len(self._sent)
+        if job.passage is not None and not flow.left:
+            job.passage.give_back()
         self._awaiting -= flow.awaits
         while self._queue and self._free:  # one of them may have to wait elsewhere, and does not take it
             self._start(self._queue.popleft())

@@ -520,7 +520,7 @@ class Site:
     written_in_place: dict[bytes, int] = field(default_factory=dict[bytes, int])
     # by incarnation of the peer and direction (true: sending), the task that compiles the kernels for it
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
-    # by incarnation, trust and direction, what was found of a peer: `support`, but for what could not be mapped
+    # by incarnation, trust and direction, what was found of a peer: `route_support`, but for what could not be mapped
     support_of: dict[tuple[bytes, bool, bool], tuple[PeerInfo, RouteSupport]] = field(default_factory=dict)
     draining: bool = False  # true once new work is refused
     incarnation: bytes = field(init=False)  # of this rank, drawn at start

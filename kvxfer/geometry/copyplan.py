@@ -1,9 +1,9 @@
 """The plan of one copy: small tables from which every address is computed.
 
-Listing all pieces costs tens of nanoseconds each, and there may be millions. Those of some rows
-are counted, and those of twice as many: the difference stands for each further lot of rows. So it is seen where pieces
-merge across rows, as they do wherever blocks follow each other, even if all rows are one piece. The last row may
-be cut by the token range, and stands for itself.
+Listing all pieces costs tens of nanoseconds each, and there may be millions. Those of some rows are
+counted, and those of twice as many: the difference stands for each further lot of rows. So it is seen where pieces
+merge across rows, as they do wherever blocks follow each other, even if all rows are one piece. The last row may be cut
+by the token range, and stands for itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence

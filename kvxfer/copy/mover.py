@@ -66,6 +66,8 @@ _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _first_byte: Final = cast("Callable[[Any], ctypes.c_char]", ctypes.c_char.from_buffer)  # numpy takes 3 us to say it
+_read, _write = ctypes.PyDLL(None).read, ctypes.PyDLL(None).write
+"""Unlike those of `os` they keep the interpreter, which a thread that waits for it may not give back for 5 ms."""
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
 _GAP: Final = 8 * (records.HEARD - records.QUIET - 1)
 _ON: Final = struct.Struct(f"<2q24xq80x4q{_GAP}xq{8 * (records.RECORD_WORDS - records.HEARD - 1)}x")
@@ -221,6 +223,7 @@ class Mover:
         self._parked: Final[deque[Flow]] = deque()  # those for which there is none
         self._unfired: list[_Step] = []  # whose events need the interpreter
         self._preparing: Final = asyncio.Semaphore(_MOST_PREPARING)
+        self._inbox: Final = ctypes.create_string_buffer(_READ_BYTES)
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._unreported = 0  # flows of which nobody was told yet
         self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
@@ -897,10 +900,9 @@ class Mover:
     def _read_events(self) -> None:
         """Take what the machine says."""
         first = not self._news  # else a turn in which the rest is told is due
-        try:
-            self._news.extend(_EVENT.iter_unpack(os.read(self._machine.news, _READ_BYTES)))
-        except BlockingIOError:  # there is none after all
+        if (nbytes := _read(self._machine.news, self._inbox, len(self._inbox))) < 0:  # there is none after all
             return
+        self._news.extend(_EVENT.iter_unpack(memoryview(self._inbox)[:nbytes]))
         if first:
             self._deliver()
 
@@ -1139,7 +1141,9 @@ class _Machine:
             self._unsent.append(record)
         else:
             try:
-                os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
+                # a pipe takes so few bytes whole, or not at all
+                if _write(self._commands, record, len(record)) < 0:
+                    os.write(self._commands, record)
             except BlockingIOError:
                 self._loop.add_writer(self._commands, self._write_pending)
                 self._unsent.append(record)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from copy_plans import CANARY, contiguous_rows, expected
 from stepped import Flag, Reports, World, kind, until
 
 from kvxfer.copy import READY, CopyJob, Direction, records
-from kvxfer.copy.mover import Mover, _machines
+from kvxfer.copy.mover import _POKE, Mover, _machines
 from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.runtime import ThreadRuntime
@@ -158,6 +159,31 @@ async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
     assert world.order[-1] == "cancelled" or kind(world.outcomes["cancelled"]) == "stopped"
     assert [name for name in world.order if name != "cancelled"] == list(range(700))
     assert len(world.machine._unsent) == 0
+
+
+async def test_a_thread_that_wants_the_interpreter_does_not_get_it_from_the_pipes(mover):
+    """What gives it up for a call has it again only when that thread gives it up, or has had it for 5 ms."""
+    turns, over, interval = [], threading.Event(), sys.getswitchinterval()
+
+    def want():
+        while not over.is_set():
+            turns.append(None)
+            time.sleep(0)
+
+    other = threading.Thread(target=want)
+    sys.setswitchinterval(60)
+    try:
+        other.start()
+        await until(lambda: turns)
+        before = len(turns)
+        for _ in range(100):  # for which there is room in the pipe
+            mover._machine.send(_POKE)
+            mover._read_events()
+        assert len(turns) == before
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join()
 
 
 # --- leases and cancelling

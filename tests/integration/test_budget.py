@@ -26,7 +26,7 @@ BUDGETS = {
 }
 """What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
 modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
-FURTHER = {"mapped": 0.6, "staged": 5}
+FURTHER = {"mapped": 0.6, "staged": 2}
 """Calls that a further chunk may take, both ends and asyncio included. The goal for either is 0."""
 FETCHES = 20
 

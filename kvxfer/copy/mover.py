@@ -909,20 +909,23 @@ class Mover:
     def _deliver(self) -> None:
         """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
         until = self._runtime.now() + TURN_SECONDS
-        while self._news:
-            event = self._news.popleft()
-            if event[1] & records.OUTCOMES == records.PASSING and self._news and self._news[0][0] == event[0]:
-                continue  # the next one says more of the same flow
-            slot, flags, code, started, *times = event
-            if slot == records.NOBODY:
-                self._on_caught()
-            elif slot < records.JOBS:
-                self._on_flow(self._flows[slot], flags, code, started, *times)
-            else:
-                self._on_step(slot, started, flags, flags & records.OUTCOMES, code, times[2])
-            if self._news and self._runtime.now() >= until:
+        try:
+            while self._news:
+                event = self._news.popleft()
+                if event[1] & records.OUTCOMES == records.PASSING and self._news and self._news[0][0] == event[0]:
+                    continue  # the next one says more of the same flow
+                slot, flags, code, started, *times = event
+                if slot == records.NOBODY:
+                    self._on_caught()
+                elif slot < records.JOBS:
+                    self._on_flow(self._flows[slot], flags, code, started, *times)
+                else:
+                    self._on_step(slot, started, flags, flags & records.OUTCOMES, code, times[2])
+                if self._runtime.now() >= until:
+                    break
+        finally:  # also where a signal has interrupted it: nobody else would tell the rest
+            if self._news:
                 self._loop.call_soon(self._deliver)
-                return
 
     def _on_caught(self) -> None:
         """What was under way is given up."""
@@ -1007,15 +1010,16 @@ class Mover:
             flow.job.done(outcome)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `done` must not raise: the others still hear
             self._loop.call_exception_handler({"message": "nobody took the end of a copy", "exception": error})
-        if not flow.left:
-            flow.kept.clear()
-        self._unreported -= 1
-        if self._refusing and not self._unreported:
-            if not self._idle.done():
-                self._idle.set_result(None)
-            if self._closing:
-                self._stop_reading()
-                self._machine.stop()
+        finally:
+            if not flow.left:
+                flow.kept.clear()
+            self._unreported -= 1
+            if self._refusing and not self._unreported:
+                if not self._idle.done():
+                    self._idle.set_result(None)
+                if self._closing:
+                    self._stop_reading()
+                    self._machine.stop()
 
 
 class _Machine:

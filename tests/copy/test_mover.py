@@ -148,6 +148,20 @@ async def test_a_report_that_raises_strands_nobody(world, error):
     assert seen == [error] * 3
 
 
+async def test_a_signal_that_interrupts_a_report_strands_nobody(world):
+    def done(outcome):
+        raise KeyboardInterrupt
+
+    world.mover.submit(CopyJob(pack(world.plan()), done), Direction.GATHER)
+    world.submit("after")
+    for _ in range(8):  # both are in the pipe when it is read
+        world.machine.step()
+    with pytest.raises(KeyboardInterrupt):
+        world.mover._read_events()
+    await world.settle()
+    assert world.order == ["after"]
+
+
 async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
     """The machine stands still meanwhile, as behind a call of a driver: the loop does not."""
     for number in range(700):

@@ -27,6 +27,7 @@ from kvxfer.errors import (
     BusyError,
     ClosedError,
     Code,
+    FabricError,
     KvxferError,
     MemoryInDoubtError,
     PeerError,
@@ -122,9 +123,9 @@ class LoopThread:
         self._thread: Final = threading.Thread(target=self._run, name="kvxfer-loop", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
             self._loop.close()
-            raise
+            raise FabricError(f"the system lets this process start no thread kvxfer-loop: {error}") from error
 
     def _run(self) -> None:
         _running.loop = self

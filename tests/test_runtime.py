@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvxfer import runtime as module
+from kvxfer.blocking import LoopThread
 from kvxfer.errors import FabricError
 from kvxfer.runtime import ThreadRuntime
 
@@ -57,13 +58,20 @@ def test_stop_is_bounded_and_says_whether_it_ended():
     assert stop(LONG)
 
 
-def test_where_no_thread_can_be_started_that_is_said(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("kvxfer-probe", lambda: ThreadRuntime().drive("kvxfer-probe", SimpleNamespace(run=lambda: None))),
+        ("kvxfer-loop", LoopThread),
+    ],
+)
+def test_where_no_thread_can_be_started_that_is_said(monkeypatch, name, start):
     def refused(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(FabricError, match="no thread kvxfer-probe: can't start new thread"):
-        ThreadRuntime().drive("kvxfer-probe", SimpleNamespace(run=lambda: None))
+    with pytest.raises(FabricError, match=f"no thread {name}: can't start new thread"):
+        start()
 
 
 # --- numbers

@@ -482,6 +482,11 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         return Settling()
 
     @property
+    def going_on(self) -> bool:
+        """Whether it has not ended, and has no reason to yet."""
+        return not self.done and self._error is None
+
+    @property
     def doubtful(self) -> bool:
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
         return False in [receiver.finished for receiver in self.receivers]

@@ -510,11 +510,11 @@ class Decode:
     def on_failure(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
         site, ticket, links = self._site, fetch.ticket, tuple(fetch.links)
+        if self._goes_on(ticket.key):
+            return
 
         def over() -> None:
             self._retries.pop(ticket.key, None)
-            for left in self._of_ticket.get(ticket.key, ()):
-                left.unwanted = True
             self._release_request(ticket, links)
 
         self._close_retry_window(ticket.key)
@@ -648,6 +648,13 @@ class Decode:
             if not same:
                 del self._of_ticket[fetch.key]
 
+    def _goes_on(self, key: TicketKey) -> bool:
+        """Whether a fetch of the request goes on. What becomes of the request is its business then, old or new."""
+        going_on = [fetch for fetch in self._of_ticket.get(key, ()) if fetch.going_on]
+        for fetch in going_on:
+            fetch.superseded = False
+        return bool(going_on)
+
     def _close_retry_window(self, key: TicketKey) -> None:
         timer, _ = self._retries.pop(key, (None, None))
         if timer is not None:
@@ -658,11 +665,15 @@ class Decode:
 
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
         """
-        same = self._of_ticket.get(ticket.key, ())
-        if not all(fetch.done for fetch in same):
-            return  # tried again meanwhile
+        if self._goes_on(ticket.key):
+            return
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here
+        same = self._of_ticket.get(ticket.key, ())
+        for left in same:  # what has not ended yet, or is in doubt, comes here when it has
+            left.unwanted = True
+        if not all(fetch.done for fetch in same):
+            return
         doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
         others = self._send_release(ticket, links, doubtful)
         if soon := [one for one in others if one in self.peers.connecting]:  # in an order that a seed repeats

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 from inside import before_connecting, being_stopped, connect, keep_gathers, keep_scatters, unanswered
-from stage import SOON, Cache, Copied, Tap, eventually, frames, quiet
+from stage import SOON, Cache, Copied, Gate, Tap, eventually, frames, quiet
 from wire import virtual
 
 import kvxfer
@@ -320,6 +320,49 @@ async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(s
     await doubt.value.settled()
     await kept(offer, prefill)
     await offer.withdraw()
+
+
+# --- several at a time
+
+
+@pytest.mark.parametrize("first_ends", ["cancelled", "in doubt"])
+async def test_a_retry_that_is_given_up_first_frees_the_blocks_when_both_have_ended(stage, source, target, first_ends):
+    """The first one is still being written, or in doubt about that."""
+    options = SOON if first_ends == "in doubt" else {}
+    prefill, decode = await stage.pair(source, target, route="direct", offer_lease=120.0, **options)
+    offer, first = await stage.in_flight(prefill, decode, "decode")
+    first.cancel()
+    if first_ends == "in doubt":
+        with pytest.raises(kvxfer.MemoryInDoubt):
+            await first
+    second = decode.start_fetch(offer.ticket, [5, 6], tokens=TOKENS, after=Gate())
+    await eventually(lambda: frames(prefill, "Fetch") == 2)
+    with pytest.raises(asyncio.CancelledError):
+        await cancels_the_transfer(second)
+    assert offer.state.value == "live"
+    stage.network.release("decode")
+    if first_ends == "cancelled":
+        with pytest.raises(asyncio.CancelledError):
+            await first
+    await freed(offer)
+    await quiet(prefill, decode)
+
+
+@virtual
+async def test_an_older_fetch_that_fails_is_kept_for_a_retry_and_not_for_its_lease(one):
+    """The younger one was given up while it went on."""
+    await one.pair(offer_lease=60.0)
+    offer = one.prefill.offer("r", streaming=True)
+    older = one.start("r", timeout=3.0)
+    await asyncio.sleep(1.0)
+    younger = one.start("r", ids=(5, 6))
+    await asyncio.sleep(0.5)
+    younger.cancel()
+    outcome, _ = await one.timed(older)
+    ended = one.now
+    assert isinstance(outcome, kvxfer.TransferTimeoutError)
+    assert isinstance(await offer.released(), kvxfer.Released)
+    assert 2.0 <= one.now - ended <= 2.1
 
 
 # --- errors

@@ -1,7 +1,7 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice, repeat
@@ -479,6 +479,8 @@ class Decode:
             del self.incoming[receiver.protocol.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
+        # those that go on by now: one that begins in this turn comes too late
+        fetch.superseded = fetch.key in self._of_ticket and self._goes_on(fetch.key)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
             self._site.loop.call_soon(self.finish_successes)
         self._ending.append(fetch)
@@ -488,7 +490,7 @@ class Decode:
         try:
             while self._ending:
                 fetch = self._ending.pop(0)
-                fetch.finish_success(self.read_yet(fetch.key) if fetch.key in self._of_ticket else ())
+                fetch.finish_success(self._told_later(fetch) if fetch.key in self._of_ticket else ())
         finally:  # of one that a log handler or an observer failed for the others hear nothing
             if self._ending:
                 self._site.loop.call_soon(self.finish_successes)
@@ -654,6 +656,12 @@ class Decode:
         for fetch in going_on:
             fetch.superseded = False
         return bool(going_on)
+
+    def _told_later(self, fetch: Fetch) -> Collection[bytes]:
+        """Incarnations to which its success is told later: those that its request is still fetched, or read, from."""
+        if fetch.superseded:  # `Release` would end that
+            return {link.peer.identity.incarnation for link in fetch.links}
+        return self.read_yet(fetch.key)
 
     def _close_retry_window(self, key: TicketKey) -> None:
         timer, _ = self._retries.pop(key, (None, None))

@@ -365,6 +365,21 @@ async def test_an_older_fetch_that_fails_is_kept_for_a_retry_and_not_for_its_lea
     assert 2.0 <= one.now - ended <= 2.1
 
 
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_request_may_be_fetched_in_parts_at_a_time(stage, source, target, route):
+    """The first that has come ends no other, and the last one frees the blocks."""
+    prefill, decode = await stage.pair(source, target, route=route)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    offer, first = stage.begin(prefill, decode, into=[3], tokens=range(4), offered={"tokens": 8})
+    second = decode.start_fetch(offer.ticket, kvxfer.Span([4], 4), tokens=range(4, 8), after=(gate := Gate()))
+    await first
+    await asyncio.sleep(0.05)
+    gate.fired = True
+    await second
+    copied.check()
+    await freed(offer)
+
+
 # --- errors
 
 

@@ -589,6 +589,13 @@ class RowSide:
             return np.ones(len(tokens), np.bool_)
         return np.asarray((tokens // self.chunk) % self.of == self.rank)
 
+    def held(self, start: int, stop: int, step: int) -> I64:
+        """Every so many of its token rows in [start, stop); its turns and `start` are multiples of the step."""
+        if self.of == 1:
+            return np.arange(start, stop, step, dtype=np.int64)
+        turns, rest = np.divmod(np.arange(self.before(start), self.before(stop), step, dtype=np.int64), self.chunk)
+        return (turns * self.of + self.rank) * self.chunk + rest
+
     def local(self, tokens: I64) -> I64:
         """How many tokens before these this rank holds: where in its blocks they are, if it holds them."""
         if self.of == 1:

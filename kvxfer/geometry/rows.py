@@ -309,9 +309,11 @@ def meet(
                 f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
                 f"{MAX_ROWS} rows that a plan may have: fetch them in parts, or use larger blocks"
             )
-        begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
-        if src.of > 1 or dst.of > 1:
-            begin = begin[src.holds(begin) & dst.holds(begin)]
+        if last > first and dst.before(last) > _reach(dst, dst_span):  # rows that a peer gives no blocks are not made
+            raise _not_covered(group, "destination", dst, dst_span, range(first, last))
+        begin = dst.held(first // grid * grid, last if last > first else 0, grid)
+        if src.of > 1:
+            begin = begin[src.holds(begin)]
         table = np.empty((len(begin), 5), np.int64)  # filled in place: fresh memory costs more than the sums
         table[:, 4] = grid
         if len(begin):  # only the first and the last row may be cut
@@ -342,13 +344,23 @@ def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I
     last = max(due, 1) - 1
     short = due and int(position[last] + count[last]) > len(ids) * at.block_tokens
     if position[0] < first % id_rows or short:
-        have = f"{len(ids)} blocks of {at.block_tokens} from token {span.first_token}"
-        need = f"tokens {int(begin[0]) * unit}..{int(begin[last] + count[last]) * unit - 1}"
-        raise BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
+        raise _not_covered(group, side, at, span, range(int(begin[0]), int(begin[last] + count[last])))
     block, inside = np.divmod(position, at.block_tokens)
     if int(block[-1]) < len(ids):
         return ids[block], inside
     return np.append(ids, _UNKNOWN)[np.minimum(block, len(ids))], inside
+
+
+def _reach(at: RowSide, span: Span) -> int:
+    """One past the last token row that a block list holds, counted as `RowSide.before` does."""
+    id_rows = at.block_ratio * at.block_tokens
+    return at.before(span.first_token // at.tokens_per_row) // id_rows * id_rows + len(span.ids) * id_rows
+
+
+def _not_covered(group: str, side: str, at: RowSide, span: Span, rows: range) -> BlocksError:
+    have = f"{len(span.ids) * at.block_ratio} blocks of {at.block_tokens} from token {span.first_token}"
+    need = f"tokens {rows.start * at.tokens_per_row}..{rows.stop * at.tokens_per_row - 1}"
+    return BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
 
 
 def token_count(tokens: int) -> range:

@@ -1,5 +1,7 @@
 """Block lists and the rows in which they meet."""
 
+import contextlib
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -257,3 +259,15 @@ def test_state_belongs_to_the_last_token() -> None:
     assert table(rows.within(11, 12)) == table(rows.within(3, 12)) == table(rows)
     with pytest.raises(BlocksError, match="group 'a' is state: 2 slots at the source, 1 at the destination"):
         meet("a", STATE, STATE, span(5, 2), span(1), range(12))
+
+
+@pytest.mark.parametrize("dst", [PLAIN, replace(PLAIN, rank=1, of=2), replace(PLAIN, rank=1, of=2, chunk=1 << 31)])
+def test_who_names_few_blocks_for_a_long_range_costs_little(dst: RowSide) -> None:
+    """A peer may do that while the request grows: nothing is made for tokens that its blocks do not hold."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(BlocksError):
+            assert not len(meet("g", PLAIN, dst, span(5), span(), range(1 << 24), covered=8))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

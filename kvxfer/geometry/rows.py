@@ -334,7 +334,7 @@ def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I
     The list must hold those of which a token row ends before `covered` (it belongs to its last token): if the first
     and the last of them are inside, all are. The blocks of later ones may be unknown.
     """
-    ids, unit, id_rows = at.kernel_blocks(np.asarray(span.ids)), at.tokens_per_row, at.block_ratio * at.block_tokens
+    ids, unit, id_rows = np.asarray(span.ids), at.tokens_per_row, at.block_ratio * at.block_tokens
     first = at.before(span.first_token // unit)
     position = at.local(begin)
     if origin := first // id_rows * id_rows:
@@ -342,13 +342,16 @@ def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I
     complete = covered // unit
     due = len(begin) if complete > begin[-1] else bisect_left(begin, complete)
     last = max(due, 1) - 1
-    short = due and int(position[last] + count[last]) > len(ids) * at.block_tokens
+    short = due and int(position[last] + count[last]) > len(ids) * id_rows
     if position[0] < first % id_rows or short:
         raise _not_covered(group, side, at, span, range(int(begin[0]), int(begin[last] + count[last])))
-    block, inside = np.divmod(position, at.block_tokens)
-    if int(block[-1]) < len(ids):
-        return ids[block], inside
-    return np.append(ids, _UNKNOWN)[np.minimum(block, len(ids))], inside
+    which, inside = np.divmod(position, id_rows)
+    known = int(which[-1]) < len(ids)
+    block = ids[which] if known else np.append(ids, _UNKNOWN)[np.minimum(which, len(ids))]
+    if at.block_ratio > 1:  # not all kernel blocks of an id: a peer says how many that are
+        part, inside = np.divmod(inside, at.block_tokens)
+        block = np.where(block < 0, block, block * at.block_ratio + part)
+    return block, inside
 
 
 def _reach(at: RowSide, span: Span) -> int:

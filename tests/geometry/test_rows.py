@@ -17,6 +17,7 @@ from kvxfer.geometry.rows import Blocks, Rows, meet
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)
+MANY = replace(PLAIN, block_ratio=1 << 24)
 
 
 def geometry(*groups: str, null: int | None = None, **rest: Any) -> CacheGeometry:
@@ -271,3 +272,18 @@ def test_who_names_few_blocks_for_a_long_range_costs_little(dst: RowSide) -> Non
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("sides", [(PLAIN, MANY), (MANY, PLAIN)])
+def test_an_id_of_many_kernel_blocks_costs_no_more_than_its_rows(sides: tuple[RowSide, RowSide]) -> None:
+    """A peer says how many they are, and its word alone stands for the memory that they take there."""
+    one, two = ([3], [5, 2]) if sides[0] is not PLAIN else ([5, 2], [3])
+    tracemalloc.start()
+    try:
+        rows = meet("g", *sides, span(*one), span(*two), range(2, 8))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    many, few = (2, 0) if sides[0] is PLAIN else (0, 2)
+    assert rows.table[:, many].tolist() == [3 << 24, (3 << 24) + 1]
+    assert rows.table[:, few].tolist() == [5, 2]

@@ -1,6 +1,7 @@
 """Offers whose block lists grow while they are fetched, and fetches that lack no token."""
 
 import asyncio
+import threading
 
 import pytest
 from inside import break_steps, cut, plan_steps_in_threads, timers
@@ -8,6 +9,7 @@ from stage import Cache, Copied, eventually, extents, frames, quiet, written
 
 import kvxfer
 from kvxfer.plans.pairs import decode_spans
+from kvxfer.prefill.sender import plan_transfer
 from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
@@ -225,3 +227,24 @@ async def test_the_offer_must_hold_the_last_token_all_the_same(stage):
     with pytest.raises(kvxfer.RefusedError, match="but 4 are on offer"):
         await transfer
     await quiet(decode)
+
+
+async def test_what_few_blocks_will_grow_into_is_planned_in_a_thread(stage, monkeypatch):
+    """Hardly a block of it is named by either side: that of the destination is large, and others are to come."""
+    source = Cache(heads=range(1), dim=1)
+    prefill, decode = await stage.pair(source, Cache(blocks=1, block_tokens=1 << 18, heads=range(1), dim=1))
+    threads = []
+
+    def planned(*args):
+        threads.append(threading.current_thread())
+        return plan_transfer(*args)
+
+    monkeypatch.setattr("kvxfer.prefill.sender.plan_transfer", planned)
+    streaming = {"tokens": 8, "streaming": True}
+    offer, transfer = stage.begin(prefill, decode, into=[0], tokens=range(1 << 18), offered=streaming)
+    await eventually(lambda: threads)
+    assert threads[0] is not threading.current_thread()
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await offer.released()

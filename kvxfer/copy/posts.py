@@ -267,6 +267,8 @@ def prepare_part(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
 def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> None:
     """Post the part whose request was made."""
     flush = job[r.FLUSHING] == r.FLUSHED_ONCE
+    if not flush:  # also if that fails: what is moved once more then has its time from here on
+        job[r.LIVELY] = state[r.LIVED]
     status = call(ports[r.BEGIN], state[r.AGENT_AT], request, 0)
     if status < 0:
         gone = _is_gone(state, ports, request)
@@ -278,7 +280,7 @@ def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> No
     else:
         if job[r.FIRST_POST] == 0:
             job[r.FIRST_POST] = began
-        job[r.PIECE], job[r.WITHIN], job[r.LIVELY] = state[r.NEXT_PIECE], state[r.NEXT_WITHIN], state[r.LIVED]
+        job[r.PIECE], job[r.WITHIN] = state[r.NEXT_PIECE], state[r.NEXT_WITHIN]
     job[r.PARTS_AT + job[r.FLYING]] = request
     job[r.FLYING] += 1
     state[r.FLYING_COUNT] += 1

@@ -252,6 +252,16 @@ async def test_what_does_not_end_is_given_up_no_later_than_without_another_write
     assert rig.transport.open_handles == 1, "that of the other write, whose end would tell"
 
 
+async def test_what_is_moved_once_more_has_its_time_also_where_no_part_was_posted_before(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.step(8, seconds=0.2)
+    rig.network.delay("b", 3)
+    rig.network.break_next("b", at_post=True)
+    rig.post(nbytes=PART)
+    rig.step(10)
+    assert rig.result().outcome is Outcome.FAILED
+
+
 @pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
 async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(rig, way, how):
     rig.network.break_next("b")

@@ -471,12 +471,13 @@ def _replace_agent(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None
         slot = state[r.LISTED + number]
         job = jobs[slot]
         ended = anew != 0 and job[r.STAYS] == 0  # but for what goes on without an agent
+        if anew != 0 and job[r.GONE] != 0 and job[r.OUTCOME] <= r.IN_DOUBT:
+            job[r.CODE] = r.CUT_OFF  # whatever was to be said of its peer: that is met again
         if job[r.KIND] == r.FLOW:
-            if anew != 0 and job[r.GONE] != 0:
-                job[r.CODE] = r.CUT_OFF  # as below, though a step of it has said otherwise before
-        elif job[r.STATE] == r.SENDING and job[r.CUT] != 0:
+            continue
+        if job[r.STATE] == r.SENDING and job[r.CUT] != 0:
             if ended:
-                job[r.LINGERS], job[r.GONE], job[r.CODE] = 0, 1, r.CUT_OFF  # whatever else: its peer is met again
+                job[r.LINGERS], job[r.GONE], job[r.CODE] = 0, 1, r.CUT_OFF
             _end(state, jobs, ports, slot, r.IN_DOUBT, now)
         elif job[r.STATE] == r.ENDED and job[r.OUTCOME] == r.IN_DOUBT and ended:  # nobody knows yet
             job[r.LINGERS], job[r.GONE], job[r.CODE] = 0, 1, r.CUT_OFF

@@ -337,6 +337,21 @@ async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behi
     assert "the agent was rebuilt" in str(rig.result().error)
 
 
+async def test_nor_because_it_was_gone_before_that_behind_a_part_that_runs_on(make):
+    rig = await make()
+    native = dataclasses.replace(rig.mover._native, for_good=True)
+    rig.mover._native, rig.transport.native = native, lambda: native
+    rig.network.wedge("b")
+    rig.network.break_next("b", disconnected=True, skip=1)
+    rig.post("x", runs_on=True)
+    rig.step(4)
+    assert rig.results["x"] == []
+    assert await rig.rebuilt()
+    rig.step(3)
+    assert "the agent was rebuilt" in str(rig.result().error)
+    assert not rig.mover._disconnected, "it is met again"
+
+
 @pytest.mark.parametrize("operation", list(Operation))
 async def test_that_a_peer_is_lost_is_not_said_where_a_part_never_ended(make, operation):
     """Else whoever posted would use memory again that a part may still read or write."""

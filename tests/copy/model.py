@@ -67,7 +67,7 @@ class Job:
         self.rows = 1
         self.own: Any = None
         self.kept: list[Any] = []
-        self.cancelled = False  # a record says so that was sent before this step
+        self.cancelled = False
         self.launched = False
         self.ended = False
         self.failed = 0  # a code
@@ -75,20 +75,22 @@ class Job:
         self.words = 0
         self.reasons: set[str] = set()
 
+    def cancel(self) -> None:
+        """A record says so, which is taken."""
+        self.cancelled = True
+        self.reasons.add("cancelled")
+
     def __repr__(self) -> str:
         return f"job {self.number} in slot {self.slot}"
 
 
 class Model:
-    """A machine, what surrounds it, and what it must have done. Two kinds of it are made of this."""
+    """A machine, what surrounds it, and what it must have done. Kinds of it are made of this."""
 
     machine: Any
 
-    def __init__(self, seed: int, gpu: Any, *, threads: int = 1) -> None:
+    def __init__(self, seed: int, gpu: Any = None, *, threads: int = 1) -> None:
         self.rng = random.Random(seed)
-        self.src = np.random.default_rng(1).integers(0, 256, WINDOWS * WINDOW, dtype=np.uint8)
-        self.dst = np.full(WINDOWS * WINDOW, CANARY, np.uint8)
-        self.canary = np.full(WINDOW, CANARY, np.uint8)
         self.runtime: Any = Stepped()
         nobody: Any = None
         self.machine = _Machine(self.runtime, gpu, threads, frozenset(), nobody, {})
@@ -97,12 +99,114 @@ class Model:
         self.key = PeerGate(self.file.handle)
         self.now = 10**9
         self.state[records.FIXED] = 1
+        self.number = self.steps = 0
+        self.sent: list[tuple[bytes, Any]] = []  # records that are not taken yet, and what is called when one is
+        self.outcomes: dict[int, int] = {}
+
+    # --- what is done to it
+
+    def actions(self) -> list[tuple[Any, int]]:
+        """What may happen between two steps, and how often."""
+        return [(self.submit, 30), (self.cancel, 4), (self.nonsense, 1), (self.revoke, 3), (self.pass_time, 10)]
+
+    def submit(self) -> None:
+        """Ask for something of random properties."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Ready something no more, or what is not there."""
+        raise NotImplementedError
+
+    def send(self, record: bytes, taken: Any = None) -> None:
+        """Have it take a record in the next step."""
+        self.sent.append((record, taken))
+
+    def nonsense(self) -> None:
+        """A record of no kind that there is, or of a row that there is not."""
+        kind = self.rng.choice((0, records.POKE, records.FORGET, 99, -1, 1 << 62))
+        slot = self.rng.choice((3, -5, records.JOBS + 1))
+        if self.rng.random() < 0.5:
+            kind, slot = records.FLOW, self.rng.choice((-1, records.JOBS, -(1 << 50)))
+        self.send(words(kind, slot))
+
+    def revoke(self) -> None:
+        """The owner of a gate takes its grant back, unless somebody is inside."""
+        number = self.rng.randrange(GATES)
+        inside = self.inside(number)
+        found = self.file.revoke(number)
+        assert (found is None) == (inside > 0), f"gate {number}: {found} with {inside} inside"
+
+    def inside(self, number: int) -> int:
+        """How many copies are inside of a gate."""
+        raise NotImplementedError
+
+    def lend(self, gate: int, generation: int) -> tuple[int, ...]:
+        """The words of a record about its lock."""
+        return (-1, 0, 0, 0, 0) if gate < 0 else self.key.lend(gate, generation)
+
+    def pass_time(self) -> None:
+        self.now += self.rng.choice((1, 1000, 50_000, 1_000_000))
+
+    # --- a step
+
+    def step(self) -> int:
+        """Let it take its records and do what is ready; look at all that came of it."""
+        for _, taken in self.sent:
+            if taken is not None:
+                taken()
+        if self.sent:
+            os.write(self.machine._commands, b"".join(record for record, _ in self.sent))
+            self.sent.clear()
+        self.state[records.NOW] = self.now
+        self.before()
+        delay = int(self.machine._code.step(self.state, self.rows, self.ports))
+        self.steps += 1
+        self.after()
+        for number in range(GATES):
+            inside = self.inside(number)
+            assert self.key._inside[number] == inside, f"gate {number} counts {self.key._inside[number]}, not {inside}"
+            assert self.key._words[2 * number + 1] == (inside > 0)
+        return delay
+
+    def before(self) -> None:
+        """What is remembered for the time behind a step."""
+
+    def after(self) -> None:
+        """What a step has changed."""
+
+    def play(self, steps: int) -> None:
+        """So many steps, and then until all has ended."""
+        actions, weights = zip(*self.actions(), strict=True)
+        until = self.steps + steps
+        while self.steps < until:
+            for action in self.rng.choices(actions, weights, k=self.rng.randrange(4)):
+                action()
+            self.step()
+        self.drain()
+
+    def drain(self) -> None:
+        """When everything happens that can, everything ends."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+        assert self.machine.stop()
+        self.key.close()
+        assert self.key._pages.closed, "a passage was lent, and not given back"
+        self.file.close()
+
+
+class CopyModel(Model):
+    """A machine that only copies: flows of one step."""
+
+    def __init__(self, seed: int, gpu: Any, *, threads: int = 1) -> None:
+        super().__init__(seed, gpu, threads=threads)
+        self.src = np.random.default_rng(1).integers(0, 256, WINDOWS * WINDOW, dtype=np.uint8)
+        self.dst = np.full(WINDOWS * WINDOW, CANARY, np.uint8)
+        self.canary = np.full(WINDOW, CANARY, np.uint8)
         self.jobs: dict[int, Job] = {}  # by slot: those of which nobody was told
         self.free = list(range(0, records.JOBS, 7))[: 2 * WINDOWS]
         self.windows = list(range(WINDOWS))
-        self.number = self.steps = self.told = 0
-        self.sent: list[bytes] = []
-        self.unwanted: list[Job] = []  # of which a record says so that is not taken yet
         self.away = 0  # steps for which nobody reads
         self.really_writes = int(self.ports[records.WRITE])
         self.outcomes = dict.fromkeys((records.DONE, records.STOPPED, records.FAILED), 0)
@@ -115,6 +219,9 @@ class Model:
         return pack(contiguous_rows(*at, rows=rows, regions=1, row_bytes=nbytes, pool=rows, flat="both"))
 
     # --- what is done to it
+
+    def actions(self):
+        return [*super().actions(), (self.stop_reading, 1)]
 
     def submit(self) -> None:
         """Ask for a copy of random properties."""
@@ -139,10 +246,10 @@ class Model:
         self.jobs[slot] = job
         table = np.frombuffer(self.record(job), np.int64)
         job.kept.append(table)
-        common = slot, job.lane, job.owner, 0, job.until, *self.lock(job)
-        self.sent.append(_FLOW.pack(records.FLOW, *common, table.ctypes.data, *[1] * 5, *[0] * 6, b""))
+        common = slot, job.lane, job.owner, 0, job.until, *self.lend(job.gate, job.generation)
+        self.send(_FLOW.pack(records.FLOW, *common, table.ctypes.data, *[1] * 5, *[0] * 6, b""))
         if rng.random() < 0.05:  # a row that is taken is not given to another
-            self.sent.append(words(records.FLOW, slot, 1 - job.lane, -1, 0, FOREVER, -1))
+            self.send(words(records.FLOW, slot, 1 - job.lane, -1, 0, FOREVER, -1))
 
     def record(self, job: Job) -> bytes:
         """What the only step of a flow is."""
@@ -158,70 +265,31 @@ class Model:
         """Whose step is in that row."""
         return self.jobs[int(self.rows[slot, records.OF_FLOW]) - 1]
 
-    def lock(self, job: Job) -> tuple[int, ...]:
-        """The words of a record about its lock."""
-        if job.gate < 0:
-            return -1, 0, 0, 0, 0
-        return self.key.lend(job.gate, job.generation)
-
     def cancel(self) -> None:
         """Ready one no more, or one that is not there."""
         if self.jobs and self.rng.random() < 0.9:
             slot = self.rng.choice(list(self.jobs))
         else:
             slot = self.rng.choice((-1, records.JOBS, 1 << 40, self.rng.randrange(records.JOBS)))
-        self.sent.append(words(records.CANCEL, slot))
-        if slot in self.jobs:  # who comes later, also in the same row, is not meant
-            self.unwanted.append(self.jobs[slot])
-
-    def nonsense(self) -> None:
-        """A record of no kind that there is, or of a row that there is not."""
-        kind = self.rng.choice((0, records.POKE, records.FORGET, 99, -1, 1 << 62))
-        slot = self.rng.choice((3, -5, records.JOBS + 1))
-        if self.rng.random() < 0.5:
-            kind, slot = records.FLOW, self.rng.choice((-1, records.JOBS, -(1 << 50)))
-        self.sent.append(words(kind, slot))
-
-    def revoke(self) -> None:
-        """The owner of a gate takes its grant back, unless somebody is inside."""
-        number = self.rng.randrange(GATES)
-        inside = self.inside(number)
-        found = self.file.revoke(number)
-        assert (found is None) == (inside > 0), f"gate {number}: {found} with {inside} inside"
-
-    def inside(self, number: int) -> int:
-        """How many copies are inside of a gate."""
-        raise NotImplementedError
+        # who comes later, also in the same row, is not meant
+        self.send(words(records.CANCEL, slot), self.jobs[slot].cancel if slot in self.jobs else None)
 
     def stop_reading(self) -> None:
         """Nobody reads events for a while, and the pipe takes none."""
         self.away = self.rng.randrange(1, 60)
         self.ports[records.WRITE] = _refuse.address
 
-    def pass_time(self) -> None:
-        self.now += self.rng.choice((1, 1000, 50_000, 1_000_000))
-
     # --- a step
 
-    def step(self) -> int:
-        """Let it take its records and do what is ready; look at all that came of it."""
-        for job in self.unwanted:
-            job.cancelled = True
-            job.reasons.add("cancelled")
-        self.unwanted.clear()
-        if self.sent:
-            os.write(self.machine._commands, b"".join(self.sent))
-            self.sent.clear()
-        self.state[records.NOW] = self.now
+    def before(self) -> None:
         for job in self.jobs.values():
             if job.until <= self.now:
                 job.reasons.add("lease")
             if job.gate >= 0 and job.generation != generation(self.file, job.gate):
                 job.reasons.add("revoked")
-        self.before()
-        delay = int(self.machine._code.step(self.state, self.rows, self.ports))
-        self.steps += 1
-        self.after()
+
+    def step(self) -> int:
+        delay = super().step()
         if self.away:
             self.away -= 1
             if not self.away:
@@ -235,25 +303,14 @@ class Model:
                 self.tell(slot, outcome, code, started)
         steps = np.count_nonzero(self.rows[records.JOBS :, records.STATE] != records.FREE)
         assert self.state[records.LIVE] == len(self.jobs) + steps
-        for number in range(GATES):
-            inside = self.inside(number)
-            assert self.key._inside[number] == inside, f"gate {number} counts {self.key._inside[number]}, not {inside}"
-            assert self.key._words[2 * number + 1] == (inside > 0)
         assert (delay == -1) == (len(self.jobs) == 0) or not self.jobs
         return delay
-
-    def before(self) -> None:
-        """What is remembered for the time behind a step."""
-
-    def after(self) -> None:
-        """What a step has changed."""
 
     def tell(self, slot, outcome, code, started) -> None:
         """An event has come."""
         job = self.jobs.pop(slot)  # else it was told twice, or of nobody
         assert (outcome == records.DONE) <= started <= self.now
         self.outcomes[outcome] += 1
-        self.told += 1
         self.judge(job, outcome, code)
         if job.gate >= 0:
             self.key.give_back()
@@ -278,29 +335,7 @@ class Model:
         assert (found[:used].reshape(job.rows, nbytes)[~done] == CANARY).all(), f"{job} is torn"
         return int(done.sum())
 
-    def play(self, steps: int) -> None:
-        """So many steps, and then until all has ended."""
-        actions, weights = zip(*self.actions(), strict=True)
-        until = self.steps + steps
-        while self.steps < until:
-            for action in self.rng.choices(actions, weights, k=self.rng.randrange(4)):
-                action()
-            self.step()
-        self.drain()
-
-    def actions(self) -> list[tuple[Any, int]]:
-        """What may happen between two steps, and how often."""
-        return [
-            (self.submit, 30),
-            (self.cancel, 4),
-            (self.nonsense, 1),
-            (self.revoke, 3),
-            (self.stop_reading, 1),
-            (self.pass_time, 10),
-        ]
-
     def drain(self) -> None:
-        """When everything happens that can, everything ends."""
         for _ in range(2000):
             if not self.jobs and not self.sent:
                 break
@@ -315,15 +350,8 @@ class Model:
     def go_on(self) -> None:
         """Whatever is waited for happens."""
 
-    def close(self) -> None:
-        """End it."""
-        assert self.machine.stop()
-        self.key.close()
-        assert self.key._pages.closed, "a passage was lent, and not given back"
-        self.file.close()
 
-
-class GpuModel(Model):
+class GpuModel(CopyModel):
     """A machine on a stub of a GPU."""
 
     def __init__(self, seed: int, *, ring_bytes: int = 2048) -> None:
@@ -508,6 +536,7 @@ class GpuModel(Model):
     # --- what happens
 
     def before(self) -> None:
+        super().before()
         self.event_errors = any(word(event).value == FAULT for event in self.callers)
         for job in self.jobs.values():
             if not job.launched:
@@ -596,7 +625,7 @@ class GpuModel(Model):
             assert lane[records.HEAD] == lane[records.TAIL]
 
 
-class HostModel(Model):
+class HostModel(CopyModel):
     """A machine that copies between CPU memory, alone or with helpers."""
 
     def __init__(self, seed: int, *, threads: int = 1) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from model import GpuModel, HostModel
+from post_model import PostModel
 
 STEPS = int(os.environ.get("MACHINE_STEPS", "12000"))
 SEED = os.environ.get("MACHINE_SEED")
@@ -19,6 +20,7 @@ KINDS = {
     "gpu with a large ring": (GpuModel, {"ring_bytes": 1 << 16}, 0.2),
     "cpu": (HostModel, {}, 0.1),
     "cpu with helpers": (HostModel, {"threads": 3}, 0.1),
+    "posts": (PostModel, {}, 0.5),
 }
 
 

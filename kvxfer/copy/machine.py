@@ -370,7 +370,6 @@ def _stop_steps(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> None:
 def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Begin steps, stop those of flows that are stopped, and end flows; whether anything moved on."""
     moved = False
-    state[r.EAGER] = 0
     for at in range(state[r.LIVE]):
         slot = state[r.LISTED + at]
         flow = jobs[slot]
@@ -898,7 +897,7 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
     now = _now(state, ports)
     if state[r.WANTED] == 0:  # else it cannot see what has ended
         state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
-    state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP] = now, 0, 0
+    state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP], state[r.EAGER] = now, 0, 0, 0
     moved = _read_records(state, jobs, ports, now)
     if state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
         state[r.ASLEEP] = 1

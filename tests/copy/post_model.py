@@ -28,7 +28,9 @@ SERIAL_BITS = 24
 DEAD = -99
 NEAR_SIDE, FAR_SIDE = (0, 3), (1, 5)  # kinds of memory, and devices
 FLUSH_BYTES = 64
-COUNTERS = "SENDING_COUNT FLYING_COUNT LEFT_COUNT LINGERING WATCHED LISTENING FLOW_COUNT DUE_COUNT LIVE CATCHING BUSY"
+COUNTERS = (
+    "SENDING_COUNT FLYING_COUNT LEFT_COUNT LINGERING WATCHED LISTENING FLOW_COUNT EAGER DUE_COUNT LIVE CATCHING BUSY"
+)
 
 
 @numba.cfunc("int32(int64, int64)")
@@ -465,6 +467,7 @@ class PostModel(Model):
             self.delay = super().step()
             if self.delay < 0:
                 self.judge_sleep()
+            assert self.delay <= 0 or self.flows or not self.state[r.EAGER], "it waits for steps, and there is no flow"
         else:
             self.steps += 1  # it sleeps
         self.sent = held_back + self.sent
@@ -825,7 +828,7 @@ class PostModel(Model):
             assert not lingers
             return
         if outcome == r.OVER:
-            assert step.forgotten or not lingers, f"{step} is over, and may move"
+            assert step.forgotten or not step.in_doubt(), f"{step} is over, and may land"
             assert not code or not lingers
             self.open.pop(step, None)
             step.loose = step.far = False

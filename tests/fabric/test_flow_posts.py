@@ -216,6 +216,16 @@ async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_
     assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
 
 
+async def test_the_mover_sleeps_behind_what_is_in_doubt_also_of_a_flow_that_had_more_to_do(rig, way):
+    rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
+    flow = Posting(rig, way=way, width=1).flow
+    rig.step(20)
+    assert (rig.result().outcome, flow.left) == (Outcome.IN_DOUBT, True)
+    assert rig.step(seconds=0.1) is None
+    rig.mover.forget(flow)
+    rig.step(4)
+
+
 async def test_what_is_not_asked_for_any_more_is_not_what_is_in_its_row_by_now(make):
     """Before the loop hears that something in doubt has ended, another is in doubt there, and keeps its own lock."""
     rig = await make(no_progress_timeout=0.5)

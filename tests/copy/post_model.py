@@ -192,9 +192,9 @@ class PostModel(Model):
         return [
             *((action, 4 * weight) for action, weight in super().actions()),
             *((self.go, 400), (self.fail, 30), (self.still, 12), (self.extend, 160), (self.flood, 1)),
-            *((self.prevent, 5), (self.mistake, 5), (self.fire, 80), (self.notify_us, 80), (self.forget, 60)),
-            *((self.claim_agent, 8), (self.rebuild, 5), (self.hold, 4), (self.wait_long, 20)),
-            *((partial(self.suffer, what, most), 6) for what, most in (("full", 80), ("late", 200), ("deaf", 10))),
+            *((self.prevent, 12), (self.mistake, 5), (self.fire, 80), (self.notify_us, 80), (self.forget, 60)),
+            *((self.claim_agent, 8), (self.rebuild, 7), (self.hold, 4), (self.wait_long, 20)),
+            *((partial(self.suffer, what, most), 8) for what, most in (("full", 80), ("late", 300), ("deaf", 10))),
         ]
 
     def submit(self) -> None:
@@ -336,7 +336,7 @@ class PostModel(Model):
         flow = self.any_flow()
         if flow is not None:
             self.stop(flow)
-            self.deaf = self.rng.choice((0, self.rng.randrange(9)))
+            self.deaf = self.rng.choice((0, self.rng.randrange(30)))
             fed = int(self.rows[flow.slot, r.NEXT]) if flow.said[3] else 0
             assert not self.machine.may_go_on(flow.slot)
             flow.prevented = min(flow.prevented, fed)
@@ -544,8 +544,8 @@ class PostModel(Model):
         assert not self.catching, "it sleeps, and does not say that all is caught"
         assert not any(step.flying for step in self.open), "it sleeps, and parts are under way"
         for flow in self.flows.values():
-            fed = int(self.rows[flow.slot, r.NEXT]) if flow.said[3] else flow.could
-            assert fed >= flow.could or flow.stands(), f"it sleeps, and steps of {flow} may begin"
+            could = min(flow.limit(), flow.passed() + flow.width) if flow.said[3] else 0
+            assert self.rows[flow.slot, r.NEXT] >= could or flow.stands(), f"it sleeps, and steps of {flow} may begin"
 
     def judge_rows(self) -> None:
         """Rows of posts are counted by peer, and shared."""
@@ -698,7 +698,8 @@ class PostModel(Model):
         step, part.given_back = part.step, True
         if part.begun:
             step.flying.remove(part)
-            if status == IN_PROGRESS:
+            unseen = self.catching and not step.told and step.silent >= PATIENCE  # given up, and nobody looks any more
+            if status == IN_PROGRESS or unseen:
                 silent = self.lived - step.lively >= PATIENCE
                 assert self.catching or silent or step.forgotten or step.told, f"{step} is given up, and was not silent"
                 step.loose, step.cut, step.verdict = True, step.cut or self.catching, r.IN_DOUBT

@@ -1113,6 +1113,8 @@ class _Machine:
 
     def may_go_on(self, flow: int) -> bool:
         """Whether a step of a flow is copied, or may be yet: no other begins from now on."""
+        if self._unsent:  # also that it is cancelled, perhaps, behind what the machine has yet to read of it
+            return True
         off = self.posts.prevent_steps(self.jobs[flow].ctypes.data)
         rows = [self.jobs[slot] for slot in self.steps_of(flow)]
         held = [self.posts.prevent_start(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to

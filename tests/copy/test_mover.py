@@ -203,6 +203,17 @@ async def test_a_thread_that_wants_the_interpreter_does_not_get_it_from_the_pipe
 # --- leases and cancelling
 
 
+async def test_a_copy_whose_cancelling_waits_for_room_in_the_pipe_may_be_copied_yet(world):
+    """The machine stands still, and will read of the copy first."""
+    copy = world.submit("cancelled")
+    for number in range(300):
+        world.submit(number)
+    world.mover.cancel(copy)
+    may_copy = world.mover.may_copy(copy)
+    await world.run(301)
+    assert may_copy or kind(world.outcomes["cancelled"]) == "stopped"
+
+
 async def test_cancelled_while_its_event_is_waited_for(world):
     flag, other = Flag(), Flag()
     copy = world.submit("a", after=flag)

@@ -309,7 +309,8 @@ def meet(
                 f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
                 f"{MAX_ROWS} rows that a plan may have: fetch them in parts, or use larger blocks"
             )
-        if last > first and dst.before(last) > _reach(dst, dst_span):  # rows that a peer gives no blocks are not made
+        # rows that a peer gives no blocks are not made
+        if dst.before(first) < dst.before(last) > _reach(dst, dst_span):
             raise _not_covered(group, "destination", dst, dst_span, range(first, last))
         begin = dst.held(first // grid * grid, last if last > first else 0, grid)
         if src.of > 1:

@@ -287,3 +287,9 @@ def test_an_id_of_many_kernel_blocks_costs_no_more_than_its_rows(sides: tuple[Ro
     many, few = (2, 0) if sides[0] is PLAIN else (0, 2)
     assert rows.table[:, many].tolist() == [3 << 24, (3 << 24) + 1]
     assert rows.table[:, few].tolist() == [5, 2]
+
+
+def test_a_rank_without_any_of_the_tokens_needs_no_block_for_them() -> None:
+    """A window may begin in the midst of a block, and the rank's turn be over before it."""
+    turns = replace(PLAIN, block_tokens=16, of=2, chunk=4)
+    assert not len(meet("g", PLAIN, turns, span(5, 2), span(first=4), range(4, 8)))

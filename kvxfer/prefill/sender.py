@@ -456,7 +456,8 @@ class Sender(Struct, eq=False):
             wanted += len(asked.ids) // 4  # packed ids of 4 bytes
         for span in draft.spans.values():
             offered += len(span.ids)
-        offered = offered * max(fetch.token_stop, draft.tokens) // draft.tokens  # as many as it will be, if it grows
+        if fetch.token_stop > draft.tokens > 0:  # as many as it will be, if it grows
+            offered = offered * fetch.token_stop // draft.tokens
         known, rows = site.plans.asked(self.peer, fetch.selections)
         support = site.route_support(self.peer, trusted=self.link.trusted, sending=True)
         make = partial(plan_transfer, site, self.peer, fetch, known, draft, support, self._ahead, self._sums_every > 0)

@@ -16,7 +16,7 @@ from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, Refused
 from kvxfer import blocking as polling
 from kvxfer.decode import role as claims_module
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.protocol.messages import Accept, Cancel, Fetch
+from kvxfer.protocol.messages import Accept, Cancel, Fetch, Refuse
 
 BLOCK = range(4)
 
@@ -79,6 +79,19 @@ async def test_what_was_given_up_before_it_began_keeps_no_place_in_the_queue(sta
         await asyncio.sleep(0)
     assert tap.of(Accept)[-1].transfer == 300
     hear(prefill, link, Cancel(300))
+
+
+async def test_who_asks_for_no_token_of_what_has_none_yet_is_told_so(stage, tap):
+    """How many rows its plan may have is reckoned from the tokens that are there."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await stage.bring(prefill, decode)
+    offer = prefill.offer("next", streaming=True)
+    (one,) = tap.of(Fetch)
+    empty = replace(one, transfer=100, ticket=prefill.engine.ref("next", 0), token_start=0, token_stop=0, lease_ms=0)
+    hear(prefill, session(prefill), empty)
+    await eventually(lambda: tap.of(Refuse))
+    assert tap.of(Refuse)[-1].code is Code.TOKENS
+    await offer.withdraw()
 
 
 @virtual

@@ -490,7 +490,8 @@ class Decode:
         try:
             while self._ending:
                 fetch = self._ending.pop(0)
-                fetch.finish_success(self._told_later(fetch) if fetch.key in self._of_ticket else ())
+                others = fetch.superseded or fetch.key in self._of_ticket
+                fetch.finish_success(self._told_later(fetch) if others else ())
         finally:  # of one that a log handler or an observer failed for the others hear nothing
             if self._ending:
                 self._site.loop.call_soon(self.finish_successes)

@@ -7,13 +7,14 @@ import contextlib
 import itertools
 
 import pytest
-from inside import before_connecting, being_stopped, connect, keep_gathers, keep_scatters, unanswered
+from inside import before_connecting, being_stopped, connect, hear, keep_gathers, keep_scatters, session, unanswered
 from stage import SOON, Cache, Copied, Gate, Tap, eventually, frames, quiet
 from wire import virtual
 
 import kvxfer
 from kvxfer.errors import Code
-from kvxfer.protocol.messages import Cancel, Release, TicketRef
+from kvxfer.protocol.messages import Cancel, Release, Status, TicketRef
+from kvxfer.protocol.transfer import Failure, build_result
 
 TOKENS = range(8)
 AT_ONCE = 20.0
@@ -377,6 +378,23 @@ async def test_a_request_may_be_fetched_in_parts_at_a_time(stage, source, target
     gate.fired = True
     await second
     copied.check()
+    await freed(offer)
+
+
+async def test_a_part_that_fails_as_another_has_come_may_be_fetched_again(stage, source, target):
+    """It is over when prefill ranks would hear of the other's success: the request was left to it all the same."""
+    prefill, decode = await stage.pair(source, target, route="direct", offer_lease=120.0)
+    offer, first = stage.begin(prefill, decode, into=[3], tokens=range(4), offered={"tokens": 8})
+    rest = kvxfer.Span([4], 4)
+    second = decode.start_fetch(offer.ticket, rest, tokens=range(4, 8), after=Gate())
+    await first
+    number, failure = int(second.id.rpartition("-")[2]), Failure(Status.FAILED, Code.FAILED, "it was not its day")
+    hear(decode, session(decode), build_result(number, Status.FAILED, last=True, failure=failure))
+    assert second.done
+    with pytest.raises(kvxfer.TransferFailedError, match="not its day"):
+        await second
+    await asyncio.sleep(0.05)
+    await decode.fetch(offer.ticket, rest, tokens=range(4, 8))
     await freed(offer)
 
 

@@ -474,13 +474,14 @@ class Decode:
 
     def on_success(self, fetch: Fetch) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
-        self._claims.remove(fetch.key)
         for receiver in fetch.receivers:
             del self.incoming[receiver.protocol.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
         # those that go on by now: one that begins in this turn comes too late
         fetch.superseded = fetch.key in self._of_ticket and self._goes_on(fetch.key)
+        if not fetch.superseded:
+            self._claims.remove(fetch.key)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
             self._site.loop.call_soon(self.finish_successes)
         self._ending.append(fetch)

@@ -398,6 +398,24 @@ async def test_a_part_that_fails_as_another_has_come_may_be_fetched_again(stage,
     await freed(offer)
 
 
+@virtual
+async def test_a_claim_holds_until_the_last_part_has_come(one):
+    """One that fails may be fetched again however much later, though another has come."""
+    await one.pair(offer_lease=60.0)
+    offer, ticket, rest = one.prefill.offer("r", [1, 2], tokens=8), one.ticket("r"), kvxfer.Span([4], 4)
+    claim = one.decode.claim(ticket)
+    first = one.start("r", ids=[3], tokens=range(4))
+    second = one.decode.start_fetch(ticket, rest, tokens=range(4, 8), after=Gate(), timeout=5.0)
+    await first
+    with pytest.raises(kvxfer.TransferTimeoutError):
+        await second
+    await asyncio.sleep(200.0)
+    await one.decode.fetch(ticket, rest, tokens=range(4, 8))
+    assert isinstance(await offer.released(), kvxfer.Released)
+    assert not one.decode.describe()["claims"]
+    claim.close()
+
+
 # --- errors
 
 

@@ -848,11 +848,13 @@ class Mover:
                 flow.kept.append(self._loop.create_task(self._sum_on_host(flow, told), name="kvxfer add up"))
                 return
             told = replace(told, sums=flow.found.astype("<i8").tobytes())
-        self._report(flow, told)
-        if flow.lefts or flow.doubtful:
-            self._settle_steps(flow)
-        else:
-            flow.refs.clear()
+        try:
+            self._report(flow, told)
+        finally:  # also where a signal has interrupted it
+            if flow.lefts or flow.doubtful:
+                self._settle_steps(flow)
+            else:
+                flow.refs.clear()
 
     def _on_step(self, slot: int, flow_at: int, flags: int, outcome: int, code: int, finished: int) -> None:
         """A step of a flow ended in doubt, or more is known of that."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from msgspec import structs
 from rigs import PART, Rig
 
 from kvxfer.copy import records
@@ -214,6 +215,29 @@ async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_
     rig.mover.forget(made)
     rig.step(4)
     assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
+
+
+async def test_that_a_doubt_is_over_is_told_also_where_a_signal_interrupted_the_end_of_its_flow(make):
+    """The step in doubt had ended before the flow did: nothing else is to come."""
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    flow = (posting := Posting(rig, allowed=1)).flow
+    rig.step(3, seconds=0.1)
+    rig.mover.allow(flow, 2)
+    rig.step(4, seconds=0.1)
+    rig.network.release("b", posts=1)
+    rig.step(3, seconds=0.02)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    flow.job = structs.replace(flow.job, done=interrupted)
+    assert (posting.landed(), flow.over, rig.late) == (1, False, [])
+    rig.network.release("b")
+    with pytest.raises(KeyboardInterrupt):
+        rig.step(10)
+    rig.step(10)
+    assert rig.late == [True]
 
 
 async def test_the_mover_sleeps_behind_what_is_in_doubt_also_of_a_flow_that_had_more_to_do(rig, way):

@@ -303,7 +303,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     def finish_success(self, read: Collection[bytes]) -> None:
         """Tell every prefill rank that nothing more of the request is needed, and count a success.
 
-        Ranks of these incarnations are being read for an earlier try, and are told when that has ended.
+        Ranks of these incarnations have more to do with the request, and are told when that has ended.
         """
         if self.ending is None:
             return

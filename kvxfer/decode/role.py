@@ -473,7 +473,7 @@ class Decode:
         return engine
 
     def on_success(self, fetch: Fetch) -> None:
-        """Every byte of a fetch is there, and nothing of it in doubt: it needs no claim, and is forgotten."""
+        """Every byte of a fetch is there, and nothing of it in doubt: it is forgotten, and needs no claim."""
         for receiver in fetch.receivers:
             del self.incoming[receiver.protocol.transfer]
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once

@@ -118,8 +118,7 @@ class Doubts:
             return
         if not doubts:
             del self._doubts[incarnation]
-        for copy in doubt.ended.copies:  # they keep the peer's gates
-            self._site.mover.forget(copy)
+        doubt.ended.forget()
         doubt.unwatch()
         doubt.withdraw()
         if doubt.placed:

@@ -332,6 +332,7 @@ class Sender(Struct, eq=False):
     _active: _ActiveFlow | None = None  # what the mover does now
     _stop_waiting: Callback = no_op  # ends what the next ones wait for
     _doubtful: list[_InDoubt] = field(default_factory=list[_InDoubt])
+    _forgotten: bool = False  # nobody asks any more what becomes of these at the peer
     _arrived: int = 0  # the first so many have arrived, and of those
     # these are being added up, or wait for ones before them
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
@@ -878,6 +879,8 @@ class Sender(Struct, eq=False):
             active.doubt = None  # which has a reference to it
             self._doubtful.remove(doubt)
             self.protocol.doubt_ended()
+        elif self._forgotten:
+            self.forget()
         if self.protocol.state is SendState.ENDED:  # else all that remains is said at the end
             if not self._reads:
                 self._withdraw_rebuild()
@@ -1075,14 +1078,19 @@ class Sender(Struct, eq=False):
         return bool(self._doubtful) and not self._reads and not may_outlive_agent(self.site, self.peer)
 
     @property
-    def copies(self) -> list[Flow]:
-        """What is in doubt."""
-        return [doubt.copy for doubt in self._doubtful]
-
-    @property
     def _reads(self) -> bool:
         """Whether memory of this side may still be read for what is in doubt."""
         return not all(doubt.left for doubt in self._doubtful)
+
+    def forget(self) -> None:
+        """Nobody asks any more what becomes of it at the peer, whose gates are let go of.
+
+        Of what may still read memory of this side the end is looked for before: nothing else gives that back.
+        """
+        self._forgotten = True
+        for doubt in self._doubtful:
+            if doubt.left:
+                self.site.mover.forget(doubt.copy)
 
     def keep_polling(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.

@@ -285,6 +285,30 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
     await stage.bring(prefill, decode, "after", (5, 6), (3, 4))
 
 
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_what_our_own_post_may_read_is_ours_again_also_once_nothing_more_can_come_of_it_at_the_peer(
+    stage, source, target, route, hosts
+):
+    """The agent that the post went to was made anew on another host, so nobody asks any more; ours may read on."""
+    prefill, decode = await stage.pair(source, target, route=route, no_progress_timeout=0.2, **TIMES)
+    inside.keep_agent(prefill)
+    offer, transfer = await stage.in_flight(prefill, decode, "decode")
+    with pytest.raises(KvxferError):
+        await transfer
+    ending = asyncio.gather(offer.withdraw(), return_exceptions=True)
+    await eventually(ending.done)
+    inside.rebuild(decode)
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not prefill.describe()["sent_in_doubt"])
+    (outcome,) = await ending
+    assert bool(quarantined(prefill, "send")) == (route == "staged")
+    assert isinstance(outcome, MemoryInDoubt) == (route == "direct")
+    inside.consider_rebuilding(prefill)
+    async with asyncio.timeout(10):
+        if isinstance(outcome, MemoryInDoubt):
+            await outcome.settled()
+        await eventually(lambda: not quarantined(prefill, "send"))
+
+
 async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_made_anew(
     stage, source, target, no_locks
 ):

@@ -173,6 +173,7 @@ class Fabric:
         # its thread's own
         self._holdings: Final = Holdings(transport)
         self._set_up = False
+        self._claiming = False  # whether it waits for the mover to be out of the agent
         self._gone = False  # the agent
         self._due: float | None = None  # since when it owes a pass, or is in one
         mover.ready = self._ready
@@ -349,8 +350,9 @@ class Fabric:
             if not self._set_up:
                 self._set_up = True
                 self._transport.setup()
-            if self._inbox:
-                if not self._mover.acquire_agent():
+            if self._inbox or self._claiming:  # who waited may have been refused meanwhile: the mover has to hear of it
+                self._claiming = not self._mover.acquire_agent()
+                if self._claiming:
                     return _CLAIM_S
                 self._take()
         except Exception as error:  # noqa: BLE001 - the thread is supervised here: a defect is named and answered

@@ -231,6 +231,25 @@ async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
     assert int(rig.state[records.WANTED]) == 0
 
 
+async def test_the_mover_has_the_agent_again_where_whoever_waited_for_it_was_refused_meanwhile(rig):
+    """Else it could never see what is posted end."""
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    rig.step(2)
+    rig.state[records.BUSY] = 1
+    future = rig.fabric.metadata([])
+    assert rig.serve() is not None
+    rig.state[records.BROKEN] = -1
+    assert rig.fabric.health()[1], "it is looked at, and breaks"
+    with pytest.raises(FabricError):
+        future.result(timeout=0)
+    rig.state[records.BUSY] = 0
+    assert rig.serve() is None
+    rig.network.release("b")
+    rig.step(2)
+    assert rig.result().outcome is Outcome.DONE
+
+
 async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
     (side, other), inside, most = threaded, [0], [0]
     for name in ("post", "poll", "release", "progress", "metadata", "register", "deregister"):

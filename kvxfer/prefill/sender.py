@@ -1085,11 +1085,12 @@ class Sender(Struct, eq=False):
     def forget(self) -> None:
         """Nobody asks any more what becomes of it at the peer, whose gates are let go of.
 
-        Of what may still read memory of this side the end is looked for before: nothing else gives that back.
+        Of what may still read memory of this side the end is looked for before, since nothing else gives that back;
+        but where no end of an agent ends it, it might be looked for in vain for ever.
         """
         self._forgotten = True
         for doubt in self._doubtful:
-            if doubt.left:
+            if doubt.left or may_outlive_agent(self.site, self.peer):
                 self.site.mover.forget(doubt.copy)
 
     def keep_polling(self) -> None:

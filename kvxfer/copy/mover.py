@@ -472,6 +472,11 @@ class Mover:
         self._machine.send(_BRIEF.pack(records.HALT, 0, 0, 0, b""))
 
     @property
+    def posting(self) -> bool:
+        """Whether parts of posts may begin: also behind `stop_posting`, until the machine has heard of that."""
+        return not (self._stopped_reading or self._machine.state[records.HALTED])
+
+    @property
     def under_way(self) -> bool:
         """Whether parts of posts are: also those that were given up and run on, as far as they are looked at."""
         state = self._machine.state

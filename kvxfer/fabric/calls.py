@@ -289,7 +289,7 @@ class Fabric:
     async def _rebuild(self, until: float) -> bool:
         mover, now = self._mover, self._runtime.now
         mover.stop_posting()
-        while mover.under_way and self._closing is None and now() < until:  # noqa: ASYNC110 - nobody says it
+        while (mover.posting or mover.under_way) and self._closing is None and now() < until:  # noqa: ASYNC110 - nobody says it
             await asyncio.sleep(_LOOK_S)
         await mover.abandon_posts()
         try:

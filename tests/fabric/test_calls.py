@@ -1,6 +1,7 @@
 """The fabric's service: its calls, pauses, the agent made anew, and the end; stepped by hand, over the loopback."""
 
 import asyncio
+import threading
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from copy_plans import contiguous_rows
 from rigs import PART, SIZE, Moving, Rig
+from stepped import until
 
 from kvxfer.copy import records
 from kvxfer.copy.port import Descriptors, Operation, Outcome
@@ -448,6 +450,25 @@ async def test_a_peer_that_was_left_is_forgotten_with_what_nobody_can_see_the_en
     rig.step(2, seconds=0.2)
     rig.serve()
     assert (rig.late, rig.fabric.agents, rig.transport.open_handles) == ([], 0, 0)
+
+
+async def test_a_part_that_is_being_posted_as_that_is_asked_for_has_time_to_end(rig):
+    """The mover stands in the call, and has heard of nothing yet."""
+    inside, go, real = threading.Event(), threading.Event(), rig.transport.post
+    rig.transport.post = lambda *what: (inside.set(), go.wait(10), real(*what))[-1]
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    step = asyncio.create_task(asyncio.to_thread(rig.machine.step))
+    await until(inside.is_set)
+    answer = asyncio.ensure_future(rig.fabric.rebuild(5.0))
+    await rig.settle()
+    go.set()
+    await step
+    await turns(rig, 2)
+    rig.network.release("b")
+    assert await rig.run(answer) is True
+    rig.step(2)
+    assert rig.result().outcome is Outcome.DONE
 
 
 async def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end(make):

@@ -169,10 +169,6 @@ def _owe(state: Any, slot: Any) -> None:
 @inlined
 def _tell(state: Any, jobs: Any, ports: Any) -> None:
     """Write the events that are owed, as far as the pipe takes them."""
-    if state[r.CATCHING] == 2:
-        state[r.OUT] = r.NOBODY
-        if call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, 8 * r.EVENT_WORDS) == 8 * r.EVENT_WORDS:
-            state[r.CATCHING] = 0
     while state[r.DUE_COUNT] > 0:
         slot = state[r.DUE + state[r.DUE_FIRST]]
         job = jobs[slot]
@@ -212,6 +208,10 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
             state[r.LINGERING] += job[r.LINGERS]
         else:
             _free(state, job, slot)
+    if state[r.CATCHING] == 2:  # behind all else that the agent which is given up has said of peers
+        state[r.OUT] = r.NOBODY
+        if call_long(ports[r.WRITE], state[r.NEWS], state[r.HERE] + 8 * r.OUT, 8 * r.EVENT_WORDS) == 8 * r.EVENT_WORDS:
+            state[r.CATCHING] = 0
 
 
 @inlined

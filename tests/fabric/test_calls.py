@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,13 @@ from rigs import PART, SIZE, Moving, Rig
 from stepped import until
 
 from kvxfer.copy import records
-from kvxfer.copy.port import Descriptors, Operation, Outcome
-from kvxfer.copy.tables import pack
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Post
+from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.runtime import TURN_SECONDS
 
 
 def fail(error: Exception, *_: object) -> Any:
@@ -268,7 +270,7 @@ async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
         setattr(side.transport, name, called)
     release = side.mover.hold_awake()
     async with asyncio.timeout(20):
-        for _ in range(20):
+        for _ in range(40):
             ended = side.post("b", other.address, SIZE)
             answers = [side.fabric.metadata([]) for _ in range(5)]
             for answer in answers:
@@ -468,6 +470,34 @@ async def test_a_part_that_is_being_posted_as_that_is_asked_for_has_time_to_end(
     rig.network.release("b")
     assert await rig.run(answer) is True
     rig.step(2)
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_what_the_old_agent_said_of_peers_is_heard_before_there_is_another_one(rig):
+    """Also where that takes long: or a peer that is met again would be taken for gone from then on."""
+    native, told = rig.transport.native, []
+    rig.transport.native = lambda: replace(native(), for_good=True)
+    rig.mover.attach(rig.transport.native())
+
+    def done(outcome: CopyOutcome) -> None:
+        told.append(outcome.outcome)
+        rig.runtime.time += TURN_SECONDS  # everybody else has a turn
+
+    rig.network.hold("b")
+    for _ in range(40):
+        post = Post("b", Operation.WRITE, *rig.piece(PART))
+        rig.mover.submit(CopyJob(NOTHING, done, post=post), Direction.GATHER)
+        rig.step()
+    rig.network.disconnect("b")
+    answer = asyncio.ensure_future(rig.fabric.rebuild(0.0))
+    await rig.settle()
+    rig.step()
+    rig.network.mend("b")
+    assert await rig.run(answer) is True
+    await turns(rig, 20)
+    assert len(told) == 40
+    rig.post(nbytes=PART)
+    await turns(rig)
     assert rig.result().outcome is Outcome.DONE
 
 

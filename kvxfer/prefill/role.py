@@ -396,7 +396,7 @@ class Prefill:
     def _on_doubt(self, who: bytes, transfer: int, moved: Sender) -> None:
         """More is known of what ended in doubt."""
         doubt, here = self._doubtful.find(who, transfer), self._links.get(who)
-        if doubt is None:
+        if doubt is None or doubt.ended is not moved:  # it was forgotten, and its number may be another's by now
             return
         if not moved.in_doubt:
             self._doubtful.forget(who, transfer)

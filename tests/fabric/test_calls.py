@@ -587,6 +587,25 @@ async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeyp
     assert rig.service.stopped
 
 
+async def test_what_was_given_up_runs_on_where_the_fabric_breaks_before_the_agent_has_ended(rig):
+    """What it reads may land yet, so it must not be told that nothing moves here any more."""
+    rig.memory["b"][:] = 7
+    rig.network.hold("b")
+    rig.post(nbytes=PART, operation=Operation.READ)
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(0.0))
+    await rig.settle()
+    rig.state[records.BROKEN] = -1
+    assert rig.fabric.health()[1], "it is looked at, and breaks"
+    with pytest.raises(FabricError):
+        await rig.run(answer)
+    rig.step(2)
+    rig.network.release("b")
+    assert (rig.source[:PART] == 7).all(), "it has landed"
+    rig.ended(Outcome.IN_DOUBT, may_move=True)
+    assert (rig.late, await rig.close()) == ([], False)
+
+
 async def test_a_rebuild_is_refused_after_the_end(rig):
     await rig.close()
     with pytest.raises(FabricError, match="closed"):

@@ -307,7 +307,7 @@ def meet(
         if last - first > MAX_ROWS * grid:
             raise TokensError(
                 f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
-                f"{MAX_ROWS} rows that a plan may have: fetch them in parts, or use larger blocks"
+                f"{MAX_ROWS} rows that a plan may have: begin fetches of parts together, or use larger blocks"
             )
         # rows that a peer gives no blocks are not made
         if dst.before(first) < dst.before(last) > _reach(dst, dst_span):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,6 +80,27 @@ async def test_a_call_that_comes_in_as_a_thread_forgets_that_it_was_woken_is_mad
     for call in late:
         with pytest.raises(FabricError):
             await side.now(call)
+
+
+async def test_a_call_that_is_being_made_as_the_fabric_breaks_is_answered_once(rig):
+    """The loop refuses what waits, while the thread takes it."""
+
+    class Looked(deque[Any]):
+        """When it has been looked through, the other thread has a turn."""
+
+        def __iter__(self) -> Any:
+            yield from list(super().__iter__())
+            thread.start()
+            thread.join(0.1)
+
+    thread = threading.Thread(target=rig.serve)
+    future = rig.fabric.metadata([])
+    rig.fabric._inbox = Looked(rig.fabric._inbox)
+    rig.state[records.BROKEN] = -1
+    assert rig.fabric.health()[1], "it is looked at, and breaks"
+    thread.join()
+    with pytest.raises(FabricError, match="progress"):
+        future.result(timeout=0)
 
 
 async def test_a_peer_is_forgotten_with_the_last_who_knew_it(rig):

@@ -899,7 +899,8 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
         state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
     state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP], state[r.EAGER] = now, 0, 0, 0
     moved = _read_records(state, jobs, ports, now)
-    if state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
+    # told to stop it calls nothing more: the agent that it knows may have ended by now
+    if state[r.STOPPING] != 0 or state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
         state[r.ASLEEP] = 1
         return _FOREVER
     if state[r.FLOW_COUNT] != 0 and _step_flows(state, jobs, ports, now):

@@ -336,6 +336,17 @@ async def test_close_undoes_everything_once(make, monkeypatch, before):
     assert rig.fabric.health() == (0.0, "")
 
 
+async def test_a_mover_that_is_told_to_stop_calls_the_agent_no_more(make):
+    """Whoever makes that anew waits for it no longer, though something that was given up was still looked at."""
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    await rig.given_up(nbytes=PART)
+    rig.runtime.time += 1.0
+    before = rig.called()
+    assert await rig.mover.close(5.0)
+    assert rig.called() == before
+
+
 async def test_what_came_before_close_is_answered_and_who_waits_for_close_may_give_up(rig):
     await Moving.end(rig)
     waiting = rig.fabric.metadata([])

@@ -675,11 +675,11 @@ class Decode:
 
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
         """
-        if self._goes_on(ticket.key):
-            return
+        same = self._of_ticket.get(ticket.key, ())
+        if self._goes_on(ticket.key) or any(one.keep and not (one.done or one.superseded) for one in same):
+            return  # it is that one's business, or kept for a retry of that one
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here
-        same = self._of_ticket.get(ticket.key, ())
         for left in same:  # what has not ended yet, or is in doubt, comes here when it has
             left.unwanted = True
         if not all(fetch.done for fetch in same):

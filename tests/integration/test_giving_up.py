@@ -349,6 +349,28 @@ async def test_a_retry_that_is_given_up_first_frees_the_blocks_when_both_have_en
     await quiet(prefill, decode)
 
 
+async def test_an_older_fetch_that_was_given_up_frees_nothing_that_the_younger_one_keeps(stage, source, target):
+    """Both wind down, and the older one ends first."""
+    prefill, decode = await stage.pair(source, target, route="direct", offer_lease=120.0)
+    offer, older = await stage.in_flight(prefill, decode, "decode")
+    await asyncio.sleep(0.05)
+    flying = stage.network.held("decode")
+    younger = decode.start_fetch(offer.ticket, [5, 6], tokens=TOKENS, keep=True)
+    await eventually(lambda: stage.network.held("decode") > flying)
+    older.cancel()
+    younger.cancel()
+    stage.network.release("decode", posts=flying)
+    with pytest.raises(asyncio.CancelledError):
+        await older
+    assert not younger.done
+    stage.network.release("decode")
+    with pytest.raises(asyncio.CancelledError):
+        await younger
+    await asyncio.sleep(0.05)
+    await kept(offer, prefill)
+    await offer.withdraw()
+
+
 @virtual
 async def test_an_older_fetch_that_fails_is_kept_for_a_retry_and_not_for_its_lease(one):
     """The younger one was given up while it went on."""

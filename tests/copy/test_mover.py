@@ -19,6 +19,7 @@ from stepped import Flag, Reports, World, kind, until
 
 from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import _POKE, Mover, _machines
+from kvxfer.copy.port import Native
 from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.runtime import ThreadRuntime
@@ -198,6 +199,16 @@ async def test_a_thread_that_wants_the_interpreter_does_not_get_it_from_the_pipe
         sys.setswitchinterval(interval)
         over.set()
         other.join()
+
+
+async def test_the_functions_of_an_agent_are_there_until_the_machine_has_surely_read_of_the_next(world):
+    tables = []
+    for _ in range(3):
+        table = np.zeros(records.PORTS - records.AGENT_PORTS, np.int64)
+        tables.append(weakref.ref(table))
+        world.mover.attach(Native(table, 0, 0, lambda *_: FabricError("nobody asks")), anew=True)
+        del table
+    assert [table() is not None for table in tables] == [False, True, True]
 
 
 # --- leases and cancelling

@@ -300,7 +300,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
         self.role.on_success(self)
 
-    def finish_success(self, read: Collection[bytes]) -> None:
+    def finish_success(self, later: Collection[bytes]) -> None:
         """Tell every prefill rank that nothing more of the request is needed, and count a success.
 
         Ranks of these incarnations have more to do with the request, and are told when that has ended.
@@ -309,7 +309,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             return
         (tally, stats), self.ending = self.ending, None
         for link in self.links:
-            if not read or link.peer.identity.incarnation not in read:
+            if not later or link.peer.identity.incarnation not in later:
                 link.send(wire.Release(self.ref))
         key = self.request, self.ticket.attempt
         self.site.metrics.transfer_ended(Ended("receive", None, stats, None, self.id, key, tally.stages))

@@ -479,7 +479,7 @@ class Decode:
         fetch.receivers.clear()  # which know the fetch: without a cycle, all of it is freed at once
         self._forget(fetch)
         # those that go on by now: one that begins in this turn comes too late
-        fetch.superseded = fetch.key in self._of_ticket and self._goes_on(fetch.key)
+        fetch.superseded = fetch.key in self._of_ticket and self._leave_to_another(fetch.key)
         if not fetch.superseded:
             self._claims.remove(fetch.key)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
@@ -514,7 +514,7 @@ class Decode:
     def on_failure(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
         site, ticket, links = self._site, fetch.ticket, tuple(fetch.links)
-        if self._goes_on(ticket.key):
+        if self._leave_to_another(ticket.key):
             return
 
         def over() -> None:
@@ -652,8 +652,8 @@ class Decode:
             if not same:
                 del self._of_ticket[fetch.key]
 
-    def _goes_on(self, key: TicketKey) -> bool:
-        """Whether a fetch of the request goes on. What becomes of the request is its business then, old or new."""
+    def _leave_to_another(self, key: TicketKey) -> bool:
+        """Leave what becomes of a request to its fetches that go on, old or new; whether there is one."""
         going_on = [fetch for fetch in self._of_ticket.get(key, ()) if fetch.going_on]
         for fetch in going_on:
             fetch.superseded = False
@@ -676,7 +676,7 @@ class Decode:
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
         """
         same = self._of_ticket.get(ticket.key, ())
-        if self._goes_on(ticket.key) or any(one.keep and not (one.done or one.superseded) for one in same):
+        if self._leave_to_another(ticket.key) or any(one.keep and not (one.done or one.superseded) for one in same):
             return  # it is that one's business, or kept for a retry of that one
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here

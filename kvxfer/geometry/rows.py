@@ -27,6 +27,7 @@ __all__ = ["BlockLists", "Blocks", "Meeting", "Rows", "Span", "check_spans", "ch
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
+_MANY_ROWS: Final = 1 << 15
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
 _NO_NUMBER: Final[Any] = None  # what a bool is taken for
 _SPARSE: Final = 64
@@ -309,8 +310,8 @@ def meet(
                 f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
                 f"{MAX_ROWS} rows that a plan may have: begin fetches of parts together, or use larger blocks"
             )
-        # rows that a peer gives no blocks are not made
-        if dst.before(first) < dst.before(last) > _reach(dst, dst_span):
+        # rows that a peer gives no blocks are not made, if they are many: of a few the list may grow yet
+        if last - first > _MANY_ROWS * grid and dst.before(first) < dst.before(last) > _reach(dst, dst_span):
             raise _not_covered(group, "destination", dst, dst_span, range(first, last))
         begin = dst.held(first // grid * grid, last if last > first else 0, grid)
         if src.of > 1:

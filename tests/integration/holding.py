@@ -18,8 +18,6 @@ from kvxfer.copy.port import Direction
 from kvxfer.errors import KvxferError
 from kvxfer.memory.books import ExtentState
 
-KERNEL_CYCLES = 12_000_000_000
-"""About six seconds of a GPU: several times as long as what is done meanwhile."""
 WAIT_SECONDS = 20.0
 PATIENCE_SECONDS = 4.0
 """For an agent that is made anew: it is tried after a quarter of a second, and ends in a second at most."""
@@ -33,7 +31,7 @@ def _places(tables: Any, side: int) -> list[int]:
 
 
 class _Stream:
-    """Copies in one direction of a mover on a GPU: behind a wait for a word, or a kernel that runs for long."""
+    """Copies in one direction of a mover on a GPU: behind a wait for a word, or a kernel that runs until it is set."""
 
     def __init__(self, mover, direction, how):
         from kvxfer.memory.device import call, load
@@ -43,7 +41,9 @@ class _Stream:
         stream = inside.stream(mover, direction)
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             if how == "kernel":
-                torch.cuda._sleep(KERNEL_CYCLES)
+                from spinning import spin
+
+                spin[(1,)](self._word, num_warps=1)
             else:
                 driver = load("driver", "holding a stream up")
                 call(driver, "cuStreamWaitValue32", int(stream.cuda_stream), self._word.data_ptr(), 1, _GEQ)
@@ -54,7 +54,7 @@ class _Stream:
         return self._launched()
 
     def go(self):
-        self._word.fill_(1)  # a kernel ends by itself
+        self._word.fill_(1)
 
 
 class Holding(Ranks):
@@ -114,10 +114,12 @@ class Holding(Ranks):
 
     async def rebuilt(self, rank):
         """Wait until that is done; the seconds for which it was waited for."""
-        began = time.monotonic()
-        async with asyncio.timeout(2 * WAIT_SECONDS):
-            while self.workers[rank].describe()["agent"]["rebuilt"] == self._rebuilds:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.005)
+        worker, began = self.workers[rank], time.monotonic()
+        while worker.describe()["agent"]["rebuilt"] == self._rebuilds:
+            if time.monotonic() - began > 2 * WAIT_SECONDS:
+                running = [len(inside.launched(inside.mover(worker), one)) for one in Direction]
+                raise AssertionError(f"no other agent in time; {running} copies run, and {worker.describe()}")
+            await asyncio.sleep(0.005)
         return time.monotonic() - began
 
     async def withdraw(self, rank, request):

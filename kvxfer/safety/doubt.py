@@ -217,7 +217,8 @@ _LOOK_SECONDS_MAX: Final = 0.05
 _EARLY: Final = 1e-3
 """Seconds by which a timer may be early."""
 _STEPS: Final = 4
-"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our work ends."""
+"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our work ends. What is
+posted has one more where our copies took theirs: else what they post as they end would be given up at once."""
 _CROWDED: Final = 4
 """A share of which more than one part in so many is in quarantine is crowded: then nothing waits for longer."""
 _TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")
@@ -306,8 +307,7 @@ class Rebuilding:
                 await self._wait_idle()
             since = site.now()
             if await self._wait_while(lambda: site.mover.has_copy_since(since)):
-                left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
-                done = await site.fabric.rebuild(left)
+                done = await site.fabric.rebuild(site.config.revoke_timeout / _STEPS)
             else:
                 why = "a copy of our own stands still on the GPU: it is tried again when that has ended"
             if done:

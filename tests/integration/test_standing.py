@@ -108,6 +108,26 @@ async def test_no_agent_is_made_where_that_would_wait_for_it(play, monkeypatch, 
 
 
 @virtual
+async def test_what_is_posted_as_it_ends_at_last_has_time_to_end_itself(play, monkeypatch):
+    """Though nearly all the time is over in which it may end before no agent is made."""
+    copies, _, transfer = await standing(play, "prefill", Direction.GATHER)
+    monkeypatch.setattr(copies.real, "has_copy_since", lambda since: bool(copies.held))
+    inside.rebuild(play.prefill)
+    await play.until(lambda: play.prefill.describe()["agent"]["paused"])
+    await asyncio.sleep(TIMES["revoke_timeout"] / 4 - 0.01)
+    play.network.hold("decode")
+    copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+    copies.go()
+    await asyncio.sleep(0.1)
+    assert play.network.held("decode")
+    play.network.release("decode")
+    await transfer
+    copied.check()
+    await play.until(lambda: play.prefill.describe()["agent"]["rebuilt"])
+    await quiet(play)
+
+
+@virtual
 async def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(play):
     copies, _, transfer = await standing(play, "prefill", Direction.GATHER)
     await rebuilt(play, play.decode)

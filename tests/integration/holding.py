@@ -117,8 +117,11 @@ class Holding(Ranks):
         worker, began = self.workers[rank], time.monotonic()
         while worker.describe()["agent"]["rebuilt"] == self._rebuilds:
             if time.monotonic() - began > 2 * WAIT_SECONDS:
-                running = [len(inside.launched(inside.mover(worker), one)) for one in Direction]
-                raise AssertionError(f"no other agent in time; {running} copies run, and {worker.describe()}")
+                mover = inside.mover(worker)
+                running = [len(inside.launched(mover, one)) for one in Direction]
+                through = [inside.stream(mover, one) is None or inside.stream(mover, one).query() for one in Direction]
+                found = f"{running} copies run, streams are through: {through}, and {worker.describe()}"
+                raise AssertionError(f"no other agent in time; {found}")
             await asyncio.sleep(0.005)
         return time.monotonic() - began
 

@@ -22,6 +22,8 @@ WAIT_SECONDS = 20.0
 PATIENCE_SECONDS = 4.0
 """For an agent that is made anew: it is tried after a quarter of a second, and ends in a second at most."""
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_WORDS: list[torch.Tensor] = []
+"""Never given back: a GPU that is busy with other processes reads one some time after it was set."""
 _SIDES = {Direction.GATHER: "send", Direction.SCATTER: "receive"}
 
 
@@ -38,12 +40,13 @@ class _Stream:
 
         self._launched = partial(inside.launched, mover, direction)
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        _WORDS.append(self._word)
         stream = inside.stream(mover, direction)
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             if how == "kernel":
                 from spinning import spin
 
-                spin[(1,)](self._word, num_warps=1)
+                spin[(1,)](self._word)
             else:
                 driver = load("driver", "holding a stream up")
                 call(driver, "cuStreamWaitValue32", int(stream.cuda_stream), self._word.data_ptr(), 1, _GEQ)

@@ -27,7 +27,7 @@ __all__ = ["BlockLists", "Blocks", "Meeting", "Rows", "Span", "check_spans", "ch
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
-_MANY_ROWS: Final = 1 << 15
+_FEW: Final = 1 << 12
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
 _NO_NUMBER: Final[Any] = None  # what a bool is taken for
 _SPARSE: Final = 64
@@ -310,12 +310,11 @@ def meet(
                 f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
                 f"{MAX_ROWS} rows that a plan may have: begin fetches of parts together, or use larger blocks"
             )
-        # rows that a peer gives no blocks are not made, if they are many: of a few the list may grow yet
-        if last - first > _MANY_ROWS * grid and dst.before(first) < dst.before(last) > _reach(dst, dst_span):
-            raise _not_covered(group, "destination", dst, dst_span, range(first, last))
-        begin = dst.held(first // grid * grid, last if last > first else 0, grid)
-        if src.of > 1:
-            begin = begin[src.holds(begin)]
+        cells = range(first // grid * grid, last if last > first else 0, grid)
+        # before there are rows: of so many that a peer asks for nothing may come
+        _check_cover(group, "source", src, src_span, src, dst, cells, range(first, last), due)
+        _check_cover(group, "destination", dst, dst_span, src, dst, cells, range(first, last), tokens.stop)
+        begin = _held(src, dst, cells)
         table = np.empty((len(begin), 5), np.int64)  # filled in place: fresh memory costs more than the sums
         table[:, 4] = grid
         if len(begin):  # only the first and the last row may be cut
@@ -323,30 +322,51 @@ def meet(
             table[-1, 4] = min(grid, last - int(begin[-1]))
             begin[0] += cut
             table[0, 4] -= cut
-            table[:, 0], table[:, 1] = _places(group, "source", src, src_span, begin, table[:, 4], due)
-            table[:, 2], table[:, 3] = _places(group, "destination", dst, dst_span, begin, table[:, 4], tokens.stop)
+            table[:, 0], table[:, 1] = _places(src, src_span, begin)
+            table[:, 2], table[:, 3] = _places(dst, dst_span, begin)
     if src.null_block is not None:
         table[table[:, 0] // src.block_ratio == src.null_block, 0] = _PADDING
     return Rows(table, begin, grid, unit)
 
 
-def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> tuple[I64, I64]:
-    """Kernel block of each row and its first token there, for rows that ascend.
+def _held(src: RowSide, dst: RowSide, cells: range) -> I64:
+    """Those of these cells of the grid that both sides hold."""
+    found = dst.held(cells.start, cells.stop, cells.step)
+    return found[src.holds(found)] if src.of > 1 else found
 
-    The list must hold those of which a token row ends before `covered` (it belongs to its last token): if the first
-    and the last of them are inside, all are. The blocks of later ones may be unknown.
+
+def _check_cover(
+    group: str, side: str, at: RowSide, span: Span, src: RowSide, dst: RowSide, cells: range, rows: range, covered: int
+) -> None:
+    """Check that a list holds the rows of these cells that end before `covered`, as compiled code does.
+
+    A token row belongs to its last token, and rows ascend: if the first and the last of them are inside, all are. Both
+    are looked for among a few cells at a time. The blocks of later ones may be unknown.
     """
-    ids, unit, id_rows = np.asarray(span.ids), at.tokens_per_row, at.block_ratio * at.block_tokens
-    first = at.before(span.first_token // unit)
+    few = (_held(src, dst, cells[n : n + _FEW]) for n in range(0, len(cells), _FEW))
+    low = next((int(found[0]) for found in few if len(found)), cells.stop)
+    begin, due = max(low, rows.start), min(covered // at.tokens_per_row, rows.stop)
+    if begin >= rows.stop:
+        return
+    last, end = begin, min(low + cells.step, rows.stop)
+    if begin < due:
+        owed = range(low, due, cells.step)
+        few = (_held(src, dst, owed[max(0, n - _FEW) : n]) for n in range(len(owed), 0, -_FEW))
+        high = next(int(found[-1]) for found in few if len(found))
+        last, end = max(high, begin), min(high + cells.step, rows.stop)
+    id_rows, first = at.block_ratio * at.block_tokens, at.before(span.first_token // at.tokens_per_row)
+    origin = first // id_rows * id_rows
+    short = begin < due and at.before(last) + end - last - origin > len(span.ids) * id_rows
+    if at.before(begin) < first or short:
+        raise _not_covered(group, side, at, span, range(begin, end))
+
+
+def _places(at: RowSide, span: Span, begin: I64) -> tuple[I64, I64]:
+    """Kernel block of each row and its first token there, for rows that ascend. The last blocks may be unknown."""
+    ids, id_rows = np.asarray(span.ids), at.block_ratio * at.block_tokens
     position = at.local(begin)
-    if origin := first // id_rows * id_rows:
+    if origin := at.before(span.first_token // at.tokens_per_row) // id_rows * id_rows:
         position = position - origin
-    complete = covered // unit
-    due = len(begin) if complete > begin[-1] else bisect_left(begin, complete)
-    last = max(due, 1) - 1
-    short = due and int(position[last] + count[last]) > len(ids) * id_rows
-    if position[0] < first % id_rows or short:
-        raise _not_covered(group, side, at, span, range(int(begin[0]), int(begin[last] + count[last])))
     which, inside = np.divmod(position, id_rows)
     known = int(which[-1]) < len(ids)
     block = ids[which] if known else np.append(ids, _UNKNOWN)[np.minimum(which, len(ids))]
@@ -354,12 +374,6 @@ def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I
         part, inside = np.divmod(inside, at.block_tokens)
         block = np.where(block < 0, block, block * at.block_ratio + part)
     return block, inside
-
-
-def _reach(at: RowSide, span: Span) -> int:
-    """One past the last token row that a block list holds, counted as `RowSide.before` does."""
-    id_rows = at.block_ratio * at.block_tokens
-    return at.before(span.first_token // at.tokens_per_row) // id_rows * id_rows + len(span.ids) * id_rows
 
 
 def _not_covered(group: str, side: str, at: RowSide, span: Span, rows: range) -> BlocksError:

@@ -293,3 +293,16 @@ def test_a_rank_without_any_of_the_tokens_needs_no_block_for_them() -> None:
     """A window may begin in the midst of a block, and the rank's turn be over before it."""
     turns = replace(PLAIN, block_tokens=16, of=2, chunk=4)
     assert not len(meet("g", PLAIN, turns, span(5, 2), span(first=4), range(4, 8)))
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_what_an_offer_does_not_hold_is_refused_before_there_are_rows(of: int) -> None:
+    """A peer says how large its blocks are: few of them are many rows."""
+    dst = replace(PLAIN, block_tokens=8191, of=of, chunk=8191)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BlocksError, match=r"list of the source .* does not cover tokens 0"):
+            meet("g", PLAIN, dst, Span([5], 40), Span(range(2000)), range(2000 * 8191), covered=44)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

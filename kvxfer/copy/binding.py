@@ -169,12 +169,17 @@ def _meet(
     found, cells, tokens = 0, 0, 0
     most, length = 0, 0
     was_src, was_in, was_dst, was_into = 0, 0, 0, 0  # where the last cell ended
-    cell = first // grid * grid
-    count = min(cell + grid, last) - first
-    while cell < last:
+    token, edge = first, first // grid * grid + grid
+    # nobody looks at each cell: all that are in the same blocks are one step, however small the grid of both sizes is
+    strides = (not shared) & ((join != 0) | (at < 0))
+    while token < last:
         ours, theirs = True, True
+        count, within = min(edge, last) - token, 1
         if shared:
-            theirs, ours = _holds(pair, of, cell), _holds(pair, to, cell)
+            theirs, ours = _holds(pair, of, edge - grid), _holds(pair, to, edge - grid)
+        elif strides:
+            count = min(of_block - s_in, to_block - d_in, last - token)
+            within = (token + count - 1) // grid - token // grid + 1
         if ours & theirs:
             if (s_id < 0) | (d_id < 0) | (d_id >= to_count):
                 return ODD
@@ -189,7 +194,7 @@ def _meet(
                 goes_on = (src == was_src) & (s_in == was_in) & (dst == was_dst) & (d_in == was_into)
                 if (join == 0) | (found == 0) | (not goes_on):
                     length = 0
-                    found += 1
+                    found += 1 if join != 0 else within
                     if at >= 0:
                         if at + ROW_WORDS > len(out):
                             return ODD
@@ -199,7 +204,7 @@ def _meet(
                 length += count
                 if at >= 0:
                     out[at - 1] = length
-                cells += 1
+                cells += within
                 tokens += count
                 most = max(most, length)
                 was_src, was_in, was_dst, was_into = src, s_in + count, dst, d_in + count
@@ -215,8 +220,7 @@ def _meet(
                 d_in, d_sub = 0, d_sub + 1
                 if d_sub == to_ratio:
                     d_sub, d_id = 0, d_id + 1
-        cell += grid
-        count = min(grid, last - cell)
+        token, edge = token + count, edge + grid
     out[met + M_ROWS], out[met + M_CELLS] = found, cells
     out[met + M_TOKENS], out[met + M_MOST] = tokens, most
     return FITS

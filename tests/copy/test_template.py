@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from random import Random
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -308,3 +309,16 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     bound = BoundPlan(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
         bound.tables(Kind.COPY, range(1))
+
+
+def test_to_bind_takes_as_long_as_there_are_blocks_however_small_what_both_sizes_share_is():
+    """A peer says how large its blocks are: of 8 kB of ids it could make 16 million cells to be looked at."""
+    sides = [[contiguous(NHD, SIZES | {"block": 1 << 20, "token": size})] for size in (16, 8191)]
+    pair = between(*map(described, sides))
+    src, dst = ({"default": Span(np.arange(count))} for count in (1, 2000))
+    took = []
+    for _ in range(5):
+        began = thread_time()
+        assert bind(pair, src, dst, range(2000 * 8191), covered=16).most_rows == 2000 * 8191
+        took.append(thread_time() - began)
+    assert min(took) < 0.01

@@ -176,6 +176,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     began: float  # when it was asked for
     ref: wire.TicketRef  # its ticket, as peers know it
     key: tuple[str, wire.TicketRef]  # the same, as this side does
+    retries: bool = False  # whether the prefill ranks keep the request by now, for it or for a claim
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
     deadline: float = math.inf  # when its caller gives up, by the runtime's clock
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
@@ -258,7 +259,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         return links, lost
 
     def _ask(self, engine: PrefillEngine) -> None:
-        """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
+        """Tell every prefill rank by `Fetch`, or, if nothing is kept, by `Release` that nothing of it is needed."""
         site, role, sent = self.site, self.role, True
         self.state, self.links = TransferState.WAITING, engine.links
         try:
@@ -268,7 +269,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 exposure = Exposure(site, link, f"{role.prefix}{number}")
                 receiver = Receiver(site, link, part, self, link.peer, grants, exposure, Receiving(number))
                 sent = receiver.send_fetch() and sent
-            for link in engine.idle:
+            for link in () if self.retries else engine.idle:  # it may be what is left when another one is lost
                 link.send(wire.Release(self.ref))
         finally:
             self._asked = True

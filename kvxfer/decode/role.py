@@ -389,9 +389,9 @@ class Decode:
             began=now,
             ref=key[1],
             key=key,
+            retries=self._claims.note_fetch(key, given_up=False) or keep,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
         )
-        self._claims.note_fetch(key, given_up=False)
         if same := self._of_ticket.get(key):
             for older in same:
                 older.superseded, older.unwanted = True, False

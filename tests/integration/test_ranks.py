@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from inside import hear, sessions
-from stage import KEY, Cache, Copied, eventually, frames, quiet, raised
+from stage import KEY, Cache, Copied, Gate, eventually, frames, quiet, raised
 
 from kvxfer import Code, Interleave, KvxferError, MismatchError, Released, TicketError, UnreachableError
 from kvxfer.protocol.messages import Release
@@ -178,3 +178,24 @@ async def test_a_rank_that_gave_a_request_back_before_it_was_offered_may_fetch_i
     await again
     await decode[1].fetch(ticket, [3, 4], tokens=tokens, timeout=20)
     assert isinstance(await offer.released(), Released)
+
+
+@pytest.mark.parametrize("how", ["keep", "claim"])
+async def test_a_rank_of_which_nothing_is_needed_keeps_a_request_for_a_retry_as_the_others_do(stage, how):
+    """It holds the same, and is what is left when the rank is lost that was to send it."""
+    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
+    prefill, _ = await stage.engine("prefill", [source, source], connect_timeout=1.0)
+    decode = await stage.worker("decode", target)
+    gate = Gate()
+    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    claim = decode.claim(offers[0].ticket) if how == "claim" else None
+    failed = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8), keep=how == "keep")
+    await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))
+    lost, left = sorted(range(2), key=lambda rank: prefill[rank].describe()["sending"], reverse=True)
+    await prefill[lost].aclose(drain=False)
+    await raised(failed, KvxferError)
+    gate.fired, copied = True, Copied(target).bring(source, [1, 2], [5, 6], range(8))
+    await decode.fetch(offers[left].ticket, [5, 6], tokens=range(8), timeout=10)
+    copied.check()
+    assert isinstance(await offers[left].released(), Released)
+    assert claim is None or not decode.describe()["claims"]

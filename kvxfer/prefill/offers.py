@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import math
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Every rank of the decode engine is done; the blocks are the caller's again."""
+    """Every rank of the decode engine is done; the blocks are the caller's again. With its last 1,024 transfers."""
 
     stats: tuple[TransferStats, ...] = ()
 
@@ -79,6 +79,8 @@ class Withdrawn:
 
 
 Ending: TypeAlias = Released | Expired | Withdrawn
+_STATS: Final = 1024
+"""Transfers of an offer that are remembered: a decode rank can begin and give up any number of them."""
 
 
 class OfferState(StrEnum):
@@ -189,7 +191,7 @@ class Entry:
         self.ending: Ending | None = None
         self.transfers: Final[set[Sender]] = set()
         self.doubtful: Final[dict[Sender, str]] = {}  # over, but its reads may be in flight; with the peer
-        self.stats: Final[list[TransferStats]] = []
+        self.stats: Final = deque[TransferStats](maxlen=_STATS)
         self._book = book
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
         # the engine that claimed it, the ranks of it that released it, and until when its lease runs

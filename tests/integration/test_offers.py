@@ -5,7 +5,7 @@ import asyncio
 import inside
 import pytest
 import torch
-from stage import Cache, Copied, eventually, frames, is_quiet, quiet
+from stage import Cache, Copied, Gate, eventually, frames, is_quiet, quiet
 from wire import virtual
 
 import kvxfer
@@ -473,3 +473,19 @@ async def test_a_ticket_that_is_fetched_twice_at_once_is_released_though_both_en
         ]
         await asyncio.gather(*both, return_exceptions=True)
         await asyncio.wait_for(offer.released(), 5)
+
+
+async def test_of_transfers_that_are_begun_and_given_up_an_offer_remembers_the_last_ones(stage, monkeypatch):
+    monkeypatch.setattr("kvxfer.prefill.offers._STATS", 2)
+    prefill, decode = await stage.pair(Cache(), Cache())
+    gate = Gate()
+    offer = prefill.offer("r", [1, 2], tokens=8, after=gate)
+    for _ in range(3):
+        transfer = decode.start_fetch(offer.ticket, [3, 4], tokens=TOKENS, keep=True)
+        await eventually(lambda: prefill.describe()["sending"])
+        transfer.cancel()
+        await eventually(lambda: is_quiet(prefill) and is_quiet(decode))
+    gate.fired = True
+    await decode.fetch(offer.ticket, [3, 4], tokens=TOKENS)
+    ending = await offer.released()
+    assert [stats.bytes > 0 for stats in ending.stats] == [False, True]

@@ -386,13 +386,12 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         return cls(plan, grid, sum(map(most.__getitem__, plan.pair.meeting_of)), scratch)
 
     @lazy
-    def sizes(self) -> Sequence[Sequence[int]]:
+    def sizes(self) -> I64:
         """Of each chunk, bytes that it carries and staging that it takes; -1 where a source block is not known yet."""
         plan = self.plan
         if self.grid.chunks == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
-            return [(plan.nbytes, plan.staged_bytes)]
-        found: list[list[int]] = self.measured(outline=False).tolist()
-        return found
+            return np.array([[plan.nbytes, plan.staged_bytes]], np.int64)
+        return self.measured(outline=False)
 
     def measured(self, *, outline: bool) -> I64:
         """The same, int64 (chunks, 2); of an outline, if no source block is padding and all are known."""
@@ -425,8 +424,7 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         template, grid, count = self.plan.template, self.grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
         if grid.band > 1:  # else they have the order of chunks
-            order = grid.cells
-            cells = np.array([order[chunk] for chunk in chunks])
+            cells = grid.cells_of(chunks)
         told = shapes.variants.told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // len(grid.layers) + shapes.slack
         room += 3 * self.rows

@@ -89,6 +89,15 @@ class _Banded:
         run, window = divmod(at, size)
         return (begin + window) * self.runs + run
 
+    def of(self, chunks: I64) -> I64:
+        """The same of many at once."""
+        band, runs, lead = self.band, self.runs, min(self.windows, self.band - self.first % self.band)
+        begin = lead + (chunks - lead * runs) // (band * runs) * band  # of its band, which may begin before all windows
+        size = np.minimum(begin + band, self.windows) - np.maximum(begin, 0)
+        begin = np.maximum(begin, 0)
+        run, window = np.divmod(chunks - begin * runs, size)
+        return np.asarray((begin + window) * runs + run)
+
 
 @dataclass(slots=True)
 class ChunkGrid:
@@ -129,6 +138,11 @@ class ChunkGrid:
         if self.band == 1 or runs == 1 or windows == 1:
             return range(windows * runs)
         return _Banded(windows, runs, self.band, self.first // self.tokens_per_chunk)
+
+    def cells_of(self, chunks: range) -> I64:
+        """The same of chunks that follow each other: int64, for a peer says how many there are."""
+        numbers, cells = np.arange(chunks.start, chunks.stop, dtype=np.int64), self.cells
+        return numbers if isinstance(cells, range) else cells.of(numbers)
 
     def last_of(self, layer: int) -> int:
         """The last chunk that has a part of this layer."""

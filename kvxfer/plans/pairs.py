@@ -628,11 +628,15 @@ class BoundPlan:
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        known, total = self._carried, 0
+        known, total, cut = self._carried, 0, self.cut
+        if cut is not None and stop - first > _MOST_BATCH:  # a peer says how many there are, and have come at once
+            sizes = cut.sizes[self.grid.cells_of(range(first, stop)), 0]
+            if sizes.min() >= 0:
+                return int(sizes.sum())
         for number in range(first, stop):
             nbytes = known.get(number, -1)
-            if nbytes < 0 and self.cut is not None:
-                nbytes, _ = self.cut.sizes[self.grid.cells[number]]
+            if nbytes < 0 and cut is not None:
+                nbytes = int(cut.sizes[self.grid.cells[number], 0])
             total += nbytes if nbytes >= 0 else self.chunk(number).bytes
         return total
 

@@ -1,5 +1,6 @@
 """What compiled code makes of requests, against the planner: the same numbers, the same words, the same refusals."""
 
+import tracemalloc
 from dataclasses import dataclass, replace
 from random import Random
 from time import thread_time
@@ -322,3 +323,19 @@ def test_to_bind_takes_as_long_as_there_are_blocks_however_small_what_both_sizes
         assert bind(pair, src, dst, range(2000 * 8191), covered=16).most_rows == 2000 * 8191
         took.append(thread_time() - began)
     assert min(took) < 0.01
+
+
+@pytest.mark.parametrize("band", [1, 3])
+def test_what_many_small_chunks_carry_is_known_without_a_list_of_them(band):
+    """A peer cuts a transfer as it likes, and may say of all chunks at once that they have come."""
+    side = described([contiguous(NHD, SIZES | {"block": 1 << 13}, layers=[layer]) for layer in range(2)])
+    spans, tokens = {"default": Span(np.arange(1 << 12))}, range(1 << 16)
+    plan = bind(between(side, side), spans, spans, tokens)
+    bound = BoundPlan(plan, ChunkGrid((0, 1), 1, 1, 0, len(tokens), band))
+    tracemalloc.start()
+    try:
+        carried = [bound.carried(0, 1), bound.carried(1, bound.grid.chunks)]
+        assert tracemalloc.get_traced_memory()[0] < 24 * bound.grid.chunks
+    finally:
+        tracemalloc.stop()
+    assert carried == [plan.nbytes // bound.grid.chunks, plan.nbytes - plan.nbytes // bound.grid.chunks]

@@ -56,6 +56,7 @@ def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: in
     assert list(map(grid.of, range(len(grid)))) == ordered
     assert sorted(grid.cells[number] for number in range(len(grid))) == list(range(len(plain)))
     assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
+    assert grid.cells_of(range(1, len(grid))).tolist() == [grid.cells[number] for number in range(1, len(grid))]
     for layer in plain.layers:
         assert grid.last_of(layer) == max(n for n in range(len(grid)) if layer in grid.of(n)[0])
 

@@ -253,6 +253,8 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
+_LOOKED_AT: Final = 1024
+"""Chunks of a stream that are looked at in a turn of the loop: the decode rank says how small they are."""
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
@@ -498,8 +500,11 @@ class Sender(Struct, eq=False):
         if offer.finished and bound.plan.covered >= bound.plan.tokens.stop:
             ready = max(ready, most)
         else:
-            while ready < most and self._is_ready(bound, offer, ready):
+            few = min(most, ready + _LOOKED_AT)
+            while ready < few and self._is_ready(bound, offer, ready):
                 ready += 1
+            if ready == few < most:
+                self.site.loop.call_soon(self.wake)
         if ready > protocol.ready:
             self._send_ready(ready) if protocol.route is not Route.PULL else self._announce_reads(ready)
         if offer.finished and (messages := protocol.finish_offer(offer.payload)):

@@ -3,10 +3,11 @@
 import asyncio
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from inside import keep_plans, pause_grants, resume_grants, staging, take, take_all
-from stage import Broken, Cache, Copied, Gate, eventually, extents, frames, quiet
+from stage import Broken, Cache, Copied, Gate, Tap, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
 from kvxfer.copy.tables import Kind
@@ -14,6 +15,7 @@ from kvxfer.copy.template import Cut
 from kvxfer.decode.receiver import Grants
 from kvxfer.plans.pairs import BoundPlan
 from kvxfer.prefill.sender import Sender
+from kvxfer.protocol.messages import Accept, Ready
 from kvxfer.site import Site
 
 IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
@@ -260,3 +262,23 @@ async def test_block_lists_that_a_peer_makes_long_are_planned_in_a_thread(stage,
     await transfer
     assert threads
     assert here not in threads
+
+
+async def test_of_a_stream_in_very_many_chunks_a_few_are_announced_in_a_turn(stage, monkeypatch):
+    """The decode rank says how small they are, and the offer's owner may mark all of them as ready at once."""
+    monkeypatch.setattr("kvxfer.prefill.sender._LOOKED_AT", 2)
+    tap, source, target = Tap(monkeypatch), Cache(layers=range(6)), Cache(layers=range(6))
+    prefill, decode = await stage.pair(source, target, chunk_bytes="1KiB")
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer = prefill.offer("r", streaming=True)
+    offer.extend(IDS, tokens=range(16))
+    transfer = decode.start_fetch(offer.ticket, INTO, tokens=range(16), timeout=20)
+    await eventually(lambda: tap.of(Accept))
+    offer.ready()
+    await eventually(lambda: max((message.chunks for message in tap.of(Ready)), default=0) == tap.of(Accept)[0].chunks)
+    offer.finish()
+    await transfer
+    copied.check()
+    counts = [0, *(message.chunks for message in tap.of(Ready))]
+    assert len(counts) > 3
+    assert all(after - before <= 2 for before, after in pairwise(counts))

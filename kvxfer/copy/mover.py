@@ -617,28 +617,35 @@ class Mover:
         asked, self._unfired = self._unfired, []
         fired: list[tuple[int, int, Flow]] = []
         turns: Counter[Hashable] = Counter()
-        for step in asked:
-            flow = step.flow
-            if flow.cancelled:  # by whoever was told of one before it
-                if flow.slot < 0:
-                    self._report(flow, self._outcome(stopped=True))
-                continue
-            try:
-                while step.waits and bool(step.waits[-1].query()):  # whatever it returns is asked here
-                    step.waits.pop()
-            except Exception as error:  # noqa: BLE001 - an event of the caller's: the copy fails with it
-                self._fail(flow, _error("the event that a copy waits for cannot be queried", error))
-            else:
-                if step.waits:
+        rest = iter(asked)
+        try:
+            for step in rest:
+                flow = step.flow
+                if flow.cancelled:  # by whoever was told of one before it
+                    if flow.slot < 0:
+                        self._report(flow, self._outcome(stopped=True))
+                    continue
+                try:
+                    while step.waits and bool(step.waits[-1].query()):  # whatever it returns is asked here
+                        step.waits.pop()
+                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller's: the copy fails with it
+                    self._fail(flow, _error("the event that a copy waits for cannot be queried", error))
+                except BaseException:  # a signal
                     self._unfired.append(step)
+                    raise
                 else:
-                    turns[flow.job.owner] += 1
-                    fired.append((turns[flow.job.owner], len(fired), flow))
-        for _, _, flow in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
-            self._on_step_free(flow)
-        self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
-        if self._unfired and self._query_timer is None:
-            self._query_timer = self._loop.call_later(self._delay, self._query_events)
+                    if step.waits:
+                        self._unfired.append(step)
+                    else:
+                        turns[flow.job.owner] += 1
+                        fired.append((turns[flow.job.owner], len(fired), flow))
+        finally:  # also where a signal has interrupted it: nobody else would ask the rest
+            self._unfired += rest
+            for _, _, flow in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
+                self._on_step_free(flow)
+            self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
+            if self._unfired and self._query_timer is None:
+                self._query_timer = self._loop.call_later(self._delay, self._query_events)
 
     # --- records
 
@@ -1285,7 +1292,7 @@ def _listed(kept: list[Any], numbers: Sequence[Any]) -> tuple[int, int]:
     return found.ctypes.data, len(found)
 
 
-def _error(doing: str, error: Exception) -> KvxferError:
+def _error(doing: str, error: BaseException) -> KvxferError:
     """Translate whatever was raised; the original becomes the cause."""
     if isinstance(error, KvxferError):
         return error

@@ -4,6 +4,7 @@ A copy is reported once, after every byte is visible to work that is launched af
 What is posted then cannot be recalled, but each of its parts can be kept from being posted.
 """
 
+import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,7 +77,7 @@ def has_fired(event: Event) -> bool:
         return True
     try:
         return bool(event.query())
-    except Exception:  # noqa: BLE001 - an event of the caller's
+    except (Exception, asyncio.CancelledError):  # noqa: BLE001 - an event of the caller's
         return False
 
 

@@ -1,12 +1,13 @@
 """News that comes in the turns of the loop in which a transfer goes on with something else."""
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from itertools import pairwise
 
 import pytest
-from inside import keep_plans, pause_grants, resume_grants, staging, take, take_all
+from inside import keep_plans, mover, pause_grants, resume_grants, staging, take, take_all
 from stage import Broken, Cache, Copied, Gate, Tap, eventually, extents, frames, quiet
 
 from kvxfer import KvxferError
@@ -282,3 +283,51 @@ async def test_of_a_stream_in_very_many_chunks_a_few_are_announced_in_a_turn(sta
     counts = [0, *(message.chunks for message in tap.of(Ready))]
     assert len(counts) > 3
     assert all(after - before <= 2 for before, after in pairwise(counts))
+
+
+class Ill(Gate):
+    """An event of the caller's: from a query on it raises what it is told to."""
+
+    def __init__(self, error: BaseException, after: float):
+        super().__init__()
+        self.error, self.left = error, after
+
+    def query(self):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return self.fired
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("side", ["offer", "fetch"])
+async def test_an_event_that_says_it_was_cancelled_fails_its_transfer_and_no_other(stage, side, after):
+    """As the result of a future that was cancelled does."""
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct")
+    await stage.bring(prefill, decode, "before")
+    gate, begun = Gate(), []
+    for event, request, into in ((gate, "well", (5, 6)), (Ill(asyncio.CancelledError(), after), "ill", (3, 4))):
+        late = {"after": event} if side == "fetch" else {"offered": {"after": event}}
+        begun.append(stage.begin(prefill, decode, request, into=into, **late))
+    (_, second), (offer, first) = begun
+    with pytest.raises(KvxferError, match="cannot be queried"):
+        await asyncio.wait_for(first, 5)
+    gate.fired = True
+    await asyncio.wait_for(second, 5)
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_a_signal_while_events_are_asked_loses_none_of_them(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct")
+    await stage.bring(prefill, decode, "before")
+    ill, gate, begun = Ill(KeyboardInterrupt(), math.inf), Gate(), []
+    for event, request, into in ((ill, "first", (5, 6)), (gate, "second", (3, 4))):
+        begun.append(stage.begin(prefill, decode, request, into=into, after=event)[1])
+    copies = mover(decode)
+    await eventually(lambda: len(copies._unfired) == 2)
+    ill.left = 0
+    with pytest.raises(KeyboardInterrupt):
+        copies._query_events()
+    ill.left, ill.fired, gate.fired = math.inf, True, True
+    await asyncio.gather(*(asyncio.wait_for(transfer, 5) for transfer in begun))

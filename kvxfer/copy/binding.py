@@ -281,7 +281,7 @@ def _reaches(pair: Any, m: Any, side: Any, request: Any, own: Any, first: Any, l
     low = first // grid * grid
     while (low < last) & (not (_holds(pair, of, low) & _holds(pair, to, low))):
         low += grid
-    if (low < last) & (_local(pair, side, max(low, first)) - origin < begins % id_rows):
+    if (max(low, first) < last) & (_local(pair, side, max(low, first)) - origin < begins % id_rows):
         return False
     due = min(covered // pair[side + UNIT], last)
     cell = (due - 1) // grid * grid

@@ -219,6 +219,13 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
                     same(opened(made)[0], pack(expected.gather(STAGING)))
 
 
+def test_a_request_without_rows_asks_nothing_of_its_lists():
+    _, _, case = pair_of()
+    src = {"default": Span(case.src["default"].ids, 10)}
+    assert not bind(case.pair, src, case.dst, range(7, 7)).rows[0].table.size
+    assert isinstance(bind(case.pair, src, case.dst, range(7, 7)), Fitted)
+
+
 def test_many_ids_are_told_apart_in_pools_of_any_size():
     for blocks, pool in ((5000, 5001), (5000, 10**6), (40, 10**9), (1, 1)):
         sides = [[contiguous(NHD, SIZES | {"block": pool}, base=base)] for base in (1 << 44, 1 << 50)]

@@ -309,7 +309,10 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if self.ending is None:
             return
         (tally, stats), self.ending = self.ending, None
-        for link in self.links:
+        links = self.links
+        if not all(link.is_open for link in links):  # a rank that was lost, and is not needed, may have been met again
+            links = list(dict.fromkeys((*links, *filter(None, self.role.known_links(self.ticket)))))
+        for link in links:
             if not later or link.peer.identity.incarnation not in later:
                 link.send(wire.Release(self.ref))
         key = self.request, self.ticket.attempt

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from inside import hear, sessions
+from inside import cut, hear, sessions
 from stage import KEY, Cache, Copied, Gate, eventually, frames, quiet, raised
 
 from kvxfer import Code, Interleave, KvxferError, MismatchError, Released, TicketError, UnreachableError
@@ -199,3 +199,22 @@ async def test_a_rank_of_which_nothing_is_needed_keeps_a_request_for_a_retry_as_
     copied.check()
     assert isinstance(await offers[left].released(), Released)
     assert claim is None or not decode.describe()["claims"]
+
+
+async def test_a_rank_that_was_lost_and_met_again_hears_of_a_success_as_well(stage):
+    """Nothing of it was needed, so nothing fails, and it keeps the request as the others do."""
+    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
+    prefill, _ = await stage.engine("prefill", [source, source])
+    decode = await stage.worker("decode", target)
+    gate = Gate()
+    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    others = [rank.offer("s", [3], tokens=4) for rank in prefill]
+    transfer = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8), keep=True)
+    await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))
+    cut(next(rank for rank in prefill if not rank.describe()["sending"]))
+    await eventually(lambda: len(sessions(decode)) == 1)
+    await decode.fetch(others[0].ticket, [5], tokens=range(4))
+    gate.fired = True
+    await transfer
+    for offer in offers:
+        assert isinstance(await asyncio.wait_for(offer.released(), 5), Released)

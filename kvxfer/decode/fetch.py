@@ -176,10 +176,10 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     began: float  # when it was asked for
     ref: wire.TicketRef  # its ticket, as peers know it
     key: tuple[str, wire.TicketRef]  # the same, as this side does
-    retries: bool = False  # whether the prefill ranks keep the request by now, for it or for a claim
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
     deadline: float = math.inf  # when its caller gives up, by the runtime's clock
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
+    idle: Sequence[Link] = ()  # to ranks of which nothing is needed, and that were not told
     links: Sequence[Link] = ()  # to every prefill rank that was told what is needed of it
     ending: tuple[Tally, TransferStats] | None = None  # of a success, until the worker has counted it
     _asked: bool = False
@@ -259,7 +259,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         return links, lost
 
     def _ask(self, engine: PrefillEngine) -> None:
-        """Tell every prefill rank by `Fetch`, or, if nothing is kept, by `Release` that nothing of it is needed."""
+        """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
         site, role, sent = self.site, self.role, True
         self.state, self.links = TransferState.WAITING, engine.links
         try:
@@ -269,14 +269,21 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 exposure = Exposure(site, link, f"{role.prefix}{number}")
                 receiver = Receiver(site, link, part, self, link.peer, grants, exposure, Receiving(number))
                 sent = receiver.send_fetch() and sent
-            for link in () if self.retries else engine.idle:  # it may be what is left when another one is lost
-                link.send(wire.Release(self.ref))
+            self.idle = engine.idle
+            self.release_idle()
         finally:
             self._asked = True
         if not engine.parts:
             self.on_error(TransferFailedError("no rank that was reached has anything of it"))
         if not sent:
             self.end_if_over()
+
+    def release_idle(self) -> None:
+        """Tell ranks of which nothing is needed, unless the request is kept: one may be left when another is lost."""
+        if self.going_on and not (self.keep or self.role.is_claimed(self.key)):
+            for link in self.idle:
+                link.send(wire.Release(self.ref))
+            self.idle = ()
 
     def watch(self) -> None:
         """See `Progress`."""

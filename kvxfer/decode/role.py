@@ -97,6 +97,9 @@ class Claims:
     def __len__(self) -> int:
         return len(self._engine_of)
 
+    def __contains__(self, key: TicketKey) -> bool:
+        return key in self._engine_of
+
     def add(self, ticket: Ticket) -> Callable[[], bool]:
         """Claim a request from now on.
 
@@ -346,6 +349,10 @@ class Decode:
         """Fetches that ended while a peer's answer was missing."""
         return sum(fetch.done for fetch in self.fetches)
 
+    def is_claimed(self, key: TicketKey) -> bool:
+        """Whether the lease of a request is renewed."""
+        return key in self._claims
+
     # --- what callers do
 
     def start(
@@ -389,9 +396,9 @@ class Decode:
             began=now,
             ref=key[1],
             key=key,
-            retries=self._claims.note_fetch(key, given_up=False) or keep,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
         )
+        self._claims.note_fetch(key, given_up=False)
         if same := self._of_ticket.get(key):
             for older in same:
                 older.superseded, older.unwanted = True, False
@@ -416,6 +423,8 @@ class Decode:
         def close() -> None:
             if let_go():
                 self._release_request(ticket)
+            for fetch in list(self._of_ticket.get(ticket.key, ())):
+                fetch.release_idle()
 
         return Claim(ticket, close, self._site.loop)
 

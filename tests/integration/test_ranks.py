@@ -218,3 +218,22 @@ async def test_a_rank_that_was_lost_and_met_again_hears_of_a_success_as_well(sta
     await transfer
     for offer in offers:
         assert isinstance(await asyncio.wait_for(offer.released(), 5), Released)
+
+
+async def test_a_rank_of_which_nothing_is_needed_is_released_as_a_claim_ends(stage):
+    """Who claims a request until its fetch has begun holds no blocks there any longer."""
+    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
+    prefill, _ = await stage.engine("prefill", [source, source])
+    decode = await stage.worker("decode", target)
+    gate = Gate()
+    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    claim = decode.claim(offers[0].ticket)
+    transfer = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8))
+    await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))
+    idle = next(rank for rank in range(2) if not prefill[rank].describe()["sending"])
+    assert not offers[idle].wait_end().done()
+    claim.close()
+    assert isinstance(await asyncio.wait_for(offers[idle].released(), 5), Released)
+    assert not offers[1 - idle].wait_end().done()
+    gate.fired = True
+    await transfer

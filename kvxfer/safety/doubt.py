@@ -216,9 +216,9 @@ _LOOK_SECONDS: Final = 0.002
 _LOOK_SECONDS_MAX: Final = 0.05
 _EARLY: Final = 1e-3
 """Seconds by which a timer may be early."""
-_STEPS: Final = 4
-"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our work ends. What is
-posted has one more where our copies took theirs: else what they post as they end would be given up at once."""
+_STEPS: Final = 5
+"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our own copies end;
+what these post ends, too."""
 _CROWDED: Final = 4
 """A share of which more than one part in so many is in quarantine is crowded: then nothing waits for longer."""
 _TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")

@@ -114,7 +114,7 @@ async def test_what_is_posted_as_it_ends_at_last_has_time_to_end_itself(play, mo
     monkeypatch.setattr(copies.real, "has_copy_since", lambda since: bool(copies.held))
     inside.rebuild(play.prefill)
     await play.until(lambda: play.prefill.describe()["agent"]["paused"])
-    await asyncio.sleep(TIMES["revoke_timeout"] / 4 - 0.01)
+    await asyncio.sleep(TIMES["revoke_timeout"] / 5 - 0.01)
     play.network.hold("decode")
     copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
     copies.go()

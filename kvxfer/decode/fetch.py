@@ -269,8 +269,9 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 exposure = Exposure(site, link, f"{role.prefix}{number}")
                 receiver = Receiver(site, link, part, self, link.peer, grants, exposure, Receiving(number))
                 sent = receiver.send_fetch() and sent
-            self.idle = engine.idle
-            self.release_idle()
+            if engine.idle:
+                self.idle = engine.idle
+                self.release_idle()
         finally:
             self._asked = True
         if not engine.parts:
@@ -317,7 +318,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             return
         (tally, stats), self.ending = self.ending, None
         links = self.links
-        if not all(link.is_open for link in links):  # a rank that was lost, and is not needed, may have been met again
+        if self.idle:  # one of these may have been lost, and met again
             links = list(dict.fromkeys((*links, *filter(None, self.role.known_links(self.ticket)))))
         for link in links:
             if not later or link.peer.identity.incarnation not in later:

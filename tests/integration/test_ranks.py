@@ -180,14 +180,18 @@ async def test_a_rank_that_gave_a_request_back_before_it_was_offered_may_fetch_i
     assert isinstance(await offer.released(), Released)
 
 
+async def replicated(stage):
+    """Two prefill ranks that hold the same, and what both offer once the gate is open: a decode rank needs one."""
+    source, target, gate = Cache(layout="MLA", heads=range(1)), Cache(layout="MLA", heads=range(1)), Gate()
+    prefill, _ = await stage.engine("prefill", [source, source], connect_timeout=1.0)
+    decode = await stage.worker("decode", target)
+    return prefill, decode, [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill], gate, source, target
+
+
 @pytest.mark.parametrize("how", ["keep", "claim"])
 async def test_a_rank_of_which_nothing_is_needed_keeps_a_request_for_a_retry_as_the_others_do(stage, how):
     """It holds the same, and is what is left when the rank is lost that was to send it."""
-    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
-    prefill, _ = await stage.engine("prefill", [source, source], connect_timeout=1.0)
-    decode = await stage.worker("decode", target)
-    gate = Gate()
-    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    prefill, decode, offers, gate, source, target = await replicated(stage)
     claim = decode.claim(offers[0].ticket) if how == "claim" else None
     failed = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8), keep=how == "keep")
     await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))
@@ -203,11 +207,7 @@ async def test_a_rank_of_which_nothing_is_needed_keeps_a_request_for_a_retry_as_
 
 async def test_a_rank_that_was_lost_and_met_again_hears_of_a_success_as_well(stage):
     """Nothing of it was needed, so nothing fails, and it keeps the request as the others do."""
-    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
-    prefill, _ = await stage.engine("prefill", [source, source])
-    decode = await stage.worker("decode", target)
-    gate = Gate()
-    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    prefill, decode, offers, gate, *_ = await replicated(stage)
     others = [rank.offer("s", [3], tokens=4) for rank in prefill]
     transfer = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8), keep=True)
     await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))
@@ -222,11 +222,7 @@ async def test_a_rank_that_was_lost_and_met_again_hears_of_a_success_as_well(sta
 
 async def test_a_rank_of_which_nothing_is_needed_is_released_as_a_claim_ends(stage):
     """Who claims a request until its fetch has begun holds no blocks there any longer."""
-    source, target = (Cache(layout="MLA", heads=range(1)) for _ in range(2))
-    prefill, _ = await stage.engine("prefill", [source, source])
-    decode = await stage.worker("decode", target)
-    gate = Gate()
-    offers = [rank.offer("r", [1, 2], tokens=8, after=gate) for rank in prefill]
+    prefill, decode, offers, gate, *_ = await replicated(stage)
     claim = decode.claim(offers[0].ticket)
     transfer = decode.start_fetch(offers[0].ticket, [3, 4], tokens=range(8))
     await eventually(lambda: any(rank.describe()["sending"] for rank in prefill))

@@ -207,7 +207,7 @@ class Entry:
 
     def renew_lease(self) -> None:
         """Its decode engine moves it: that renews the lease as a claim would."""
-        self.lease = max(self.lease, self.site.now() + self.site.config.offer_lease)
+        self.lease = self.site.now() + self.site.config.offer_lease
 
     def on_growth(self) -> None:
         """Its owner has added to it."""
@@ -675,10 +675,9 @@ class OfferBook:
             for transfer in list(offer.transfers):
                 transfer.stop(failure)
             offer.released_ranks = set()
-        lease = self._site.now() + self._site.config.offer_lease
-        # the first claim begins the lease, whatever was left of the wait for one; a renewal never shortens it
-        offer.lease = lease if offer.engine != engine else max(offer.lease, lease)
         offer.engine, offer.world = engine, world
+        # the first claim begins the lease, whatever was left of the wait for one
+        offer.lease = self._site.now() + self._site.config.offer_lease
         self.watch(offer.key, offer.lease)
         return True
 

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (12, 12),
     "modules in the core": (65, 65),
-    "lines in the core": (32_610, 18_000),
-    "lines in kvxfer/": (45_300, 30_000),
+    "lines in the core": (32_609, 18_000),
+    "lines in kvxfer/": (45_299, 30_000),
     "floors of imports": (15, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (42, 12),

@@ -295,6 +295,8 @@ async def test_it_says_all_that_is_known(stage, caplog, case):
     assert landed <= report.chunks_done < max(chunks, 1)
     assert report.bytes == report.chunks_done * 1024
     (line,) = lines(caplog, "fetch_failed")
+    (level,) = (record.levelno for record in caplog.records if getattr(record, "kvxfer", None) is line)
+    assert level == (logging.INFO if said.code is Code.CANCELLED else logging.WARNING)
     assert line.items() >= {**report.log_fields(), "route": said.route, "chunks": chunks}.items()
     assert line["blocks"] == len(INTO)
     if said.there is None:

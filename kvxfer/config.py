@@ -108,6 +108,7 @@ _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
     "string_too_short": "give at least {min_length} characters",
     "string_too_long": "give at most {max_length} characters",
     "string_type": "set it to text",
+    "string_unicode": "set it to text in UTF-8",
     "int_parsing": "set it to a whole number",
     "int_type": "set it to a whole number",
     "int_from_float": "set it to a whole number",
@@ -288,7 +289,7 @@ def _in_file(path: Path) -> dict[str, Any]:
         ConfigError: If the file cannot be read or parsed.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = _of_home(path).read_text(encoding="utf-8")
         match path.suffix.lower():
             case ".toml":
                 values: Any = tomllib.loads(text)
@@ -446,9 +447,18 @@ def _parse_path(value: object) -> object:
     value = parse_optional(value)
     if isinstance(value, str) and _PEM in value:  # its value must not get into a message: it may be a key
         raise ConfigError("a setting of tls holds PEM text itself; put it into a file and give the file's path")
-    return Path(value).expanduser() if isinstance(value, str) else value
+    return _of_home(Path(value)) if isinstance(value, str) else value
 
 
+def _of_home(path: Path) -> Path:
+    """A path below `~` or `~user` in full; as it is where there is no such user, which reading it says."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]  # pydantic sees only with a bound whether it is UTF-8
 PemFile: TypeAlias = Annotated[Path | None, BeforeValidator(_parse_path)]
 
 
@@ -473,7 +483,7 @@ class TlsConfig(SettingsGroup):
     mutual: bool = True
     """Whether who connects here must show a certificate too; without, where decode ranks have none, only the listener
     does."""
-    server_name: Annotated[str | None, BeforeValidator(parse_optional)] = None
+    server_name: Annotated[Text | None, BeforeValidator(parse_optional)] = None
     """Name that the certificates of listeners must carry, where they share one; none: the host of the endpoint that is
     connected to."""
 
@@ -630,7 +640,7 @@ class Setting:
 
 
 def _check_backends(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names or not all(names) or len(set(names)) != len(names):
+    if not names or len(set(names)) != len(names):
         raise ValueError("name at least one NIXL backend, each once, as in 'UCX'")
     return names
 
@@ -659,7 +669,7 @@ Size: TypeAlias = Annotated[int, Field(le=1 << 47), BeforeValidator(parse_size)]
 Duration: TypeAlias = Annotated[float, Field(ge=0.001, le=1_000_000), BeforeValidator(parse_duration)]
 # a tenth of it is a heartbeat, which is no less than a millisecond either
 Patience: TypeAlias = Annotated[float, Field(ge=0.01, le=1_000_000), BeforeValidator(parse_duration)]
-Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Names: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(parse_names)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
@@ -736,10 +746,10 @@ class Config(BaseModel):
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
     """Ranks of this engine: several where a model is spread over GPUs."""
 
-    listen: Annotated[str, AfterValidator(check_listen)] = "unix"
+    listen: Annotated[Text, AfterValidator(check_listen)] = "unix"
     """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or for peers on other hosts `tcp:host:port`
     (port 0: any free one)."""
-    advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(check_advertise)] = None
+    advertise: Annotated[Text | None, BeforeValidator(parse_optional), AfterValidator(check_advertise)] = None
     """Endpoint in the card: set it where peers reach `listen` at another address; port 0: the one that `listen` got."""
     traces: Literal["off", "otel"] = "off"
     """`otel`, where spans are collected: those of fetches and offers go to OpenTelemetry, and peers are told to which

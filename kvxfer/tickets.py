@@ -251,7 +251,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def ref(self) -> wire.TicketRef:
         """What of it travels on the control stream."""
-        return wire.TicketRef(self.request, self.attempt, bytes.fromhex(self.mac))
+        text = str.__str__(self.request)  # it may be one of numpy's, which nobody encodes
+        return wire.TicketRef(text, self.attempt, bytes.fromhex(self.mac))
 
     def __repr__(self) -> str:
         return f"Ticket(engine={self.engine!r}, request={self.request!r}, attempt={self.attempt}, mac={mask(self.mac)})"
@@ -272,22 +273,22 @@ class Issuer:
     """Makes and checks tickets of one engine: every rank has one, and so may the scheduler.
 
     Args:
-        card: The engine's card.
+        card: The engine's card, or what `EngineCard.to_dict` made of it.
         key: The engine's key, `KEY_BYTES` random bytes known to its ranks and its scheduler only.
 
     Raises:
-        TicketError: If the key has another length.
+        TicketError: If it is no card, or the key has another length.
     """
 
-    def __init__(self, card: EngineCard, key: bytes) -> None:
+    def __init__(self, card: EngineCard | Mapping[str, Any], key: bytes) -> None:
         if not isinstance(key, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TicketError(f"an engine's key is bytes, not {type(key).__name__}")
         if len(key) != KEY_BYTES:
             raise TicketError(f"an engine's key has {KEY_BYTES} bytes, not {len(key)}")
-        self.card: Final = card
+        self.card: Final = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
         self._mac = lru_cache(maxsize=_KNOWN_MACS)(self._made)  # a ticket is shown at least twice: to fetch, to release
         self._key: Final = key
-        self._endpoints: Final = msgspec.json.encode(card.endpoints)
+        self._endpoints: Final = msgspec.json.encode(self.card.endpoints)
 
     def ticket(self, request: str, *, attempt: int = 0) -> dict[str, Any]:
         """The ticket of a request, as plain JSON data: before, after, or without the offer.

@@ -1055,11 +1055,10 @@ class Worker:
         Raises:
             TicketError: If this rank is not part of the card, or the key has the wrong length.
         """
-        joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
-        joined.check_member(self.card)
-        service, issuer = self._assembly.home.own(self._service), Issuer(joined, key)
+        service, issuer = self._assembly.home.own(self._service), Issuer(card, key)
+        issuer.card.check_member(self.card)
         site = service.site
-        if site.issuer is None or site.issuer.card.epoch != joined.epoch:
+        if site.issuer is None or site.issuer.card.epoch != issuer.card.epoch:
             for link in [*service.links, *service.greeting]:  # these were told another epoch
                 link.close("this rank joined an engine")
         site.issuer = issuer

@@ -166,6 +166,22 @@ def test_every_issuer_makes_the_same_bytes():
     here, there = engine_card(4), EngineCard.from_dict(json.loads(json.dumps(engine_card(4).to_dict())))
     assert json.dumps(Issuer(here, KEY).ticket("r")) == json.dumps(Issuer(there, bytes(KEY)).ticket("r"))
     assert Issuer(here, KEY).ticket("r") != Issuer(here, KEY).ticket("r", attempt=1)
+    assert Issuer(here.to_dict(), KEY).ticket("r") == Issuer(here, KEY).ticket("r")
+
+
+@pytest.mark.parametrize("card", [None, {}, [], "card", b"", {"engine": "x"}])
+def test_an_issuer_without_a_card(card):
+    with pytest.raises(TicketError, match="no engine card"):
+        Issuer(card, KEY)
+
+
+def test_an_id_of_a_kind_of_text_that_is_not_encoded_travels_as_text():
+    class Text(str):
+        __slots__ = ()
+
+    issuer = Issuer(engine_card(), KEY)
+    (ref,) = decode(encode(Claim([Ticket.parse(issuer.ticket(Text("r"))).ref()]))[4:]).tickets
+    assert issuer.verify(ref)
 
 
 @pytest.mark.parametrize(

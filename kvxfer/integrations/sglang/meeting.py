@@ -75,7 +75,7 @@ class Directory:
         engine = self.engines.get(dp_rank)
         if engine is None:
             raise TicketError(f"the prefill server has no data-parallel rank {dp_rank}")
-        return Issuer(EngineCard.from_dict(engine.card), bytes.fromhex(engine.key)).ticket(request)
+        return Issuer(engine.card, bytes.fromhex(engine.key)).ticket(request)
 
 
 class Meeting:

@@ -1038,6 +1038,7 @@ class BlockingWorker:
 
     Raises:
         ConfigError: If a setting is wrong.
+        UsageError: If `transport` is something else.
     """
 
     def __init__(
@@ -1049,6 +1050,8 @@ class BlockingWorker:
         runtime: Runtime | None = None,
     ) -> None:
         self._worker: ServedWorker | None = None  # while tensors are registered
+        if transport is not None and not callable(transport):
+            raise UsageError(f"transport must be what makes one, for each register(), not {transport!r}")
         self._config: Final = given_config(config)
         self._groups: Final = given_groups(groups)
         self._transport: Final = transport

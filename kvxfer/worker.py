@@ -243,7 +243,11 @@ class Assembly:
         Raises:
             ConfigError: If `config` is no `Config`, or a setting is wrong.
             GeometryError: If `tensors` or `groups` hold something else, or cannot be expressed.
+            UsageError: If `transport` or `runtime` is something else.
         """
+        for name, given, method in (("transport", transport, "setup"), ("runtime", runtime, "placed")):
+            if given is not None and (isinstance(given, type) or not hasattr(given, method)):
+                raise UsageError(f"{name} must be one as kvxfer.testing has them, made already, not {given!r}")
         advice = "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
         listed = _given(tensors, CacheTensor, "tensors", advice)
         groups, config = given_groups(groups), given_config(config)
@@ -944,7 +948,7 @@ class Worker:
     Raises:
         GeometryError: If the tensors contradict each other or cannot be expressed.
         ConfigError: If a setting is wrong.
-        UsageError: If `loop` is something else.
+        UsageError: If `transport`, `runtime` or `loop` is something else.
     """
 
     _own_loop: ClassVar[bool] = False
@@ -960,7 +964,7 @@ class Worker:
         loop: Literal["caller", "own"] = "caller",
     ) -> Self:
         """An `OwnLoopWorker` for `loop="own"`."""
-        if loop not in {"caller", "own"}:
+        if loop not in ("caller", "own"):
             raise UsageError(f"loop is {loop!r}: it is 'caller', the loop that enters the worker, or 'own'")
         own = cls is Worker and loop == "own"
         return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)

@@ -11,7 +11,7 @@ import torch
 from inside import waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
-from kvxfer import BlockingWorker, Config, UsageError, drain_on_signal
+from kvxfer import BlockingWorker, Config, UsageError, Worker, drain_on_signal
 from kvxfer.errors import BlocksError, ClosedError, ConfigError, GeometryError, RequestError, TokensError
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -135,6 +135,23 @@ async def test_tokens_of_a_fetch_are_a_range_and_those_of_an_offer_a_number(pair
     for ids in blocks:
         with pytest.raises(BlocksError, match="whole numbers"):
             prefill.offer("r", ids, tokens=4)
+
+
+def test_what_a_worker_is_built_upon_is_seen_to_be_that():
+    """Each face takes a transport in another way: one that was taken for the other is said at once."""
+    tensors, config, one = Cache().tensors, Config(**DEFAULTS), LoopbackTransport("one", LoopbackNetwork())
+    none: list[Any] = [LoopbackTransport, lambda: one, "UCX"]
+    for transport in none:
+        with pytest.raises(UsageError, match="transport must be one"):
+            Worker(tensors, config, transport=transport)
+        with pytest.raises(UsageError, match="runtime must be one"):
+            Worker(tensors, config, runtime=transport)
+    no_loop: Any = ["own"]
+    with pytest.raises(UsageError, match="loop is"):
+        Worker(tensors, config, loop=no_loop)
+    made: Any = one
+    with pytest.raises(UsageError, match="transport must be what makes one"):
+        BlockingWorker(config, transport=made)
 
 
 async def test_thread_blocks_are_a_number(pair):

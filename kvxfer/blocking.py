@@ -32,7 +32,6 @@ from kvxfer.errors import (
     MemoryInDoubtError,
     PeerError,
     RequestError,
-    TokensError,
     TransferError,
     TransferFailedError,
     UsageError,
@@ -40,7 +39,17 @@ from kvxfer.errors import (
 from kvxfer.fabric import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
 from kvxfer.plans.pairs import check_cover, offered_blocks, wanted_blocks
-from kvxfer.prefill.offers import Awaited, Ending, Expired, Offer, OfferState, Released, Withdrawn, given_payload
+from kvxfer.prefill.offers import (
+    Awaited,
+    Ending,
+    Expired,
+    Offer,
+    OfferState,
+    Released,
+    Withdrawn,
+    given_layers,
+    given_payload,
+)
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
@@ -915,15 +924,13 @@ class BlockingOffer:
         """Say that K and V may be read once `after` has fired; see `Offer.ready`.
 
         Raises:
+            TokensError: If a layer is unknown.
             EventError: If `after` is missing or was never recorded.
             RequestError: If the offer is finished.
         """
         self._check_unfinished("mark ready")
         event = as_event(after, self._worker.geometry)
-        try:
-            which = None if layers is None else tuple(layers)
-        except TypeError as error:
-            raise TokensError(f"ready() takes a list of layers: {error}") from error
+        which = None if layers is None else given_layers(layers, self._worker.geometry.layers)
         self._step(lambda offer: offer.ready(layers=which, tokens=tokens, after=event))
 
     def finish(self, payload: bytes = b"") -> None:

@@ -447,15 +447,12 @@ def _parse_path(value: object) -> object:
     value = parse_optional(value)
     if isinstance(value, str) and _PEM in value:  # its value must not get into a message: it may be a key
         raise ConfigError("a setting of tls holds PEM text itself; put it into a file and give the file's path")
-    return _of_home(Path(value)) if isinstance(value, str) else value
+    return _of_home(value) if isinstance(value, str) else value
 
 
-def _of_home(path: Path) -> Path:
+def _of_home(path: str | Path) -> Path:
     """A path below `~` or `~user` in full; as it is where there is no such user, which reading it says."""
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        return path
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - that of `Path` raises then
 
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]  # pydantic sees only with a bound whether it is UTF-8

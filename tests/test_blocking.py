@@ -234,6 +234,9 @@ def test_a_wrong_step_is_refused_at_once(pair):
         offer.extend([1], tokens=range(0))
     with pytest.raises(errors.EventError):
         offer.ready(after="soon")
+    for layers in [4], [0, -1], range(10**30):
+        with pytest.raises(errors.TokensError, match="is not held here"):
+            offer.ready(layers=layers)
     offer.extend([3], tokens=range(16))
     offer.ready()
     offer.finish()

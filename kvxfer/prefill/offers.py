@@ -53,6 +53,7 @@ __all__ = [
     "OfferState",
     "Released",
     "Withdrawn",
+    "given_layers",
     "given_payload",
 ]
 
@@ -113,9 +114,8 @@ class Readiness:
 
         Raises:
             TokensError: If a layer is unknown here; nothing is marked then.
-            TypeError: If one is no whole number; likewise.
         """
-        marked = self._layers if layers is None else frozenset(map(self._known, layers))
+        marked = self._layers if layers is None else frozenset(given_layers(layers, self._layers))
         self.by_layer = len(marked) < len(self._layers)
         if self._of_all is not None and not self.by_layer:
             self._of_all = _longer(self._of_all, stop, event)
@@ -125,12 +125,6 @@ class Readiness:
         longer = {id(marks): _longer(marks, stop, event) for marks in self._distinct(marked)}
         for layer in marked:
             self._marks[layer] = longer[id(self._marks[layer])]
-
-    def _known(self, layer: object) -> int:
-        number = operator.index(layer)  # type: ignore[arg-type]  # it raises for what is none
-        if number not in self._layers:
-            raise TokensError(f"layer {number} is not held here; this cache has {sorted(self._layers)}")
-        return number
 
     def missing(self, stop: int) -> list[int]:
         """Layers of which some tokens before `stop` were never marked."""
@@ -407,11 +401,7 @@ class Offer:
             raise TokensError(f"ready() takes a number of tokens: {error}") from error
         if not 0 < stop <= self.tokens:
             raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
-        event = as_event(after, self._entry.site.geometry)
-        try:
-            self._entry.readiness.mark(layers, stop, event)
-        except TypeError as error:
-            raise TokensError(f"ready() takes a list of layers: {error}") from error
+        self._entry.readiness.mark(layers, stop, as_event(after, self._entry.site.geometry))
         self._entry.on_growth()
 
     def finish(self, payload: bytes = b"") -> None:
@@ -473,6 +463,25 @@ class Offer:
         if span.first_token:
             raise BlocksError(f"group {group!r}: first_token belongs to the first block list of an offer only")
         return Span(np.concatenate([np.asarray(before.ids), np.asarray(span.ids)]), before.first_token)
+
+
+def given_layers(layers: Any, held: frozenset[int]) -> tuple[int, ...]:
+    """Layers as a caller named them: of what is none, or has no end, no more is looked at than what is wrong first.
+
+    Raises:
+        TokensError: If they are none, or one is not held here.
+    """
+
+    def known(layer: Any) -> int:
+        number = operator.index(layer)
+        if number not in held:
+            raise TokensError(f"layer {number} is not held here; this cache has {sorted(held)}")
+        return number
+
+    try:
+        return tuple(map(known, layers))
+    except TypeError as error:
+        raise TokensError(f"ready() takes a list of layers: {error}") from error
 
 
 def given_payload(payload: Any) -> bytes:

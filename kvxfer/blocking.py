@@ -50,7 +50,7 @@ from kvxfer.prefill.offers import (
     given_layers,
     given_payload,
 )
-from kvxfer.runtime import Home, Runtime, ThreadRuntime
+from kvxfer.runtime import Home
 from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import (
@@ -1041,7 +1041,6 @@ class BlockingWorker:
         config: Settings; `Config.load()` (environment, file, defaults) if left out.
         groups: Properties of layer groups that their tensors do not show.
         transport: Makes what moves the bytes, anew for each `register`; NIXL if left out.
-        runtime: Clock, randomness and threads.
 
     Raises:
         ConfigError: If a setting is wrong.
@@ -1053,8 +1052,6 @@ class BlockingWorker:
         config: Config | None = None,
         groups: Iterable[Group] = (),
         transport: Callable[[], Transport] | None = None,
-        *,
-        runtime: Runtime | None = None,
     ) -> None:
         self._worker: ServedWorker | None = None  # while tensors are registered
         if transport is not None and not callable(transport):
@@ -1062,7 +1059,6 @@ class BlockingWorker:
         self._config: Final = given_config(config)
         self._groups: Final = given_groups(groups)
         self._transport: Final = transport
-        self._runtime: Final = runtime or ThreadRuntime()
         self._outbox: Final = Outbox()
         self._lifecycle: Final = threading.Lock()
         self._closed = False
@@ -1104,9 +1100,7 @@ class BlockingWorker:
             if self._worker is not None:
                 raise RequestError("tensors are registered already: call unregister() first")
             transport = self._transport() if self._transport is not None else None
-            worker = ServedWorker(
-                tensors, self._config, groups=self._groups, transport=transport, runtime=self._runtime
-            )
+            worker = ServedWorker(tensors, self._config, groups=self._groups, transport=transport)
             try:
                 worker.thread.wait(worker.__aenter__())
             except BaseException:

@@ -314,10 +314,6 @@ class Issuer:
         """Whether this engine issued it, in this epoch. Takes the same time for every wrong MAC."""
         return hmac.compare_digest(self._mac(ref.request, ref.attempt), ref.mac)
 
-    def ref(self, request: str, attempt: int) -> wire.TicketRef:
-        """The wire form of a ticket of this engine."""
-        return wire.TicketRef(request, attempt, self._mac(request, attempt))
-
     def _made(self, request: str, attempt: int) -> bytes:
         name = request.encode()
         fields = (_MAC_LABEL, bytes.fromhex(self.card.epoch), len(name).to_bytes(4, "little"), name)

@@ -17,6 +17,7 @@ from kvxfer import blocking as polling
 from kvxfer.decode import role as claims_module
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import Accept, Cancel, Fetch, Refuse
+from kvxfer.tickets import Ticket
 
 BLOCK = range(4)
 
@@ -69,7 +70,7 @@ async def test_what_was_given_up_before_it_began_keeps_no_place_in_the_queue(sta
     prefill, decode = await stage.pair(Cache(), Cache())
     await stage.bring(prefill, decode)
     prefill.offer("next", [1, 2], tokens=8)
-    (one,), link, ticket = tap.of(Fetch), session(prefill), prefill.engine.ref("next", 0)
+    (one,), link, ticket = tap.of(Fetch), session(prefill), Ticket.parse(prefill.engine.ticket("next")).ref()
     asked = Fetch(0, ticket, one.selections, one.spans, 0, 8, one.routes, one.max_extent_bytes, 1000)
     for number in range(100, 300):
         hear(prefill, link, replace(asked, transfer=number))
@@ -87,7 +88,8 @@ async def test_who_asks_for_no_token_of_what_has_none_yet_is_told_so(stage, tap)
     await stage.bring(prefill, decode)
     offer = prefill.offer("next", streaming=True)
     (one,) = tap.of(Fetch)
-    empty = replace(one, transfer=100, ticket=prefill.engine.ref("next", 0), token_start=0, token_stop=0, lease_ms=0)
+    ticket = Ticket.parse(offer.ticket).ref()
+    empty = replace(one, transfer=100, ticket=ticket, token_start=0, token_stop=0, lease_ms=0)
     hear(prefill, session(prefill), empty)
     await eventually(lambda: tap.of(Refuse))
     assert tap.of(Refuse)[-1].code is Code.TOKENS

@@ -9,7 +9,7 @@ from stage import KEY, Cache, Copied, Gate, eventually, frames, quiet, raised
 
 from kvxfer import Code, Interleave, KvxferError, MismatchError, Released, TicketError, UnreachableError
 from kvxfer.protocol.messages import Release
-from kvxfer.tickets import Issuer
+from kvxfer.tickets import Issuer, Ticket
 
 HEADS = 8
 
@@ -153,7 +153,7 @@ async def test_a_rank_that_gives_a_request_back_ends_its_own_transfers_of_it(sta
     given_back = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20, keep=True)
     await eventually(lambda: stage.network.held("decode0") if offered else prefill.describe()["sending"] == 1)
     (link,) = sessions(prefill)
-    hear(prefill, link, Release(prefill.engine.ref("r", 0)))
+    hear(prefill, link, Release(Ticket.parse(prefill.engine.ticket("r")).ref()))
     stage.network.release("decode0")
     error = await raised(given_back, KvxferError)
     assert error.reason is Code.TICKET_RELEASED
@@ -170,7 +170,7 @@ async def test_a_rank_that_gave_a_request_back_before_it_was_offered_may_fetch_i
     first = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20, keep=True)
     await eventually(lambda: prefill.describe()["sending"] == 1)
     (link,) = sessions(prefill)
-    hear(prefill, link, Release(prefill.engine.ref("r", 0)))
+    hear(prefill, link, Release(Ticket.parse(prefill.engine.ticket("r")).ref()))
     await raised(first, KvxferError)
     again = decode[0].start_fetch(ticket, [3, 4], tokens=tokens, timeout=20)
     await eventually(lambda: prefill.describe()["sending"] == 1)

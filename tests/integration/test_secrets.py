@@ -124,7 +124,7 @@ async def test_nothing_secret_is_said_anywhere(stage, tmp_path, ears, monkeypatc
     assert tls["key"].rsplit("/", 1)[1] in printed.output.replace("\n", "").replace(" ", ""), "paths are no secrets"
     read.append(printed.output)
     key_lines = lines_of(tls["key"])
-    macs = [Issuer(prefill.engine.card, KEY).ref(request, 0).mac for request in ("r", "s", "never")]
+    macs = [Ticket.parse(Issuer(prefill.engine.card, KEY).ticket(request)).ref().mac for request in ("r", "s", "never")]
     keys = [identity_key(worker) for worker in (prefill, decode)]
     private = [key._private.private_bytes_raw() for key in keys] + [keys[0].shared(keys[1].incarnation)]
     secrets = [SECRET.encode(), KEY, *private, *macs, *(line.encode() for line in key_lines)]

@@ -16,6 +16,7 @@ from kvxfer.names import MAX_WORLD
 from kvxfer.prefill import role as doubts
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 from kvxfer.protocol.session import Role
+from kvxfer.tickets import Ticket
 
 MANY = 3000
 
@@ -66,7 +67,7 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
         "kvxfer.safety.processes.Processes.end_of",
         lambda _, peer: processes.setdefault(peer.identity.incarnation, future()),
     )
-    ref, refused = prefill.engine.ref("r", 0), 0
+    ref, refused = Ticket.parse(prefill.engine.ticket("r")).ref(), 0
     for number in range(MANY):
         link = Stranger(peer, number)
         inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
@@ -83,7 +84,7 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
 ):
     """Whether a peer on another host will ever come back, and ask, cannot be known."""
     prefill, _, peer = await met(stage, max_transfers=64)
-    ref = prefill.engine.ref("r", 0)
+    ref = Ticket.parse(prefill.engine.ticket("r")).ref()
     inside.doubt_all(monkeypatch)
     monkeypatch.setattr(doubts, "_MOST", 1000)
     links = [Stranger(peer, number) for number in range(MANY)]
@@ -138,7 +139,7 @@ async def test_few_engines_take_an_offer_from_each_other(stage):
 
 async def test_fetches_of_few_engines_wait_for_an_offer_in_vain(stage):
     prefill, _, peer = await met(stage)
-    ref, links = prefill.engine.ref("r", 0), [Stranger(peer, number) for number in range(40)]
+    ref, links = Ticket.parse(prefill.engine.ticket("r")).ref(), [Stranger(peer, number) for number in range(40)]
     for number, link in enumerate(links):
         inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
     offer = prefill.offer("r", [1], tokens=4)

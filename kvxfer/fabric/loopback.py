@@ -239,16 +239,15 @@ class LoopbackNetwork:
         with self._lock:
             self._of(peer).echo = True
 
-    def damage_next(self, peer: str, *, byte: int = 0, skip: int = 0) -> None:
-        """Flip a bit of a coming post on its way, and let it end as if nothing were.
+    def damage_next(self, peer: str, *, byte: int = 0) -> None:
+        """Flip a bit of the next post on its way, and let it end as if nothing were.
 
         Args:
             peer: As in `hold`.
             byte: Which of its bytes is hit, counted from its first.
-            skip: Posts that pass first.
         """
         with self._lock:
-            self._of(peer).coming.append(Fault(skip, refuse=False, damage=byte))
+            self._of(peer).coming.append(Fault(0, refuse=False, damage=byte))
 
     def disconnect(self, peer: str) -> None:
         """Cut everybody's connection to an agent: posts in flight and coming ones fail.

@@ -860,15 +860,15 @@ class TransferPlan:
         """What all of it amounts to if no source block is padding. To be counted, never to be copied."""
         return self.window(self.pair.layers, *self._extent, outline=True)
 
-    def chunk(self, grid: ChunkGrid, chunk: int, *, outline: bool = False) -> ChunkPlan:
-        """One chunk of the grid, or its outline.
+    def chunk(self, grid: ChunkGrid, chunk: int) -> ChunkPlan:
+        """One chunk of the grid.
 
         Raises:
             BlocksError: If a source block is not known yet.
         """
         if grid.windows == grid.layer_runs == 1:
-            return self.outline if outline else self.whole
-        return self.window(*grid.of(chunk), outline=outline)
+            return self.whole
+        return self.window(*grid.of(chunk))
 
     def window(self, layers: Sequence[int], start: int, stop: int, *, outline: bool = False) -> ChunkPlan:
         """The part that lies in a run of the pair's layers and in the tokens [start, stop).

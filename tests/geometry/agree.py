@@ -193,7 +193,7 @@ def check_chunks(
     """Gather at one end, scatter at the other, chunk by chunk in any order."""
     sender, receiver = ends
     assert sender.digest(grid) == receiver.digest(grid)
-    outlines = [sender.chunk(grid, number, outline=True) for number in range(len(grid))]
+    outlines = [sender.window(*grid.of(number), outline=True) for number in range(len(grid))]
     assert sender.largest_chunk_bytes(grid) == max(outline.staged_bytes for outline in outlines)
     everything: list[I64] = []
     total = 0

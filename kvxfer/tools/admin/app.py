@@ -29,7 +29,6 @@ _HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosni
 def app(
     workers: Watched | Iterable[Watched],
     *,
-    registry: CollectorRegistry | None = None,
     limits: Limits | None = None,
     patience: float = PATIENCE_SECONDS,
 ) -> Starlette:
@@ -40,13 +39,11 @@ def app(
 
     Args:
         workers: One or several. They may be closed before the application is.
-        registry: What `/metrics` serves; a `Collector` of the workers is registered there. A registry of its own if
-            left out.
         limits: From when on a worker counts as not ready.
         patience: Seconds that a worker's loop may take to answer.
     """
     watched, bounds = given_workers(workers), limits or Limits()
-    served = CollectorRegistry() if registry is None else registry
+    served = CollectorRegistry()
     served.register(Collector(watched, limits=bounds, patience=patience))
 
     # plain functions: they wait for workers, so they run in threads, of which there are as many as starlette has

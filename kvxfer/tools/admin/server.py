@@ -15,7 +15,6 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 import uvicorn
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
@@ -152,7 +151,6 @@ def serve(
     workers: Watched | Iterable[Watched],
     *,
     address: str = "127.0.0.1:9471",
-    registry: CollectorRegistry | None = None,
     limits: Limits | None = None,
     patience: float = PATIENCE_SECONDS,
 ) -> AdminServer:
@@ -161,11 +159,10 @@ def serve(
     Args:
         workers: One or several, of any kind.
         address: `host:port`; port 0 takes any that is free. Nothing guards it: whoever reaches it reads everything.
-        registry: What `/metrics` serves besides the workers' metrics.
         limits: From when on a worker counts as not ready.
         patience: Seconds that a worker's loop may take to answer.
 
     Raises:
         ConfigError: If the address is malformed.
     """
-    return AdminServer(app(workers, registry=registry, limits=limits, patience=patience), address)
+    return AdminServer(app(workers, limits=limits, patience=patience), address)

@@ -91,6 +91,9 @@ def parse_tokens(text: str) -> range:
     return found
 
 
+_MOST_BANDWIDTH: Final = 10**15
+
+
 def with_bandwidths(profile: Profile, text: str) -> Profile:
     """A profile with other bandwidths: `25GB` a second for all that goes by NIXL, or `staged=25GB,mapped=300GB`.
 
@@ -107,9 +110,12 @@ def with_bandwidths(profile: Profile, text: str) -> Profile:
             raise ConfigError(f"--bandwidth {text}: {value!r} is not bytes a second: {error}") from error
         for one in [name] if separator else by_nixl:
             route = next((route for route in routes if route.name.lower() == one), None)
-            if route is None or given < 1:
+            if route is None or not 1 <= given <= _MOST_BANDWIDTH:
                 known = ", ".join(route.name.lower() for route in routes)
-                raise ConfigError(f"--bandwidth {text}: {term!r} is not understood: routes are {known}, and 1 is least")
+                raise ConfigError(
+                    f"--bandwidth {text:.80}: {term[:80]!r} is not understood: routes are {known}, "
+                    "and a bandwidth 1B to 1000TB a second"
+                )
             routes[route], said[one] = replace(routes[route], bytes_per_s=float(given)), given
     words = ", ".join(f"{one} at {given / 1e9:g} GB/s" for one, given in said.items())
     return replace(profile, hardware=f"{profile.hardware}; bandwidths as given: {words}", routes=routes)

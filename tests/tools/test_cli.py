@@ -168,6 +168,7 @@ def test_plan_decides_by_the_settings(command, model):
         ({"--tokens": "9:3"}, "--tokens 9:3 is not possible"),
         ({"--profile": "h200"}, "--profile h200 is unknown: did you mean h200-nvlink?"),
         ({"--bandwidth": "tcp=1GB"}, "--bandwidth tcp=1GB: 'tcp=1GB' is not understood: routes are mapped, staged"),
+        ({"--bandwidth": "1e400"}, "and a bandwidth 1B to 1000TB a second"),
         ({"--route": "pul"}, "route is 'pul'"),
     ],
 )

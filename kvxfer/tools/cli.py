@@ -1,7 +1,8 @@
 """The command `kvxfer`: settings, plans of transfers, benchmarks, frames, running workers, versions.
 
-Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
-exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
+Everything heavy is imported inside the command that needs it. An error of the library or of the system is one line on
+stderr and the exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit
+code 1.
 """
 
 import signal
@@ -39,7 +40,7 @@ def main() -> None:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         app()
-    except KvxferError as error:
+    except (KvxferError, OSError) as error:  # the latter where there is no room for what is written
         sys.stderr.write(f"kvxfer: {' '.join(str(error).split())}\n")
         raise SystemExit(_FAILED) from None
     finally:

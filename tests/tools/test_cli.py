@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,13 @@ def test_what_is_no_number_of_seconds_is_refused(command, arguments):
 )
 def test_a_process_of_its_own_says_the_same(command, arguments, stdin, environment):
     assert spawned(*arguments, stdin=stdin, **environment) == command(*arguments, stdin=stdin, **environment)
+
+
+def test_a_full_disk_is_an_error_like_others():
+    command = [sys.executable, "-m", "kvxfer.tools.cli", "config"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (2, b"kvxfer: [Errno 28] No space left on device\n")
 
 
 ENGINES = ["--prefill", "tp=4,pp=1,block=16,layout=NHD", "--decode", "tp=2,block=64,layout=HND,cross-layer"]

@@ -135,6 +135,9 @@ class LoopThread:
         except RuntimeError as error:
             self._loop.close()
             raise FabricError(f"the system lets this process start no thread kvxfer-loop: {error}") from error
+        except KeyboardInterrupt:
+            self._begin_close()
+            raise
 
     def _run(self) -> None:
         _running.loop = self
@@ -193,21 +196,23 @@ class LoopThread:
         except FutureCancelledError:
             raise _closed_error() from None
 
-    def finish(self, work: Coroutine[Any, Any, None], hurry: Callable[[], None]) -> KeyboardInterrupt | None:
+    def finish(
+        self, work: Callable[[], Coroutine[Any, Any, None]], hurry: Callable[[], None]
+    ) -> KeyboardInterrupt | None:
         """Run a coroutine that has a bound of its own and block until it has ended, though Ctrl-C be pressed meanwhile.
 
-        Then `hurry` is run on the loop, so that the work takes the shortest way to its end.
+        Then `hurry` is run on the loop, so that the work takes the shortest way to its end, and the work once more,
+        which finds what is done already: nobody knows whether it had been handed in.
 
         Returns:
             The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
         """
-        future = self.submit(work)
         try:
             try:
-                future.result()
+                self.submit(work()).result()
             except KeyboardInterrupt as interrupt:
                 self.post(hurry)
-                future.result()
+                self.submit(work()).result()
                 return interrupt
         except FutureCancelledError:
             raise _closed_error() from None
@@ -299,6 +304,13 @@ class ServedWorker(Worker):
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
         return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
+
+    async def abandon(self) -> None:
+        """Whoever waited for it to open was interrupted: it may be opening still, or be open by now."""
+        self.hurry()
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
+        await self.aclose(drain=False)
 
     def hurry(self) -> None:
         """Whoever waits for it was cancelled: open it no further; close without draining, or without draining on."""
@@ -1103,10 +1115,12 @@ class BlockingWorker:
             worker = ServedWorker(tensors, self._config, groups=self._groups, transport=transport)
             try:
                 worker.thread.wait(worker.__aenter__())
+                self._worker = worker
             except BaseException:
+                self._worker = None
+                worker.thread.finish(worker.abandon, worker.hurry)
                 worker.thread.close(self._config.close_timeout)
                 raise
-            self._worker = worker
 
     def unregister(self, *, drain: bool = True) -> bool:
         """Take the tensors back, as for an engine that goes to sleep. Blocks, at most `config.bounds()["close"]`.
@@ -1129,7 +1143,7 @@ class BlockingWorker:
             if worker is None:
                 return True
             try:
-                interrupt = worker.thread.finish(worker.aclose(drain=drain), worker.hurry)
+                interrupt = worker.thread.finish(partial(worker.aclose, drain=drain), worker.hurry)
                 state = worker.thread.call(worker.describe)
             finally:
                 if not worker.thread.close(self._config.close_timeout):

@@ -285,6 +285,42 @@ def test_a_step_that_does_not_fit_takes_the_offer_back(pair):
     assert "do not continue" in str(failed.error)
 
 
+# --- Ctrl-C
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "closes"),
+    [
+        (threading.Thread, "start", False),
+        (blocking.LoopThread, "submit", False),
+        (blocking.LoopThread, "wait", False),
+        (blocking.LoopThread, "submit", True),
+    ],
+    ids=["its loop has begun", "it is to open", "it has opened", "it is to close"],
+)
+def test_ctrl_c_where_nobody_can_tell_what_is_done_leaves_nothing(monkeypatch, what, name, closes):
+    network, tensors, threads = LoopbackNetwork(), cache().tensors, set(threading.enumerate())
+    worker, does, pressed = alone(network=network), getattr(what, name), []
+
+    def interrupted(self, *given):
+        done = does(self, *given)
+        if pressed:
+            return done
+        pressed.append(True)
+        raise KeyboardInterrupt
+
+    if closes:
+        worker.register(tensors)
+    monkeypatch.setattr(what, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.unregister() if closes else worker.register(tensors)
+    monkeypatch.undo()
+    eventually(lambda: not [one for one in set(threading.enumerate()) - threads if one.name.startswith("kvxfer")])
+    assert not network.agents
+    worker.register(tensors)
+    worker.close()
+
+
 # --- failures
 
 

@@ -136,7 +136,7 @@ class Home:
         """Give a thing to whoever may use it.
 
         Raises:
-            ClosedError: If there is none: the worker was not entered yet.
+            ClosedError: If there is none: the worker was not entered yet. If its loop is closed.
             ForkedError: If this process was forked off the one in which it lives.
             UsageError: If this is another thread, or another loop runs here.
         """
@@ -148,6 +148,8 @@ class Home:
             return thing
         if thing is None or os.getpid() != self._process:
             raise self._refusal(thing)
+        if self._loop is not None and self._loop.is_closed():
+            raise ClosedError("its event loop is closed, and the worker with it: open another one")
         if self._loop not in (None, running) and (running is not None or self._loop.is_running()):
             which = "no" if running is None else "another"
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Machines in threads, and work that is lent one."""
+"""Machines in threads, work that is lent one, and where things live."""
 # private state of loops that are there
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
@@ -15,8 +15,8 @@ import torch
 
 from kvxfer import runtime as module
 from kvxfer.blocking import LoopThread
-from kvxfer.errors import FabricError
-from kvxfer.runtime import ThreadRuntime
+from kvxfer.errors import ClosedError, FabricError
+from kvxfer.runtime import Home, ThreadRuntime
 
 LONG = 20.0  # seconds until a test gives up waiting for what takes microseconds
 
@@ -193,3 +193,17 @@ def test_machines_give_way_if_they_are_to(driven, gives_way):
     driven(ThreadRuntime(), run, gives_way=gives_way)
     assert niceness == [min(19, before + 5) if gives_way else before] or before >= 5
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_what_lives_on_a_loop_that_was_closed_says_so_to_everybody():
+    loop = asyncio.new_event_loop()
+    home = Home(loop)
+    assert home.own("it") == "it"
+    loop.close()
+
+    async def on_another() -> None:
+        home.own("it")
+
+    for ask in (lambda: home.own("it"), lambda: asyncio.run(on_another())):
+        with pytest.raises(ClosedError, match="its event loop is closed"):
+            ask()

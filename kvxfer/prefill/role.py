@@ -325,6 +325,8 @@ class Prefill:
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
         for sender in list(self._transfers.values()):
             if sender.link is link:
+                sender.leave_process()
+                sender.leave_process = self._site.processes.hold(link.peer)  # until it ends, perhaps much later
                 sender.stop(failure)
         if incarnation not in self._links:
             self._doubtful.on_link_lost(incarnation)

@@ -323,6 +323,7 @@ class Sender(Struct, eq=False):
     tally: Tally = field(default_factory=Tally)
     stats: TransferStats | None = None  # set when it ends
     report: FailureReport | None = None  # set when it ends, if it failed
+    leave_process: Callback = no_op  # the peer's, whose end may be that of a doubt, though no link leads there any more
     _news: asyncio.Future[None] | None = None  # which `run` waits for
     _ahead: bool = False  # what `Fetch` grants is neither used nor void
     _bound: BoundPlan | None = None
@@ -1184,6 +1185,8 @@ class Sender(Struct, eq=False):
             if timer is not None:
                 timer.cancel()
         self._ended(self)
+        if self.leave_process is not no_op:
+            self.leave_process()
         if self.offer is not None:
             self.offer.stats.append(stats)
             self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "", moved=failure is None)

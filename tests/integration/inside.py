@@ -811,6 +811,11 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     return found
 
 
+def watched_processes(worker: Any) -> int:
+    """How many processes of peers it watches."""
+    return len(worker._service.site.processes._processes)
+
+
 def watched(worker: Any) -> bool:
     """Whether it is looked whether its loop stands still."""
     return not worker._service._watch._timer.cancelled()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -77,6 +78,20 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     for process in processes.values():
         process.set_result(None)
     await eventually(lambda: kept(prefill) == (0, 0))
+
+
+async def test_a_lost_peer_whose_post_is_given_up_later_is_forgotten_when_its_process_ends(stage, monkeypatch):
+    """Its process is watched until then, though no link leads there any more."""
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    monkeypatch.setattr("kvxfer.safety.processes._by_locks", lambda _: os.pidfd_open(process.pid))
+    prefill, decode, _ = await met(stage, route="direct", no_progress_timeout=0.5)
+    await stage.in_flight(prefill, decode)
+    inside.vanish(prefill)
+    await eventually(lambda: kept(prefill) == (1, 1))
+    process.kill()
+    await process.wait()
+    await eventually(lambda: kept(prefill) == (0, 0))
+    assert not inside.watched_processes(prefill)
 
 
 async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_and_its_numbers_are_kept(

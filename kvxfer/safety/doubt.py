@@ -81,7 +81,7 @@ class Exposure(Struct, eq=False):
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of its gate: 0 where the peer passes none. `mapped`: the peer's own copies write there."""
         gates, gate, link = self.site.gates, self.gate, self.link
-        if gate == SHARED_GATE:
+        if gate == SHARED_GATE and self.fenced is None:  # else one of its own tells nothing of what was granted before
             gate = self.gate = gates.allot()
         passes = gate != SHARED_GATE and link.peer.identity.incarnation in self.site.fenced
         generation = gates.granted(gate) if passes or (mapped and gates.words) else 0

@@ -1206,7 +1206,7 @@ class Receiver(Struct, eq=False):
             self.grants.release()
         elif self._active is None and lost:
             self._quarantine()
-        if ended or (lost and (self.finished or not self.link.is_open or self.route is Route.PULL)):
+        if ended or self.finished or (lost and (not self.link.is_open or self.route is Route.PULL)):
             self._leave_peer()
         if ended:
             self.exposure.end()

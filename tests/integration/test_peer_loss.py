@@ -71,6 +71,8 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
         offer.ready()
         offer.finish()
     await works(stage, prefill, decode, offer)
+    inside.vanish(prefill)
+    await eventually(lambda: not any(worker.describe()["fabric"]["lanes"] for worker in (prefill, decode)))
 
 
 async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monkeypatch):

@@ -306,9 +306,14 @@ class Prefill:
                 doubt.reader.keep_polling()
 
     def on_agent_renewed(self, link: Link) -> None:
-        """A decode rank has made its agent anew, or something of ours has left for the one that it had."""
+        """A decode rank has made its agent anew, or something of ours has left for the one that it had.
+
+        It may say so first on the stream on which we fetch from it, where it takes no results.
+        """
+        here = self._links.get(link.peer.identity.incarnation)
         for transfer, doubt in self._doubtful.on_agent_renewed(link).items():
-            link.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
+            if here is not None:  # else it asks when it is back
+                here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
 
     def on_check(self, link: Link, message: wire.Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""

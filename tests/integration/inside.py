@@ -346,6 +346,11 @@ def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(worker._service.rebuilding, "_due_at", lambda: 0.0 if rebuilds.requests else math.inf)
 
 
+def say_that_it_is_anew_where(worker: Any, role: Any) -> None:
+    """Peers hear of a new agent on the streams on which it has this role, and on no others."""
+    worker._service.rebuilding._links = [link for link in sessions(worker) if link.role is role]
+
+
 def pause_grants(worker: Any) -> None:
     """The agent is about to be made anew."""
     worker._service.site.pause()

@@ -286,6 +286,19 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_that_it_is_over_is_said_where_it_is_heard_also_if_a_stream_the_other_way_brought_the_news(
+    stage, source, target, route, no_locks
+):
+    prefill, decode = await stage.pair(source, target, route=route, **TIMES)
+    await stage.bring(prefill, decode, "there")
+    await stage.bring(decode, prefill, "and back", (5, 6), (7, 8))
+    inside.say_that_it_is_anew_where(decode, Role.SERVER)
+    await breaks(stage, prefill, decode)
+    await eventually(lambda: not prefill.describe()["sent_in_doubt"])
+    await quiet(decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_what_our_own_post_may_read_is_ours_again_also_once_nothing_more_can_come_of_it_at_the_peer(
     stage, source, target, route, hosts
 ):

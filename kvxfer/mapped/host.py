@@ -490,9 +490,11 @@ def open_handle(handle: bytes, name: str, least: int) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise FabricError(f"its shared memory cannot be opened: {error}") from error
-    status = os.fstat(descriptor)
-    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < least or not sealed:
+    status, seals = os.fstat(descriptor), 0
+    with contextlib.suppress(OSError):  # other files have none
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    kept = seals & fcntl.F_SEAL_SHRINK and status.st_size >= least
+    if not kept or (status.st_dev, status.st_ino) != (device, inode):
         os.close(descriptor)
         raise FabricError(f"descriptor {number} of process {process} is not the shared memory that it named")
     return descriptor

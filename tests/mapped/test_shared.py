@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +183,18 @@ def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     for kind in ("cuda_ipc", "foo"):
         with pytest.raises(FabricError, match=f"{kind} memory, and this one copies with the cpu"):
             open_window(replace(given, kind=kind), "cpu", 0)
+
+
+def test_what_only_bears_the_name_is_refused_and_not_left_open(monkeypatch):
+    """A peer may call its files what it likes; most have no seals."""
+    ends = os.pipe()
+    monkeypatch.setattr(Path, "readlink", lambda _: "/memfd:kvxfer (deleted)")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FabricError, match="is not the shared memory that it named"):
+        home_module.open_handle(home_module.handle_of(ends[0]), "kvxfer", 0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    for end in ends:
+        os.close(end)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [(4, None), ((-1,), None), ((True,), None), ((2,), "int"), ((1.5,), None)])

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import math
 import operator
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class OfferState(StrEnum):
 
 _Marks: TypeAlias = tuple[tuple[int, Event], ...]
 """Tokens up to which something is ready, ascending, and after which event."""
+_stop_of: Final = operator.itemgetter(0)
 
 
 class Readiness:
@@ -134,16 +136,13 @@ class Readiness:
 
     def events(self, layers: Sequence[int], start: int, stop: int) -> list[Event] | None:
         """Events after which the tokens [start, stop) of these layers may be read; None if some are not marked yet."""
-        found: list[Event] = []
+        found: dict[int, Event] = {}  # by identity: whether events of the caller's are equal is not asked
         for marks in self._distinct(layers):
             if _reached(marks) < stop:
                 return None
-            begin = 0
-            for end, event in marks:
-                if begin < stop and start < end and event is not READY and event not in found:
-                    found.append(event)
-                begin = end
-        return found
+            first, last = bisect_right(marks, start, key=_stop_of), bisect_left(marks, stop, key=_stop_of)
+            found.update((id(event), event) for _, event in marks[first : last + 1] if event is not READY)
+        return list(found.values())
 
     @property
     def fired(self) -> bool:
@@ -166,7 +165,9 @@ def _reached(marks: _Marks) -> int:
 
 
 def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
-    return (*marks, (stop, event)) if stop > _reached(marks) else marks
+    if stop <= _reached(marks):
+        return marks
+    return (*(marks[:-1] if marks and marks[-1][1] is event else marks), (stop, event))
 
 
 class Entry:

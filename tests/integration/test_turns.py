@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from inside import keep_plans, mover, pause_grants, resume_grants, staging, take, take_all
-from stage import Broken, Cache, Copied, Gate, Tap, eventually, extents, frames, quiet
+from stage import Broken, Cache, Copied, Gate, Tap, eventually, extents, frames, quiet, turns
 
 from kvxfer import KvxferError
 from kvxfer.copy.tables import Kind
@@ -331,3 +331,25 @@ async def test_a_signal_while_events_are_asked_loses_none_of_them(stage):
         copies._query_events()
     ill.left, ill.fired, gate.fired = math.inf, True, True
     await asyncio.gather(*(asyncio.wait_for(transfer, 5) for transfer in begun))
+
+
+@pytest.mark.parametrize("chunk", ["2KiB", "16MiB"])
+async def test_a_stream_that_became_ready_token_by_token_holds_no_turn_up(stage, chunk):
+    """Each after an event of its own: no chunk is compared with all of them, nor is an event with those before it."""
+    source, target = (Cache(blocks=1024, block_tokens=8, layers=[0]) for _ in range(2))
+    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes=chunk, arena_bytes="32MiB")
+    await stage.bring(prefill, decode, "before")
+    copied = Copied(target).bring(source, range(1024), range(1024), range(8192))
+    offer = prefill.offer("r", list(range(1024)), tokens=8192, streaming=True)
+    gates = [Gate() for _ in range(8192)]
+    for at, gate in enumerate(gates):
+        offer.ready(tokens=at + 1, after=gate)
+    with turns() as took:
+        transfer = decode.start_fetch(offer.ticket, list(range(1024)), tokens=range(8192), timeout=20)
+        await eventually(lambda: len(took) > 1000)
+        for gate in gates:
+            gate.fired = True
+        offer.finish()
+        await transfer
+    copied.check()
+    assert max(took) < 0.05

@@ -255,6 +255,8 @@ _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
 _LOOKED_AT: Final = 1024
 """Chunks of a stream that are looked at in a turn of the loop: the decode rank says how small they are."""
+_LISTED_AT_ONCE: Final = 8
+"""Chunks whose pieces are listed in a turn: no compiled code does that, and each takes up to 0.4 ms, however small."""
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
@@ -667,10 +669,12 @@ class Sender(Struct, eq=False):
 
     async def _submit_steps(self, active: _ActiveFlow, bound: BoundPlan, stop: int) -> None:
         """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
-        site, chunks = self.site, range(active.stop, min(stop, active.stop + bound.at_once))
-        rows = len(chunks) * (bound.chunk_pieces if self.protocol.route is Route.DIRECT else bound.part_rows)
+        site, listed = self.site, self.protocol.route is Route.DIRECT
+        at_once = min(bound.at_once, _LISTED_AT_ONCE) if listed else bound.at_once
+        chunks = range(active.stop, min(stop, active.stop + at_once))
+        rows = len(chunks) * (bound.chunk_pieces if listed else bound.part_rows)
         make = partial(self._steps, active, bound, chunks, active.post, active.extents)  # it has none once it ends
-        if 2 * len(chunks) > bound.at_once:
+        if 2 * len(chunks) > at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
         steps = await site.offload(make, rows=rows) if rows else make()
         if self._active is not active or self.protocol.state is not SendState.MOVING:  # it was stopped

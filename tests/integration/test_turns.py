@@ -353,3 +353,28 @@ async def test_a_stream_that_became_ready_token_by_token_holds_no_turn_up(stage,
         await transfer
     copied.check()
     assert max(took) < 0.05
+
+
+async def test_of_very_many_chunks_that_are_listed_a_few_are_in_a_turn(stage, monkeypatch):
+    monkeypatch.setattr("kvxfer.prefill.sender._LISTED_AT_ONCE", 2)
+    source, target = Cache(blocks=32, layers=range(4)), Cache(blocks=32, layers=range(4))
+    prefill, decode = await stage.pair(source, target, route="direct", chunk_bytes="1KiB")
+    listed: Counter[int] = Counter()  # by turn
+    make, turn = Sender._listed_step, 0
+
+    def noted(*given):
+        listed[turn] += 1
+        return make(*given)
+
+    async def count():
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    monkeypatch.setattr(Sender, "_listed_step", noted)
+    counting = asyncio.create_task(count())
+    result, _ = await stage.bring(prefill, decode, "r", range(32), range(32), range(128))
+    counting.cancel()
+    assert listed.total() == result.stats.chunks > 100
+    assert max(listed.values()) <= 4

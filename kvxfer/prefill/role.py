@@ -74,11 +74,16 @@ class Doubts:
         """Something has ended in doubt, of a peer that is connected."""
         peer, processes = ended.link.peer, self._site.processes
         who, far = peer.identity.incarnation, elsewhere(peer.body.host)
-        doubt = Doubt(ended, ended.severed or far, processes.end_of(peer) is not None)
-        if ended.severed and not far:  # so that the peer hears that only its own agent is left
-            doubt.withdraw = self._site.rebuilds.request(urgent=False)
+        doubt = Doubt(ended, far, processes.end_of(peer) is not None)
+        if ended.severed:
+            self.sever(doubt)
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
+
+    def sever(self, doubt: Doubt) -> None:
+        """What may move has left this side: let a peer on this host hear that only its own agent is left."""
+        if not doubt.severed:
+            doubt.severed, doubt.withdraw = True, self._site.rebuilds.request(urgent=False)
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
@@ -410,7 +415,7 @@ class Prefill:
             if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
                 here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
         elif moved.severed:
-            doubt.severed = True
+            self._doubtful.sever(doubt)
             if here is not None:
                 self.on_agent_renewed(here)
 

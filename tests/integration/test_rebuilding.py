@@ -343,6 +343,22 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
     assert decode.describe()["agent"]["rebuilt"] == 1, "once is enough, in whatever order"
 
 
+async def test_what_left_only_after_it_was_given_up_has_both_agents_made_anew(stage, source, target, no_locks):
+    """Our own one is not wanted for it any more then, but for the peer, who waits for its word."""
+    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", no_progress_timeout=0.2, **TIMES)
+    inside.keep_agent(prefill)
+    stage.network.break_next("decode", skip=1, disconnected=True)
+    _, transfer = await stage.in_flight(prefill, decode, "decode")
+    with pytest.raises(KvxferError, match="was told to break"):
+        await transfer
+    assert prefill.describe()["agent"]["wanted"]
+    stage.network.release("decode")
+    await eventually(lambda: prefill.describe()["sent_in_doubt"] and not quarantined(prefill, "send"))
+    inside.consider_rebuilding(prefill)
+    await eventually(lambda: not prefill.describe()["sent_in_doubt"])
+    await quiet(decode)
+
+
 async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_another_stream_tells(
     stage, source, target, hosts, monkeypatch
 ):

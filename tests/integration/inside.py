@@ -816,6 +816,24 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     return found
 
 
+def incarnation(worker: Any) -> bytes:
+    """By what its peers know it."""
+    return worker._service.site.incarnation
+
+
+def kept_of_the_gone(worker: Any) -> dict[str, int]:
+    """How much it keeps of peers to whom no link leads, or of transfers though there are none: by where, if any."""
+    site = worker._service.site
+    linked = {link.peer.identity.incarnation for link in worker._service.links}
+    books = {"processes": site.processes._processes, "peers' gates": site.peer_gates._keys, "lanes": site.lanes._lanes}
+    books |= {"mappings": site.mappings._mappings}
+    found = {name: len(set(book) - linked) for name, book in books.items()}
+    found["gates"] = site.gates._fresh - 1 - len(site.gates._free) - len(site.gates._retired)
+    found["flows"] = len(site.mover._flows)
+    found["slots"] = records.JOBS - len(site.mover._free)
+    return {name: count for name, count in found.items() if count}
+
+
 def watched_processes(worker: Any) -> int:
     """How many processes of peers it watches."""
     return len(worker._service.site.processes._processes)

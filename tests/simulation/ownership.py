@@ -397,6 +397,7 @@ class WatchedNetwork(LoopbackNetwork):
         self._entitled: dict[PostedPart, list] = {}
         self._used: dict[int, PostedPart] = {}  # what was posted to a place, by the grant
         self.notices: list[tuple[str, str, bytes]] = []  # from, to, what
+        self.gone: set[str] = set()  # agents of processes that have ended, which move nothing any more
 
     @staticmethod
     def _ways(part):
@@ -435,6 +436,8 @@ class WatchedNetwork(LoopbackNetwork):
                 self._entitled[part] = [self.ledger.check(what, *way, by=part.src.name) for way in self._ways(part)]
 
     def _land(self, part, limit=None):
+        if {part.src.name, part.dst} & self.gone:
+            return
         target = self._agents.get(part.dst)
         if limit != 0 and target is not None and part.keys <= target.keys() | part.src.keys():
             what = f"a {part.operation.value} of {part.src.name} that lands at {part.dst}"

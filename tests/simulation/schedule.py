@@ -5,6 +5,7 @@ import logging
 import random
 from pathlib import Path
 
+import inside
 import pytest
 from exchange import Plan, Request
 from inside import sessions
@@ -95,7 +96,7 @@ class Schedule:
         self.rnd = world.rnd
         self.alarm = world.loop.create_future()
         self.jobs: set[asyncio.Task] = set()
-        self.hurt = False  # something that no peer can ever answer for
+        self.hurt = False  # something that nothing can ever answer for
         world.ledger.alarmed = lambda _: resolve(self.alarm, None)
         world.loop.set_exception_handler(
             lambda _, context: world.say(f"loop: {context['message']} {context.get('exception')!r}")
@@ -108,7 +109,7 @@ class Schedule:
         self._shape()
         for _ in range(self.rnd.choice([2, 3, 4, 6])):
             self._request()
-            for _ in range(self.rnd.choice([0, 0, 1, 2])):
+            for _ in range(self.rnd.choice([1, 2] if world.judged else [0, 0, 1, 2])):
                 await self._pause()
                 self._trouble()
             await self._pause()
@@ -116,7 +117,7 @@ class Schedule:
         self._mend()
         await self._until(self.jobs, "requests after everything was mended")
         if not self.alarm.done():
-            await asyncio.sleep(world.config.bounds()["released_by_lease"])
+            await asyncio.sleep(world.config.bounds()["released_by_lease"] + 3.0 * world.judged)
             self._judge()
         await world.end()
         world.network.release("*")  # what is still in flight lands now
@@ -165,6 +166,9 @@ class Schedule:
         rnd = self.rnd
         troubles = [self.cut] * 4 + [self.hold] * 5 + [self.refuse] + [self.break_off] + [self.silence] * 2
         troubles += [self.disconnect, self.wedge, self.kill, self.restart, self.close, self.forge]
+        if self.world.judged:  # by what is left: nothing happens that excuses it
+            troubles = [self.cut] * 3 + [self.hold] * 5 + [self.silence] * 3 + [self.break_off, self.wedge, self.forge]
+            troubles += [self.kill, self.restart] * (2 * self.world.watched)
         rnd.choice(troubles)()
 
     def _agent(self):
@@ -188,8 +192,12 @@ class Schedule:
     def refuse(self):
         self.world.network.refuse_next(self._agent(), skip=self.rnd.randrange(3))
 
+    def _harm(self):
+        """Something happens that no peer can answer for: other evidence does, where there is some."""
+        self.hurt = self.hurt or not self.world.judged
+
     def break_off(self):
-        self.hurt = True
+        self._harm()
         self.world.note("break")
         agent, lingers = self._agent(), self.rnd.random() < 0.3
         self.world.network.break_next(
@@ -204,7 +212,7 @@ class Schedule:
             self._later([1e-3, 0.02, 0.1, 0.3], self.world.network.release, agent)
 
     def wedge(self, how="wedge"):
-        self.hurt = True
+        self._harm()
         agent = self._agent()
         self.world.note(f"{how} {agent}")
         getattr(self.world.network, how)(agent)
@@ -232,7 +240,7 @@ class Schedule:
     def kill(self, rank=None):
         rank = rank or self.rnd.choice(self.world.ranks)
         if rank.alive:
-            self.hurt = True
+            self._harm()
             self.world.kill(rank)
 
     def restart(self):
@@ -271,8 +279,8 @@ class Schedule:
         world = self.world
         alive = [rank for rank in world.ranks if rank.alive]
         # a post that was given up may land at any later time, so what depends on it stays in doubt; a new agent ends
-        # that for who posted it, and not for its living peer
-        self.hurt = self.hurt or any(
+        # that for who posted it, and for its living peer if they are on one host
+        self.hurt = self.hurt or not world.judged and any(
             seen["fabric"]["lingering"] or seen["sent_in_doubt"] or seen["agent"]["rebuilt"]
             for seen in (rank.worker.describe() for rank in world.ranks)
         )
@@ -289,10 +297,13 @@ class Schedule:
             for holder, row in seen["custody"].holders.items():
                 if not row.in_doubt or not self.hurt:
                     world.say(f"{rank.name}: {holder} still has {row.blocks} blocks, in doubt: {row.in_doubt}")
-            if not self.hurt and (seen["sending"] or seen["receiving"] or seen["in_doubt"]):
-                world.say(f"{rank.name}: {seen['sending']} sending, {seen['receiving']} receiving")
-            if not self.hurt and seen["fabric"]["awake"]:
-                world.say(f"{rank.name}: {seen['fabric']['awake']} holds on the fabric")
+            if not self.hurt:
+                counts = "sending", "receiving", "in_doubt", "sent_in_doubt", "places", "written"
+                left = {name: seen[name] for name in counts if seen[name]}
+                left |= {name: seen["fabric"][name] for name in ("awake", "lingering") if seen["fabric"][name]}
+                left |= inside.kept_of_the_gone(rank.worker)
+                if left or seen["agent"]["wanted"]:
+                    world.say(f"{rank.name} still has {left}, and waits for {seen['agent']}")
             world.ledger.say(rank.books.untaken())
 
     def _judge_tasks(self):

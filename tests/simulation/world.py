@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import random
 import zlib
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.peers.link import Link
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Route
+from kvxfer.safety import processes
 from kvxfer.testing import DeterministicRuntime, LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -116,10 +118,20 @@ class World:
         self.shared = self.rnd.random() < 0.3  # whether caches are memory that peers may map
         # whether each rank says that it is on a host of its own; draws nothing: seeds play what they played
         self.apart = zlib.crc32(repr(self.settings).encode()) % 3 == 0
+        # whether nothing that is left has an excuse: the end of a process is seen, and with it that of all that it
+        # moves; or none ends, and a new agent is the only evidence. Likewise
+        self.watched = zlib.crc32(repr(self.settings).encode()) % 6 == 1
+        self.without_locks = zlib.crc32(repr(self.settings).encode()) % 6 == 4
+        self._ends: dict[bytes, int] = {}  # by incarnation, what shows that
 
     @property
     def now(self):
         return self.runtime.now()
+
+    @property
+    def judged(self):
+        """Whether nothing that is left in the end has an excuse."""
+        return self.watched or self.without_locks
 
     @property
     def ranks(self):
@@ -155,6 +167,10 @@ class World:
         self.streams.install(monkeypatch)
         if self.apart:
             monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(self._names)} pid:[1]")
+        if self.without_locks:
+            inside.share_no_locks(monkeypatch)
+        if self.watched:
+            monkeypatch.setattr(processes, "_by_locks", lambda peer: os.dup(self._ends[peer.identity.incarnation]))
         if shape is None:
             self._choose_routes(monkeypatch)
         _make_times_short(monkeypatch)
@@ -190,18 +206,22 @@ class World:
         transport = LoopbackTransport(unique, self.network)
         worker = Worker(cache.tensors, Config(**settings), transport=transport, runtime=runtime)
         await worker.__aenter__()
+        self._ends[inside.incarnation(worker)] = os.eventfd(0, os.EFD_NONBLOCK)
         books = self.ledger.cache(unique, cache)
         self.ledger.arena(unique, worker)
         return Rank(unique, worker, runtime, cache, books, transport)
 
     def kill(self, rank: Rank):
-        """No goodbye, no clean-up: it is gone, and what it has posted may still land."""
+        """No goodbye, no clean-up: it is gone; what it has posted may still land, but where its end is seen."""
         self.note(f"kill {rank.name}")
         worker = rank.worker
         rank.books.alive = False
         rank.runtime.kill()
         self.streams.kill(worker)
         inside.die(worker)
+        if self.watched:
+            self.network.gone.add(rank.transport.name)
+        os.eventfd_write(self._ends[inside.incarnation(worker)], 1)
         self.left.append(rank)
 
     async def close(self, rank: Rank, *, drain):
@@ -220,6 +240,8 @@ class World:
         await asyncio.gather(*(self.close(rank, drain=False) for rank in self.ranks if rank.alive))
         for rank in self.left:
             inside.bury(rank.worker)
+        for end in self._ends.values():
+            os.close(end)
         inside.free_leaked()
 
     def _choose_routes(self, monkeypatch):

@@ -345,7 +345,8 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
 
 async def test_what_left_only_after_it_was_given_up_has_both_agents_made_anew(stage, source, target, no_locks):
     """Our own one is not wanted for it any more then, but for the peer, who waits for its word."""
-    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", no_progress_timeout=0.2, **TIMES)
+    times = {**TIMES, "no_progress_timeout": 0.2}
+    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", **times)
     inside.keep_agent(prefill)
     stage.network.break_next("decode", skip=1, disconnected=True)
     _, transfer = await stage.in_flight(prefill, decode, "decode")

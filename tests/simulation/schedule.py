@@ -280,9 +280,12 @@ class Schedule:
         alive = [rank for rank in world.ranks if rank.alive]
         # a post that was given up may land at any later time, so what depends on it stays in doubt; a new agent ends
         # that for who posted it, and for its living peer if they are on one host
-        self.hurt = self.hurt or not world.judged and any(
-            seen["fabric"]["lingering"] or seen["sent_in_doubt"] or seen["agent"]["rebuilt"]
-            for seen in (rank.worker.describe() for rank in world.ranks)
+        self.hurt = self.hurt or (
+            not world.judged
+            and any(
+                seen["fabric"]["lingering"] or seen["sent_in_doubt"] or seen["agent"]["rebuilt"]
+                for seen in (rank.worker.describe() for rank in world.ranks)
+            )
         )
         for rank in alive:
             seen = rank.worker.describe()

@@ -168,7 +168,7 @@ class Schedule:
         troubles += [self.disconnect, self.wedge, self.kill, self.restart, self.close, self.forge]
         if self.world.judged:  # by what is left: nothing happens that excuses it
             troubles = [self.cut] * 3 + [self.hold] * 5 + [self.silence] * 3 + [self.break_off, self.wedge, self.forge]
-            troubles += [self.kill, self.restart] * (2 * self.world.watched)
+            troubles += [self.kill, self.restart] * (2 * (not self.world.without_locks))
         rnd.choice(troubles)()
 
     def _agent(self):
@@ -301,7 +301,9 @@ class Schedule:
                 if not row.in_doubt or not self.hurt:
                     world.say(f"{rank.name}: {holder} still has {row.blocks} blocks, in doubt: {row.in_doubt}")
             if not self.hurt:
-                counts = "sending", "receiving", "in_doubt", "sent_in_doubt", "places", "written"
+                counts = ["sending", "receiving", "in_doubt", "written"]
+                if not world.apart:  # else the end of a process is never seen, and its transfers are remembered
+                    counts += ["sent_in_doubt", "places"]
                 left = {name: seen[name] for name in counts if seen[name]}
                 left |= {name: seen["fabric"][name] for name in ("awake", "lingering") if seen["fabric"][name]}
                 left |= inside.kept_of_the_gone(rank.worker)

@@ -116,22 +116,17 @@ class World:
         self.layers = self.rnd.choice([1, 1, 2, 3])  # how many there are
         self.block_tokens = [4, 4, 8]  # of which each engine has one
         self.shared = self.rnd.random() < 0.3  # whether caches are memory that peers may map
-        # whether each rank says that it is on a host of its own; draws nothing: seeds play what they played
-        self.apart = zlib.crc32(repr(self.settings).encode()) % 3 == 0
-        # whether nothing that is left has an excuse: the end of a process is seen, and with it that of all that it
-        # moves; or none ends, and a new agent is the only evidence. Likewise
-        self.watched = zlib.crc32(repr(self.settings).encode()) % 6 == 1
-        self.without_locks = zlib.crc32(repr(self.settings).encode()) % 6 == 4
+        # the kind of a world draws nothing: seeds play what they played
+        kind = zlib.crc32(repr(self.settings).encode()) % 6
+        self.apart = kind % 3 == 0  # each rank says that it is on a host of its own
+        self.watched = kind == 1  # the end of a process is seen, and with it that of all that it moves
+        self.without_locks = kind == 4  # on one host; only a new agent is evidence, and nobody is killed
+        self.judged = self.watched or self.without_locks or kind == 3  # what is left in the end has no excuse
         self._ends: dict[bytes, int] = {}  # by incarnation, what shows that
 
     @property
     def now(self):
         return self.runtime.now()
-
-    @property
-    def judged(self):
-        """Whether nothing that is left in the end has an excuse."""
-        return self.watched or self.without_locks
 
     @property
     def ranks(self):

@@ -1118,8 +1118,10 @@ class BlockingWorker:
                 self._worker = worker
             except BaseException:
                 self._worker = None
-                worker.thread.finish(worker.abandon, worker.hurry)
-                worker.thread.close(self._config.close_timeout)
+                try:
+                    worker.thread.finish(worker.abandon, worker.hurry)
+                finally:
+                    worker.thread.close(self._config.close_timeout)
                 raise
 
     def unregister(self, *, drain: bool = True) -> bool:

@@ -289,22 +289,23 @@ def test_a_step_that_does_not_fit_takes_the_offer_back(pair):
 
 
 @pytest.mark.parametrize(
-    ("what", "name", "closes"),
+    ("what", "name", "closes", "times"),
     [
-        (threading.Thread, "start", False),
-        (blocking.LoopThread, "submit", False),
-        (blocking.LoopThread, "wait", False),
-        (blocking.LoopThread, "submit", True),
+        (threading.Thread, "start", False, 1),
+        (blocking.LoopThread, "submit", False, 1),
+        (blocking.LoopThread, "submit", False, 3),
+        (blocking.LoopThread, "wait", False, 1),
+        (blocking.LoopThread, "submit", True, 1),
     ],
-    ids=["its loop has begun", "it is to open", "it has opened", "it is to close"],
+    ids=["its loop has begun", "it is to open", "it is to open, and to close", "it has opened", "it is to close"],
 )
-def test_ctrl_c_where_nobody_can_tell_what_is_done_leaves_nothing(monkeypatch, what, name, closes):
+def test_ctrl_c_where_nobody_can_tell_what_is_done_leaves_nothing(monkeypatch, what, name, closes, times):
     network, tensors, threads = LoopbackNetwork(), cache().tensors, set(threading.enumerate())
     worker, does, pressed = alone(network=network), getattr(what, name), []
 
     def interrupted(self, *given):
         done = does(self, *given)
-        if pressed:
+        if len(pressed) == times:
             return done
         pressed.append(True)
         raise KeyboardInterrupt

@@ -388,7 +388,7 @@ class PeerError(KvxferError):
 
     def __init__(self, message: str, *, peer: str = "") -> None:
         super().__init__(message)
-        self.peer: Final = peer
+        self.peer = peer
 
 
 class UnreachableError(PeerError, ConnectionError):

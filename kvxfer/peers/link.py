@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import Code, KvxferError, PeerError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped.host import process_of_stream
 from kvxfer.names import lazy
 from kvxfer.protocol import messages as wire
@@ -391,8 +391,10 @@ def superseded(link: Link, links: Iterable[Link]) -> list[Link]:
 
 
 def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> KvxferError:
-    """What a failed handshake means to somebody who wanted to connect."""
+    """What a failed handshake means to somebody who wanted to connect: it names where, if not who is there."""
     if not isinstance(error, PeerLostError):
+        if isinstance(error, PeerError) and not error.peer:
+            error.peer, error.args = endpoint, (f"no session with {endpoint}: {error}",)
         return error
     hint = ""
     if encrypted:  # with TLS 1.3 a listener refuses a certificate only after the stream is open for who connects

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from inside import sessions
 from msgspec.structs import replace
-from stage import Copied, eventually, handshakes, quiet
+from stage import Copied, eventually, handshakes, quiet, raised
 
 import kvxfer
 from kvxfer.plans.routes import Estimates
@@ -122,6 +122,35 @@ async def test_nobody_at_the_endpoint(stage, pair):
         with pytest.raises(error, match=words):
             await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
         await works(stage, prefill, decode)
+
+
+ANSWERS = {
+    "nothing": b"",
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "an empty frame": bytes(4),
+    "too busy": encode(wire.Goodbye(kvxfer.Code.TOO_MANY, "full")),
+}
+
+
+@pytest.mark.parametrize("said", ANSWERS.values(), ids=ANSWERS.keys())
+async def test_who_answers_wrongly_is_named(stage, target, tmp_path, said):
+    """By where it was looked for: of many ranks, nobody else knows which one is meant."""
+
+    async def answer(reader, writer):
+        writer.write(said)
+        await reader.read()
+        writer.close()
+
+    decode = await stage.worker("decode", target, connect_timeout=0.05)
+    server = await asyncio.start_unix_server(answer, tmp_path / "odd")
+    stage.stack.callback(server.close)
+    where = f"unix:{tmp_path}/odd"
+    error = await raised(
+        decode.fetch(decode.engine.ticket("r") | {"endpoints": {"prefix": where}}, [1], tokens=range(4)),
+        kvxfer.PeerError,
+    )
+    assert where in str(error)
+    assert error.peer == error.report.peer == where
 
 
 # --- what strangers send to the listening socket

@@ -558,7 +558,8 @@ class Peers:
             self._note_unreachable(endpoint, epoch, error)
             raise
         self._away.pop(endpoint, None)
-        self._links[endpoint] = link
+        if link.is_open:  # else it was lost meanwhile, and its end heard
+            self._links[endpoint] = link
         return link
 
     def _note_unreachable(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:

@@ -261,3 +261,22 @@ async def test_nothing_is_kept_of_a_peer_that_left_while_it_was_looked_at(stage,
         await eventually(lambda: not (inside.streams(prefill) or inside.tasks(prefill)))
     kept = inside.kept_of_peers(prefill)
     assert not any(kept.values()), kept
+
+
+async def test_nothing_is_kept_of_a_prefill_rank_that_leaves_as_it_is_met(stage, tmp_path):
+    """The end of its stream comes with its last word of the handshake."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+
+    async def serve(reader, writer):
+        there, back = await asyncio.open_unix_connection(prefill.card.endpoint.removeprefix("unix:"))
+        for _ in range(2):  # what a side says to the other in turn is one frame each
+            back.write(await reader.read(65536))
+            writer.write(await there.read(65536))
+        writer.close()
+        back.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "between"):
+        link = await inside.connect(decode, f"unix:{tmp_path}/between")
+        await eventually(lambda: not link.is_open)
+    kept = inside.kept_of_peers(decode)
+    assert not any(kept.values()), kept

@@ -236,7 +236,8 @@ class Streams:
         tls = await self._tls(Role.CLIENT)
         async with _in_time(endpoint, config.connect_timeout):
             where = Endpoint.parse(endpoint)
-            sock = await _dial(await self._runtime.in_thread(partial(_addresses, where)))
+            until = loop.time() + config.connect_timeout
+            sock = await _dial(await self._runtime.in_thread(partial(_addresses, where)), until)
         link = self._link(Role.CLIENT, endpoint)
         if tls:
             tls["server_hostname"] = config.tls.server_name or where.host
@@ -331,16 +332,21 @@ def _addresses(where: Endpoint, flags: int = 0) -> list[_Address]:
     return [(family, address) for family, _, _, _, address in found]
 
 
-async def _dial(addresses: list[_Address]) -> socket.socket:
-    """A socket that is connected to the first of some addresses that answers."""
+async def _dial(addresses: list[_Address], until: float) -> socket.socket:
+    """A socket that is connected to the first of some addresses that answers; none may use up the time of the others.
+
+    Raises:
+        OSError: If none did until then, by the loop's clock.
+    """
     loop = asyncio.get_running_loop()
     refused = OSError("the host has no address")
-    for family, address in addresses:
+    for tried, (family, address) in enumerate(addresses):
         with contextlib.ExitStack() as unless_connected:
             try:
                 sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 _prepare(sock)
-                await loop.sock_connect(sock, address)
+                async with asyncio.timeout((until - loop.time()) / (len(addresses) - tried)):
+                    await loop.sock_connect(sock, address)
             except OSError as error:
                 refused = error
             else:

@@ -1,13 +1,14 @@
 """Streams to prefill ranks: one handshake for many fetches, bounded at each stage, and no more than are needed."""
 
 import asyncio
+import socket
 import threading
 
 import inside
 import pytest
 from inside import hang_up, look_in_threads, remember_unreachable, service, sessions
 from stage import Cache, Copied, eventually, handshakes, quiet
-from wire import virtual
+from wire import deaf_port, virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
 from kvxfer import worker as assembly
@@ -107,6 +108,17 @@ async def test_an_engine_that_has_restarted_is_met_at_once(one, tmp_path):
     await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
     copied.check()
     assert not one.decode.describe()["unreachable"]
+
+
+async def test_an_address_that_does_not_answer_leaves_time_for_the_others_of_its_host(stage, monkeypatch):
+    look_up = socket.getaddrinfo
+    with deaf_port() as endpoint:
+        port = int(endpoint.rpartition(":")[2])
+        both = [*look_up("127.0.0.1", port, type=socket.SOCK_STREAM), *look_up("127.0.0.2", port)[:1]]
+        prefill = await stage.worker("prefill", Cache(), listen=f"tcp:127.0.0.2:{port}", advertise=f"tcp:two:{port}")
+        decode = await stage.worker("decode", Cache(), connect_timeout=0.5)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        await stage.bring(prefill, decode)
 
 
 async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):

@@ -455,6 +455,15 @@ def _of_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111 - that of `Path` raises then
 
 
+def _check_name(name: str | None) -> str | None:
+    if name is not None:
+        try:  # asked for as a handshake does
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=name)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"no certificate can carry this name: {error}; give one that they do") from error
+    return name
+
+
 Text: TypeAlias = Annotated[str, Field(min_length=1)]  # pydantic sees only with a bound whether it is UTF-8
 PemFile: TypeAlias = Annotated[Path | None, BeforeValidator(_parse_path)]
 
@@ -480,7 +489,7 @@ class TlsConfig(SettingsGroup):
     mutual: bool = True
     """Whether who connects here must show a certificate too; without, where decode ranks have none, only the listener
     does."""
-    server_name: Annotated[Text | None, BeforeValidator(parse_optional)] = None
+    server_name: Annotated[Text | None, BeforeValidator(parse_optional), AfterValidator(_check_name)] = None
     """Name that the certificates of listeners must carry, where they share one; none: the host of the endpoint that is
     connected to."""
 

@@ -78,6 +78,11 @@ def test_what_belongs_together(ours):
     Config(listen="unix", tls={"authorities": ours["authorities"]})  # it only connects
 
 
+@pytest.mark.parametrize("name", [".kv", "kv..example", "k" * 64, "kv\0"])
+def test_a_name_that_no_handshake_could_ask_for(ours, name):
+    assert f"tls.server_name is {name!r}: no certificate can carry this name" in refusal(**ours, server_name=name)
+
+
 @pytest.mark.parametrize("name", ["authorities", "certificate", "key"])
 def test_a_key_that_was_pasted_is_not_shown(ours, name, monkeypatch):
     held = Path(ours["key"]).read_text()

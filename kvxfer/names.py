@@ -142,7 +142,6 @@ SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final 
 MAX_PORT: Final = 65_535
 _PORT_DIGITS: Final = 5
 _SHOWN_CHARACTERS: Final = 80
-_ANYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,9 @@ class Endpoint:
         host, colon, port = rest.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        named = host and host.isprintable() and " " not in host and (bracketed or ":" not in host)
+        named = (
+            host and host.isprintable() and " " not in host and (":" not in host or (bracketed and _is_address(host)))
+        )
         numbered = colon and len(port) <= _PORT_DIGITS and port.isascii() and port.isdigit()
         if scheme != "tcp" or not named or not numbered or int(port) > MAX_PORT:
             raise ValueError(
@@ -191,7 +192,7 @@ class Endpoint:
     @property
     def anywhere(self) -> bool:
         """Whether this names every interface, so that one can listen there but nobody can connect to it."""
-        return self.scheme == "tcp" and self.host in _ANYWHERE
+        return self.scheme == "tcp" and _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
 
     def __str__(self) -> str:
         """The form that `parse` reads."""

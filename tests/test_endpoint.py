@@ -24,7 +24,7 @@ def test_round_trip(text, endpoint):
     "", "unix:", "unix:relative", "unix:/" + "x" * 107, "unix:/" + "é" * 54, "tcp:", "tcp:host", "tcp::9000",
     "tcp:host:", "tcp:host:x", "tcp:host:-1", "tcp:host:65536", "tcp:host:²", "tcp:host:000080", "tcp:ho st:80",
     "tcp:host\n:80", "tcp:\ud800:80", "unix:/a\n", "unix:/a\0b", "tcp:::1:9000", "tcp:[]:9000", "udp:host:1", "host:1",
-    "UNIX",
+    "UNIX", "tcp:[fd00::7.example]:1",
 ])  # fmt: skip
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match=r"unix|endpoint"):
@@ -36,7 +36,15 @@ def test_the_longest_socket_path_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("text", "anywhere"), [("tcp:0.0.0.0:0", True), ("tcp:[::]:1", True), ("tcp:127.0.0.1:0", False), ("unix", False)]
+    ("text", "anywhere"),
+    [
+        ("tcp:0.0.0.0:0", True),
+        ("tcp:[::]:1", True),
+        ("tcp:[0::0]:1", True),
+        ("tcp:127.0.0.1:0", False),
+        ("tcp:host:0", False),
+        ("unix", False),
+    ],
 )
 def test_anywhere(text, anywhere):
     assert Endpoint.parse(text).anywhere is anywhere
@@ -59,6 +67,7 @@ def test_reachable(text, reachable):
         ("tcp:10.0.3.4", ["tcp:10.0.3.4:7"], ["tcp:10.0.3.45:7"]),
         ("tcp:[fd00::7]:*", ["tcp:[fd00::7]:7"], ["tcp:[fd00::8]:7", "tcp:f:7"]),
         ("tcp:[fd00::*]:70*", ["tcp:[fd00::7]:7001"], ["tcp:[fd01::7]:7001", "tcp:[fd00::7]:7"]),
+        ("tcp:[fd00::*]", ["tcp:[fd00::7%eth0]:7"], ["tcp:[fd00::7.example.org]:7"]),
         ("tcp:[fd00::7]", ["tcp:[fd00::7]:7"], ["tcp:[fd00::8]:7"]),
         ("tcp:*.pod.example:*", ["tcp:p0.pod.example:7"], ["tcp:pod.example:7", "tcp:p0.pod.example.org:7"]),
         ("unix:/run/kvxfer/*", ["unix:/run/kvxfer/0.sock"], ["unix:/run/kvxfer/../../tmp/0.sock", "unix:/tmp/0.sock"]),

@@ -981,6 +981,13 @@ class Config(BaseModel):
                 f"listen is {self.listen!r}, which peers cannot connect to; set advertise to the address at which they "
                 "reach this worker, as in 'tcp:10.0.0.7:0'"
             )
+        if self.advertise is not None and not (
+            Endpoint.parse(self.advertise).reachable or self.listen.startswith("tcp:")
+        ):
+            yield (
+                f"advertise is {self.advertise!r}, whose port 0 is the one that listen got, and listen is "
+                f"{self.listen!r}; set listen too, as in 'tcp:0.0.0.0:0', or name the port"
+            )
         if self.listen.startswith("tcp:") and self.tls.enabled and self.tls.certificate is None:
             yield (
                 f"listen is {self.listen!r} and tls.authorities is set, but tls.certificate is not: a listener shows a "

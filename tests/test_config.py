@@ -284,6 +284,7 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
         ({"trust": "none", "arena_bytes": 0}, "trust is 'none' and arena_bytes is 0: without addresses only the"),
         ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
+        ({"advertise": "tcp:10.0.0.7:0"}, "listen is 'unix'; set listen too"),
     ],
 )
 def test_settings_that_do_not_go_together(arguments, said):
@@ -296,6 +297,7 @@ def test_settings_that_do_not_go_together(arguments, said):
         {"rank": 1, "world": 2},
         {"arena_bytes": 0},
         {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:10.0.0.7:0"},
+        {"advertise": "tcp:10.0.0.7:9000"},
         {"trust": "none"},
         {"trust": "full", "route": "direct", "arena_bytes": 0},
     ],

@@ -12,6 +12,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from string import digits
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -98,7 +99,7 @@ class _Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def of(cls, endpoints: Sequence[str]) -> "_Endpoints":
         prefix, suffix = _common(endpoints)
         parts = tuple(endpoint[len(prefix) : len(endpoint) - len(suffix)] for endpoint in endpoints)
-        if not any(parts):  # one rank, or all at one place
+        if not any(parts):  # one rank
             return cls(prefix=prefix, suffix=suffix)
         if re.fullmatch("[0-9]{1,9}", parts[0]):
             first = int(parts[0])
@@ -153,7 +154,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Join the cards of all ranks, in any order.
 
         Raises:
-            TicketError: If a rank is missing or there twice, or the cards belong to different engines.
+            TicketError: If a rank is missing or there twice, two are at one endpoint, or they are of different engines.
         """
         if not isinstance(cards, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise TicketError(f"an engine card is made of a list of rank cards, not of {type(cards).__name__}")
@@ -163,6 +164,9 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise TicketError(f"an engine card needs every rank of {world} once, not {[c.rank for c in ranks]}")
         if len({(c.engine, c.world) for c in ranks}) > 1:
             raise TicketError(f"cards of different engines: {sorted({(c.engine, c.world) for c in ranks})}")
+        places = sorted(card.endpoint for card in ranks)
+        if twice := [place for place, following in pairwise(places) if place == following]:
+            raise TicketError(f"two ranks are said to be at {twice[0]}: give each a listen, or advertise, of its own")
         epoch = hashlib.sha256(_EPOCH_LABEL)
         for card in ranks:
             epoch.update(bytes.fromhex(card.incarnation))

@@ -98,7 +98,8 @@ class Streams:
         self._tasks: Final = site.tasks
         self._link: Final = link
         self._credentials: Final = Credentials(site.config.tls)
-        self._accepting: Final[set[asyncio.Task[None]]] = set()
+        self._loop: Final = site.loop
+        self._greeting: Final[set[asyncio.Task[None]]] = set()
 
     async def listen(self) -> Listener:
         """Listen where the settings say, and say in the log what guards a stream from other hosts.
@@ -144,49 +145,66 @@ class Streams:
                         f"and {path} has more; set TMPDIR to another folder, or listen to 'unix:/path'"
                     )
             _clear_stale(path)
-            loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
-            server = await loop.create_unix_server(link, str(path), start_serving=False)
+            sock = opened.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            sock.bind(str(path))
             opened.callback(path.unlink, missing_ok=True)
-            opened.callback(server.close)
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-            await server.start_serving()
-            return Listener(f"unix:{path}", opened)
+            sock.listen()
+            return self._serve([sock], f"unix:{path}", opened)
 
     async def _listen_tcp(self, where: str) -> Listener:
         sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
         endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
         with contextlib.ExitStack() as opened:
-            opened.callback(self._stop_accepting)
-            for sock in sockets:
-                self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
-            return Listener(endpoint, opened)
+            return self._serve(sockets, endpoint, opened)
 
-    async def _accept(self, sock: socket.socket, endpoint: str) -> None:
-        """Accept streams for ever; each agrees on TLS, if there is any, in a task of its own.
+    def _serve(self, sockets: list[socket.socket], endpoint: str, opened: contextlib.ExitStack) -> Listener:
+        for sock in sockets:
+            opened.enter_context(sock)
+            opened.callback(self._loop.remove_reader, sock)
+            self._accept_later(sock, endpoint)
+        opened.callback(self._stop_greeting)
+        return Listener(endpoint, opened)
+
+    def _accept_later(self, sock: socket.socket, endpoint: str) -> None:
+        if sock.fileno() >= 0:  # else it was closed meanwhile
+            self._loop.add_reader(sock, self._accept, sock, endpoint)
+
+    def _accept(self, sock: socket.socket, endpoint: str) -> None:
+        """Accept the next stream, which agrees on TLS, if there is any, in a task of its own.
 
         `asyncio.Server` would do, but that it never tells of a handshake that failed, keeps those under way when it is
-        closed, and takes one context for all.
+        closed, loses those that it has just accepted, as a task that is cancelled would, and takes one context for all.
         """
-        loop = asyncio.get_running_loop()
-        with sock:
-            while True:
-                try:
-                    stream, address = await loop.sock_accept(sock)
-                except OSError as error:
-                    _log.warning("stream_not_accepted", endpoint=endpoint, error=str(error))
-                    await asyncio.sleep(_ACCEPT_PAUSE)
-                else:
-                    self._hold(self._greet(stream, f"tcp:{address[0]}:{address[1]}"), f"kvxfer greet {address[0]}")
-                    await asyncio.sleep(0)  # where more are waiting already, accepting them gives nobody a turn
+        try:
+            stream, address = sock.accept()
+        except BlockingIOError:  # whoever it was has left again
+            return
+        except OSError as error:
+            _log.warning("stream_not_accepted", endpoint=endpoint, error=str(error))
+            self._loop.remove_reader(sock)
+            self._loop.call_later(_ACCEPT_PAUSE, self._accept_later, sock, endpoint)
+            return
+        stream.setblocking(False)
+        unless_opened = contextlib.ExitStack()
+        unless_opened.enter_context(stream)
+        peer = endpoint if sock.family == socket.AF_UNIX else str(Endpoint("tcp", host=address[0], port=address[1]))
+        task = self._tasks.spawn(self._greet(stream, peer, unless_opened), f"kvxfer greet {peer}")
+        self._greeting.add(task)
 
-    async def _greet(self, sock: socket.socket, peer: str) -> None:
+        def greeted(task: asyncio.Task[None]) -> None:
+            self._greeting.discard(task)
+            unless_opened.close()  # also if it was cancelled before its first step
+
+        task.add_done_callback(greeted)
+
+    async def _greet(self, sock: socket.socket, peer: str, unless_opened: contextlib.ExitStack) -> None:
         """Open a link to who has connected."""
-        with contextlib.ExitStack() as unless_opened:
-            unless_opened.enter_context(sock)
-            tls = await self._tls(Role.SERVER)
-            unless_opened.pop_all()
-        link = self._link(Role.SERVER, self._config.listen)
+        tls = {} if sock.family == socket.AF_UNIX else await self._tls(Role.SERVER)
+        unless_opened.pop_all()
+        link = self._link(Role.SERVER, peer)
         connecting = asyncio.get_running_loop().connect_accepted_socket(lambda: link, sock, **tls)
         try:
             await _agreed(link, connecting, _refusal)
@@ -196,13 +214,8 @@ class Streams:
             else:  # it went away, as whoever only tries whether a port is open does
                 _log.debug("handshake_failed", peer=peer, role=Role.SERVER.value, error=str(error))
 
-    def _hold(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = self._tasks.spawn(work, name)
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
-
-    def _stop_accepting(self) -> None:
-        for task in self._accepting:
+    def _stop_greeting(self) -> None:
+        for task in self._greeting:
             task.cancel()
 
     def _say_what_guards(self, endpoint: str, addresses: list[str]) -> None:

@@ -4,7 +4,9 @@
 # ruff: noqa: ASYNC240 - looking at a socket file takes no time
 
 import asyncio
+import contextlib
 import gc
+import socket
 import tempfile
 import threading
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from inside import borrow_thread, mover, posted, rebuild
-from stage import DEFAULTS, SOON, Cache, Copied, eventually, turns
+from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, turns
 from standing import Stuck
 
 from kvxfer import (
@@ -29,6 +31,7 @@ from kvxfer import (
 )
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.names import Endpoint
 from kvxfer.worker import Worker
 
 TOKENS = range(8)
@@ -344,3 +347,22 @@ async def test_a_further_call_without_a_drain_cuts_it_short(network, loop):
     async with asyncio.timeout(30):
         await worker.aclose(drain=False)
         await closing
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp:127.0.0.1:0"])
+async def test_who_connects_as_a_worker_closes_is_not_left_waiting(stage, listen):
+    """In whatever turn that is: what was accepted, and is no link yet, is closed with it."""
+    for later in range(8):
+        worker = await stage.worker("worker", Cache(), listen=listen)
+        where = Endpoint.parse(worker.card.endpoint)
+        with socket.socket(socket.AF_UNIX if where.path else socket.AF_INET) as stranger:
+            stranger.settimeout(0)
+            stranger.connect_ex(where.path or (where.host, where.port))
+            for _ in range(later):
+                await asyncio.sleep(0)
+            await worker.aclose(drain=False)
+            assert not handshakes(worker)
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):
+                while stranger.recv(65536):  # raises if nobody has closed it
+                    pass

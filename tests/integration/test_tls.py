@@ -62,6 +62,9 @@ async def test_many_requests_over_one_stream(stage, authority, monkeypatch):
     copied.check()
     await quiet(first, second)
     assert len(second.describe()["peers"]) == 1
+    (peer,) = first.describe()["peers"]
+    assert peer["endpoint"].startswith("tcp:127.0.0.1:")
+    assert peer["endpoint"] not in (HERE, first.card.endpoint), "that is where the peer is"
     assert any(link.encrypted for link in paused)
 
 
@@ -145,28 +148,16 @@ async def test_closing_ends_handshakes_under_way(stage, authority):
 
 
 async def test_accepting_goes_on_when_descriptors_are_free_again(stage, authority, said, monkeypatch):
-    loop, failures = asyncio.get_running_loop(), [OSError(24, "Too many open files")]
-    accept = loop.sock_accept
+    failures, accept = [OSError(24, "Too many open files")], socket.socket.accept
 
-    async def scarce(sock):
+    def scarce(sock):
         if failures:
             raise failures.pop()
-        return await accept(sock)
+        return accept(sock)
 
-    class Scarce:  # uvloop's methods cannot be replaced
-        def __getattr__(self, name):
-            return scarce if name == "sock_accept" else getattr(loop, name)
-
-    class Asyncio:
-        def __getattr__(self, name):
-            return Scarce if name == "get_running_loop" else getattr(asyncio, name)
-
-    from kvxfer.peers import connections as streams
-
-    monkeypatch.setattr(streams, "_ACCEPT_PAUSE", 0.01)
-    monkeypatch.setattr(streams, "asyncio", Asyncio())
+    monkeypatch.setattr("kvxfer.peers.connections._ACCEPT_PAUSE", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", scarce)
     _, _, bring = await pair(stage, authority.issue(), authority.issue())
-    monkeypatch.undo()
     await bring("r")
     assert [event["error"] for event in said("stream_not_accepted")] == ["[Errno 24] Too many open files"]
 

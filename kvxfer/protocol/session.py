@@ -485,12 +485,12 @@ class Session:
                     raise ProtocolError("Welcome before Hello")
                 self._transcript = _transcript(self._hello, message)
                 self._greeted(message)
-                self._check_proof(message.proof, Role.SERVER)
+                self._check_proof(message.proof, Role.SERVER, now)
                 self._check_place(message.incarnation)
                 self._write(self._agent(message), now)
             case Agent():
                 if self.role is Role.SERVER:
-                    self._check_proof(message.proof, Role.CLIENT)
+                    self._check_proof(message.proof, Role.CLIENT, now)
                 return self._open(message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no part of the handshake")
@@ -566,9 +566,11 @@ class Session:
         secret = self._terms.secret
         return b"" if secret is None else hmac.digest(secret, role.value.encode() + self._transcript, "sha256")
 
-    def _check_proof(self, proof: bytes, role: Role) -> None:
+    def _check_proof(self, proof: bytes, role: Role, now: float) -> None:
         if self._terms.secret is not None and not hmac.compare_digest(self._proof(role), proof):
-            raise UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
+            error = UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
+            self._write(Goodbye(error.code, str(error)), now)  # so that it need not guess
+            raise error
 
     def _same(self, theirs: Hello | Welcome, role: Role) -> bytes:
         """The proof that its sender has one of the two keys, good for one role in this session."""

@@ -318,9 +318,10 @@ def _refusal(error: OSError, endpoint: str = "") -> str:
         return f"{who} shows no certificate; set tls.certificate there, or tls.mutual = false here"
     if reason in _NOT_TLS:
         return f"{who} does not speak TLS; set tls.authorities there, or on no side"
+    why = str(error) or "it closed the stream"
     if endpoint:
-        return f"no TLS with {who}: {error}; if it listens without, set tls.authorities there too, or see its log"
-    return f"no TLS with {who}: {error}"
+        return f"no TLS with {who}: {why}; if it listens without, set tls.authorities there too, or see its log"
+    return f"no TLS with {who}: {why}"
 
 
 @contextlib.asynccontextmanager

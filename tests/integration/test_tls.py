@@ -80,6 +80,13 @@ async def test_a_plain_peer_is_told_what_to_set(stage, authority, said):
     assert event["peer"].startswith("tcp:127.0.0.1:")
 
 
+async def test_who_meets_a_plain_listener_is_told_what_to_set(stage, authority):
+    _, _, bring = await pair(stage, {}, authority.issue())
+    text = await refused(bring("r"))
+    assert ": ;" not in text
+    assert text.endswith("; if it listens without, set tls.authorities there too, or see its log")
+
+
 async def test_a_peer_that_answers_with_an_alert_speaks_tls(stage):
     async def alert(_, writer):
         writer.write(bytes.fromhex("15030300020246"))

@@ -1,6 +1,7 @@
 """Streams to prefill ranks: one handshake for many fetches, bounded at each stage, and no more than are needed."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -12,6 +13,7 @@ from wire import deaf_port, virtual
 
 from kvxfer import KvxferError, Released, UnreachableError, site
 from kvxfer import worker as assembly
+from kvxfer.names import Endpoint
 from kvxfer.plans import pairs
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
@@ -108,6 +110,19 @@ async def test_an_engine_that_has_restarted_is_met_at_once(one, tmp_path):
     await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
     copied.check()
     assert not one.decode.describe()["unreachable"]
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp:127.0.0.1:0"])
+async def test_many_may_come_while_a_worker_stands_still(stage, listen):
+    """As all of a large engine do when it has lost them; the system sets a bound of its own, of 4,096 as a rule."""
+    prefill = await stage.worker("prefill", Cache(), listen=listen)
+    where = Endpoint.parse(prefill.card.endpoint)
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX if where.path else socket.AF_INET))
+            peer.settimeout(0.5)
+            peer.connect(where.path or (where.host, where.port))
+        await eventually(lambda: handshakes(prefill) == 300)
 
 
 async def test_an_address_that_does_not_answer_leaves_time_for_the_others_of_its_host(stage, monkeypatch):

@@ -429,8 +429,10 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         self._stop(TransferFailedError(text, transfer=self.id, blocks=self.listed))
 
     def _on_timeout(self) -> None:
-        waited, at = self.site.now() - self.began, standing(self.receivers)
+        waited, at = self.site.now() - self.began, self._stands()
         hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
+        if at.step is Step.CONNECTING and at.peer:
+            hint = f"; {at.peer} has not answered"
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.request!r} did not end within {self.timeout:g} s ({waited:.3f} s "
@@ -455,7 +457,14 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _note_failure(self, error: Cause, failed: Receiver | None = None) -> None:
         """Note why it fails, and where it stands."""
-        self._error, self._standing = error, standing(self.receivers, failed)
+        self._error, self._standing = error, self._stands(failed)
+
+    def _stands(self, failed: Receiver | None = None) -> Standing:
+        """Where it stands; before any rank was asked, that waits for those that are being connected."""
+        if self.receivers:
+            return standing(self.receivers, failed)
+        connecting = set(self.role.peers.connecting)
+        return Standing(Step.CONNECTING, ",".join(where for where in self.ticket.rank_endpoints if where in connecting))
 
     def _collect_failures(self) -> None:
         """The first failure of any rank becomes the fetch's error."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import struct
 
 import numpy as np
@@ -150,6 +151,20 @@ async def test_who_answers_wrongly_is_named(stage, target, tmp_path, said):
         kvxfer.PeerError,
     )
     assert where in str(error)
+    assert error.peer == error.report.peer == where
+
+
+async def test_who_has_not_answered_in_time_is_named(pair, tmp_path):
+    """One of two ranks."""
+    prefill, decode = pair
+    where = f"unix:{tmp_path}/deaf"
+    parts = {"prefix": "", "parts": [prefill.card.endpoint, where]}
+    ticket = prefill.engine.ticket("r") | {"world": 2, "endpoints": parts}
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(tmp_path / "deaf"))
+        deaf.listen()
+        error = await raised(decode.fetch(ticket, [1], tokens=range(4), timeout=0.2), TimeoutError)
+    assert f"; {where} has not answered" in str(error)
     assert error.peer == error.report.peer == where
 
 

@@ -455,6 +455,8 @@ def _clear_stale(path: Path) -> None:
 
 _RETRY_SECONDS: Final = 0.1
 _RETRY_SECONDS_MAX: Final = 2.0
+_HEARTBEATS: Final = 2
+"""After so many without a word, a peer is met again if a ticket says that another engine is where it was."""
 _REMEMBERED: Final = 1024
 """Endpoints of which it is known that they could not be reached."""
 
@@ -522,12 +524,14 @@ class Peers:
                 link = await self._open(endpoint, epoch)
             except IdentityError as error:
                 link = await self._where_engaged(error, endpoint, epoch)
-        theirs = link.peer.identity.epoch
-        if epoch is not None and theirs == link.peer.identity.incarnation:
+        met = link.peer.identity
+        if epoch is not None and met.epoch == met.incarnation:
             # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
             link.close("to meet it again")
             link = await self._open(link.endpoint, epoch)
-            theirs = link.peer.identity.epoch
+        elif epoch not in (None, met.epoch) and self._site.now() > link.heard + _HEARTBEATS * link.heartbeat:
+            link = await self._open(link.endpoint, epoch)  # it may be gone without a word, and another one be there
+        theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:
             raise MismatchError(
                 f"the ticket is of epoch {epoch.hex()}, but the engine at {endpoint} is of epoch {theirs.hex()}: "

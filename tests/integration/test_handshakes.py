@@ -11,7 +11,7 @@ from inside import hang_up, look_in_threads, remember_unreachable, service, sess
 from stage import Cache, Copied, eventually, handshakes, quiet
 from wire import deaf_port, virtual
 
-from kvxfer import KvxferError, Released, UnreachableError, site
+from kvxfer import KvxferError, MismatchError, Released, UnreachableError, site
 from kvxfer import worker as assembly
 from kvxfer.names import Endpoint
 from kvxfer.plans import pairs
@@ -110,6 +110,24 @@ async def test_an_engine_that_has_restarted_is_met_at_once(one, tmp_path):
     await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
     copied.check()
     assert not one.decode.describe()["unreachable"]
+
+
+@virtual
+async def test_an_engine_in_the_place_of_one_whose_host_is_gone_is_met_before_that_is_noticed(one):
+    """Its ticket says that another one is there; the stream to the old one is not given up for a ticket alone."""
+    await one.pair(peer_timeout=20.0)
+    await one.bring("old")
+    again = await one.worker("again", one.source, engine="prefill")
+    again.offer("new", [1, 2], tokens=8)
+    ticket = again.engine.ticket("new") | {"endpoints": {"prefix": one.wire.endpoint}}
+    one.wire.lead_to(again.card.endpoint)
+    error, _ = await one.timed(one.decode.start_fetch(ticket, [3, 4], tokens=range(8)))
+    assert isinstance(error, MismatchError)
+    await asyncio.sleep(6)
+    assert len(sessions(one.decode)) == 1
+    copied = Copied(one.target).bring(one.source, [1, 2], [3, 4], range(8))
+    await one.decode.start_fetch(ticket, [3, 4], tokens=range(8))
+    copied.check()
 
 
 @pytest.mark.parametrize("listen", ["unix", "tcp:127.0.0.1:0"])

@@ -51,6 +51,10 @@ class Wire:
         """Let no byte through any more, in either direction, on streams old and new."""
         self._silent = True
 
+    def lead_to(self, endpoint):
+        """Lead new streams to another worker; those that there are fall silent, as those to a host that is gone."""
+        self._target = endpoint.removeprefix("unix:")
+
     def speak(self):
         """Let bytes through again; what was swallowed is lost."""
         self._silent = False
@@ -68,21 +72,22 @@ class Wire:
         await asyncio.gather(*self._pumps)
 
     async def _connected(self, reader, writer):
+        target = self._target
         try:
-            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
+            far_reader, far_writer = await asyncio.open_unix_connection(target)
         except OSError:  # the worker there is closed
             writer.transport.abort()
             return
         self._writers += [writer, far_writer]
         self._pumps |= {
-            asyncio.create_task(self._pump(reader, far_writer, from_far=False)),
-            asyncio.create_task(self._pump(far_reader, writer, from_far=True)),
+            asyncio.create_task(self._pump(reader, far_writer, target, from_far=False)),
+            asyncio.create_task(self._pump(far_reader, writer, target, from_far=True)),
         }
 
-    async def _pump(self, reader, writer, *, from_far):
+    async def _pump(self, reader, writer, target, *, from_far):
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 20):
-                if self._silent:
+                if self._silent or target != self._target:
                     continue
                 if from_far:
                     self.heard, self.last = self.heard + 1, self._now()

@@ -156,6 +156,8 @@ def report_on(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, rou
 
 # --- the fetch
 
+_RANKS_A_TURN: Final = 256
+"""To how many ranks streams are opened in one turn of the loop."""
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
@@ -244,7 +246,13 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
         endpoints, peers = self.ticket.rank_endpoints, self.role.peers
         epoch = bytes.fromhex(self.ticket.epoch)
-        found = await asyncio.gather(*(peers.link(each, epoch) for each in endpoints), return_exceptions=True)
+
+        async def reach(rank: int, endpoint: str) -> Link:
+            for _ in range(rank // _RANKS_A_TURN):
+                await asyncio.sleep(0)
+            return await peers.link(endpoint, epoch)
+
+        found = await asyncio.gather(*map(reach, range(len(endpoints)), endpoints), return_exceptions=True)
         lost: KvxferError | None = None
         links: list[Link | None] = []
         for rank, outcome in enumerate(found):

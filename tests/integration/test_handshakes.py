@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections import Counter
 
 import inside
 import pytest
 from inside import hang_up, look_in_threads, remember_unreachable, service, sessions
-from stage import Cache, Copied, eventually, handshakes, quiet
+from stage import Cache, Copied, eventually, handshakes, quiet, turns
 from wire import deaf_port, virtual
 
 from kvxfer import KvxferError, MismatchError, Released, UnreachableError, site
@@ -48,6 +49,21 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, tap, mon
     assert not tap.of(Goodbye)
     assert {type(await offer.released()) for offer in offers} == {Released}
     await quiet(decode, *ranks)
+
+
+async def test_a_large_engine_is_connected_a_part_a_turn(stage, monkeypatch):
+    decode = await stage.worker("decode", Cache())
+    begun = Counter()
+
+    async def counted(peers, endpoint, epoch):
+        begun[len(took)] += 1
+        raise UnreachableError("nobody answers there", peer=endpoint)
+
+    monkeypatch.setattr("kvxfer.peers.connections.Peers.link", counted)
+    ticket = decode.engine.ticket("r") | {"world": 1000, "endpoints": {"prefix": "unix:/nowhere/", "first": 0}}
+    with turns() as took, pytest.raises(UnreachableError):
+        await decode.fetch(ticket, [1], tokens=BLOCK)
+    assert sorted(begun.values()) == [232, 256, 256, 256]
 
 
 class Stranger:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -35,7 +35,7 @@ from kvxfer.transfers import Claim
 
 __all__ = ["WorkerSide"]
 
-_TICKET: Final = ("epoch", "request", "attempt", "mac")
+_Key: TypeAlias = tuple[Any, ...]
 """What makes a ticket another one."""
 _NULL_BLOCK: Final = 0
 """vLLM's block that is none."""
@@ -104,7 +104,8 @@ class WorkerSide:
         self._device = torch.device("cpu")
         self.page = 0  # tokens of a page of an indexer, if a layer has one
         self._registered = False
-        self._claims: Final[dict[str, tuple[dict[str, Any], Claim]]] = {}  # by request, with its ticket
+        # by what makes a ticket another one, and by request: until nothing of that needs the ticket any more
+        self._claims: Final[dict[_Key, dict[str, Claim]]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
         self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those that have not ended, preempted ones too
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
@@ -180,7 +181,7 @@ class WorkerSide:
             self._worker.join(orders.join.card, key=orders.join.key)
         for request, ticket in orders.claims.items():
             with suppress(ClosedError):  # asleep: the prefill engine waits without it, for a while
-                self._claims[request] = ticket, self._worker.claim(ticket)
+                self._claims.setdefault(_key(ticket), {})[request] = self._worker.claim(ticket)
         for request, ticket in orders.declines.items():
             self._decline(request, ticket)
         for request in orders.withdraws:
@@ -194,13 +195,14 @@ class WorkerSide:
         """Begin the fetches of this step, and give up those of aborted requests."""
         after = self._now() if orders.loads else None
         self._left = self._patience
+        silent = {one.load.ticket.get("epoch") for one in self._loading.values() if one.given_up}
         for load in orders.loads:
-            self._load(load, after)
-        for request in orders.cancels:
-            for loading in self._loading.values():
-                if loading.load.request == request:
-                    loading.cancelled = True
-                    loading.transfer.cancel()
+            self._load(load, after, silent=load.ticket.get("epoch") in silent)
+        cancels = frozenset(orders.cancels)
+        for loading in self._loading.values() if cancels else ():
+            if loading.load.request in cancels:
+                loading.cancelled = True
+                loading.transfer.cancel()
 
     def wait_layer(self, name: str) -> None:
         """Block until a layer of this step's loads has landed; one that fails is told by `poll`."""
@@ -343,9 +345,7 @@ class WorkerSide:
         self._in_step.remove(transfer)
         self._spoil(loading.load, f"it did not come within {self._patience:g} s")
 
-    def _load(self, load: Load, after: Any) -> None:
-        engine = load.ticket.get("epoch")
-        silent = any(one.given_up and one.load.ticket.get("epoch") == engine for one in self._loading.values())
+    def _load(self, load: Load, after: Any, *, silent: bool) -> None:
         try:
             if silent:
                 raise BusyError("its engine has not answered since a load from there was given up")
@@ -359,7 +359,8 @@ class WorkerSide:
         self._loading[transfer] = _Loading(load, transfer)
         if load.in_step:
             self._in_step.append(transfer)
-        self._unclaim(load.request)
+        if claim := self._claims.get(_key(load.ticket), {}).get(load.request):
+            claim.close()
 
     def _fail(self, load: Load, error: KvxferError) -> None:
         """Nothing usable is in the blocks of a load, and nobody will try it again."""
@@ -377,22 +378,25 @@ class WorkerSide:
 
     def _decline(self, request: str, ticket: dict[str, Any]) -> None:
         """Let the prefill engine have its blocks back, unless another request came with the same ticket."""
-        others = [of for other, (of, _) in self._claims.items() if other != request]
-        others += [one.load.ticket for one in self._loading.values() if one.load.request != request]
-        if not any(all(of.get(name, 0) == ticket.get(name, 0) for name in _TICKET) for of in others):
+        if self._claims.get(_key(ticket), {}).keys() <= {request}:
             with suppress(ClosedError):  # asleep: the lease ends it
                 self._worker.decline(ticket)
-        self._unclaim(request)
+        self._unclaim(request, ticket)
 
-    def _unclaim(self, request: str) -> None:
-        if request in self._claims:
-            self._claims.pop(request)[1].close()
+    def _unclaim(self, request: str, ticket: dict[str, Any]) -> None:
+        those = self._claims.get(_key(ticket), {})
+        if request in those:
+            those.pop(request).close()
+            if not those:
+                del self._claims[_key(ticket)]
 
     def _note(self, events: Iterable[PollEvent]) -> None:
         for event in events:
             match event:
                 case Fetched():
                     self.ledger.loaded(event.result.stats)
+                    load = self._loading[event.transfer].load
+                    self._unclaim(load.request, load.ticket)
                     self._loaded(event.transfer)
                 case Settled():
                     self._loaded(event.transfer)
@@ -415,3 +419,7 @@ class WorkerSide:
         load = self._loading.pop(transfer).load
         if not load.in_step:
             self._received.add(load.request)
+
+
+def _key(ticket: Mapping[str, Any]) -> _Key:
+    return tuple(ticket.get(name, 0) for name in ("epoch", "request", "attempt", "mac"))

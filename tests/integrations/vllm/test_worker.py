@@ -78,6 +78,7 @@ class Service:
         self.events: list[Any] = []
         self.offers: list[Any] = []
         self.transfers: list[Any] = []
+        self.claims: list[Any] = []
         self.declined: list[Any] = []
         self.registered = 0
         self.quiet, self.asleep = True, True
@@ -100,7 +101,8 @@ class Service:
 
     def claim(self, ticket):
         self._check_awake()
-        return Handle()
+        self.claims.append((ticket, Handle()))
+        return self.claims[-1][1]
 
     def decline(self, ticket):
         self._check_awake()
@@ -227,14 +229,14 @@ def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
 def test_a_load_ends_its_claim_and_is_told_once(side):
     orders = loading()
     side.begin_step(orders)
-    _, claim = side._claims["r"]
+    ((_, claim),) = side._worker.claims
     side.load(orders)
     assert claim.calls == [("close",)]
     service = side._worker
     service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
     assert side.poll(()) == (set(), {"r"})
     assert side.poll(()) == (set(), set())
-    assert service.declined == []
+    assert (service.declined, side._claims) == ([], {})
     assert side.ledger.take() == Counts([2.0], [5])
 
 
@@ -396,6 +398,31 @@ def test_a_load_that_is_cancelled_fails_nothing(side):
     assert side.poll(()) == (set(), {"r"})
     assert side.take_failed_blocks() == set()
     assert service.declined == [TICKET]
+
+
+def test_a_request_with_the_name_of_one_that_has_ended_keeps_its_claim(side):
+    """Names may come again at once: vLLM then orders both in one step."""
+    service = begun(side, Orders(claims={"r": OTHER}))
+    begun(side, Orders(claims={"r": TICKET}, declines={"r": OTHER}))
+    assert service.declined == [OTHER]
+    assert [(ticket, claim.calls) for ticket, claim in service.claims] == [(OTHER, [("close",)]), (TICKET, [])]
+
+
+def test_who_leaves_looks_at_nobody_else(side):
+    """All clients may hang up at once."""
+    looks = []
+
+    class Known(dict[str, Any]):
+        def get(self, *given: Any) -> Any:
+            looks.append(given)
+            return super().get(*given)
+
+    tickets: dict[str, dict[str, Any]] = {f"r{at}": Known(TICKET, mac=str(at)) for at in range(100)}
+    service = begun(side, Orders(claims=tickets))
+    looks.clear()
+    begun(side, Orders(declines=tickets))
+    assert (len(service.declined), side._claims) == (100, {})
+    assert len(looks) < 2000
 
 
 def test_a_load_in_doubt_inside_of_the_forward_pass_stops_the_engine(side):

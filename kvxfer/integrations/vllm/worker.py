@@ -192,17 +192,17 @@ class WorkerSide:
             self._offer(step)
 
     def load(self, orders: Orders) -> None:
-        """Begin the fetches of this step, and give up those of aborted requests."""
-        after = self._now() if orders.loads else None
-        self._left = self._patience
-        silent = {one.load.ticket.get("epoch") for one in self._loading.values() if one.given_up}
-        for load in orders.loads:
-            self._load(load, after, silent=load.ticket.get("epoch") in silent)
+        """Give up fetches of aborted requests, and begin those of this step: others may have their names by now."""
         cancels = frozenset(orders.cancels)
         for loading in self._loading.values() if cancels else ():
             if loading.load.request in cancels:
                 loading.cancelled = True
                 loading.transfer.cancel()
+        after = self._now() if orders.loads else None
+        self._left = self._patience
+        silent = {one.load.ticket.get("epoch") for one in self._loading.values() if one.given_up}
+        for load in orders.loads:
+            self._load(load, after, silent=load.ticket.get("epoch") in silent)
 
     def wait_layer(self, name: str) -> None:
         """Block until a layer of this step's loads has landed; one that fails is told by `poll`."""

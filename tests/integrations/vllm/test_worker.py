@@ -408,6 +408,15 @@ def test_a_request_with_the_name_of_one_that_has_ended_keeps_its_claim(side):
     assert [(ticket, claim.calls) for ticket, claim in service.claims] == [(OTHER, [("close",)]), (TICKET, [])]
 
 
+def test_a_request_with_the_name_of_one_that_was_aborted_is_loaded(side):
+    service = begun(side, replace(loading(), cancels=["r"]))
+    (transfer,) = service.transfers
+    assert ("cancel",) not in transfer.calls
+    service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("no"))]
+    side.poll(())
+    assert side.take_failed_blocks() == {1, 2}, "else vLLM takes it for loaded"
+
+
 def test_who_leaves_looks_at_nobody_else(side):
     """All clients may hang up at once."""
     looks = []

@@ -107,6 +107,7 @@ class WorkerSide:
         # by what makes a ticket another one, and by request: until nothing of that needs the ticket any more
         self._claims: Final[dict[_Key, dict[str, Claim]]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
+        self._running: set[str] = set()  # of these, what this step computes: who has finished had their name before
         self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those that have not ended, preempted ones too
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
         self._growing: Final[list[tuple[BlockingOffer, OfferStep]]] = []  # in this step's forward pass
@@ -188,6 +189,7 @@ class WorkerSide:
             self._withdraw(self._sending[request])
         for name in orders.refusals:
             self._refuse(name)
+        self._running = {step.request for step in orders.steps if not step.computed}
         for step in orders.steps:
             self._offer(step)
 
@@ -251,7 +253,7 @@ class WorkerSide:
             self._loading[transfer].cancelled |= transfer.error is None
         self._in_step.clear()
         for request in finished:
-            if request in self._sending:
+            if request in self._sending and request not in self._running:
                 sending = self._sending[request]
                 sending.finished = True
                 if sending.held and sending.offer is not None:

@@ -417,6 +417,16 @@ def test_a_request_with_the_name_of_one_that_was_aborted_is_loaded(side):
     assert side.take_failed_blocks() == {1, 2}, "else vLLM takes it for loaded"
 
 
+def test_a_prompt_with_the_name_of_a_request_that_has_finished_is_not_told_before_it_has(side):
+    side._worker.refuses = BusyError("an offer of that name was here")
+    begun(side, growing(last=False))
+    assert side.poll({"r"}) == (set(), set()), "else vLLM frees the blocks of one that runs, and stops"
+    begun(side, growing(32, 40))
+    assert side.poll(()) == (set(), set())
+    begun(side, Orders())
+    assert side.poll({"r"}) == ({"r"}, set())
+
+
 def test_who_leaves_looks_at_nobody_else(side):
     """All clients may hang up at once."""
     looks = []

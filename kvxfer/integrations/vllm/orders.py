@@ -55,8 +55,8 @@ class Orders:
     join: Membership | None = None
     # requests that wait for a place here, and their tickets
     claims: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]], repr=False)
-    # requests that will not be fetched
-    declines: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]], repr=False)
+    # requests that will not be fetched, likewise; two of them may have had the same name
+    declines: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]], repr=False)
     withdraws: list[str] = field(default_factory=list[str])  # offers of requests that were aborted
     # names of requests that were aborted before anything of them was on offer; tickets may exist
     refusals: list[str] = field(default_factory=list[str])

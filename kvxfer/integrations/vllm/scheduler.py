@@ -157,7 +157,7 @@ class SchedulerSide:
         if (produces or digest is not None) and digest not in self._digests(request, tokens, whole=bool(produces)):
             why = "other tokens or embeddings were computed, or with other images or another adapter"
             _log.warning("ticket_refused", request=request.request_id, error=why)
-            self._orders.declines[request.request_id] = data
+            self._orders.declines.append((request.request_id, data))
             return
         in_step = self._layerwise and not produces  # nothing is on offer that a load may still spoil
         # a forward pass computes at least one token, and a load by layers is part of one; after a load of the whole
@@ -165,7 +165,7 @@ class SchedulerSide:
         most: int = request.num_prompt_tokens - int(in_step or self._windowed)
         # state is that of all tokens; and what can be loaded of a window begins before what is on offer of it
         if (self._stateful and tokens > most) or (produces and self._windowed):
-            self._orders.declines[request.request_id] = data
+            self._orders.declines.append((request.request_id, data))
             return
         until = monotonic() + self._patience
         self._wanted[request.request_id] = _Wanted(data, min(tokens, most), in_step, until)
@@ -203,7 +203,7 @@ class SchedulerSide:
             self._placed.append((request, wanted, blocks.get_block_ids(), num_external_tokens))
         else:
             wanted.stage = _Stage.OVER
-            self._orders.declines[request.request_id] = wanted.ticket
+            self._orders.declines.append((request.request_id, wanted.ticket))
 
     # --- a step
 
@@ -240,7 +240,7 @@ class SchedulerSide:
                 return
             if wanted.stage is _Stage.WAITING:
                 wanted.stage = _Stage.OVER
-                orders.declines[request] = wanted.ticket
+                orders.declines.append((request, wanted.ticket))
                 _log.warning("load_declined", request=request, duration=self._patience)
 
     def _load(self, request: Any, wanted: _Wanted, block_ids: Sequence[list[int]], external: int) -> Load:
@@ -323,7 +323,7 @@ class SchedulerSide:
         """
         wanted = self._wanted.pop(request.request_id, None)
         if wanted is not None and wanted.stage is _Stage.WAITING:
-            self._orders.declines[request.request_id] = wanted.ticket
+            self._orders.declines.append((request.request_id, wanted.ticket))
         elif wanted is not None and wanted.stage is _Stage.LOADING:
             self._orders.cancels.append(request.request_id)
         produced = self._produced.pop(request.request_id, None)

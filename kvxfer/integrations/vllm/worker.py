@@ -183,7 +183,7 @@ class WorkerSide:
         for request, ticket in orders.claims.items():
             with suppress(ClosedError):  # asleep: the prefill engine waits without it, for a while
                 self._claims.setdefault(_key(ticket), {})[request] = self._worker.claim(ticket)
-        for request, ticket in orders.declines.items():
+        for request, ticket in orders.declines:
             self._decline(request, ticket)
         for request in orders.withdraws:
             self._withdraw(self._sending[request])

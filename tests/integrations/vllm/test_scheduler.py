@@ -97,6 +97,11 @@ def _lists(ids):
     return ids if isinstance(ids, tuple) else (ids,)
 
 
+def declined(scheduler):
+    """Requests whose tickets the next step declines."""
+    return [one for one, _ in scheduler.build_connector_meta(step()).declines]
+
+
 def received(*names, sent=()) -> Any:
     return make("KVConnectorOutput", finished_recving=set(names), finished_sending=set(sent))
 
@@ -129,7 +134,7 @@ def test_asking_changes_nothing():
         assert scheduler.get_num_new_matched_tokens(coming, 32) == (8, True)
         assert scheduler.get_num_new_matched_tokens(coming, 40) == (0, False)
     orders = scheduler.build_connector_meta(step())
-    assert (orders.loads, orders.declines, orders.cancels) == ([], {}, [])
+    assert (orders.loads, orders.declines, orders.cancels) == ([], [], [])
 
 
 def test_a_request_is_claimed_as_it_comes():
@@ -150,22 +155,32 @@ def test_it_is_loaded_behind_what_is_held_once():
     scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7, 8), 0)  # it runs
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
     orders = scheduler.build_connector_meta(step())
-    assert (orders.loads, orders.declines) == ([], {})
+    assert (orders.loads, orders.declines) == ([], [])
 
 
 def test_nothing_to_load_is_a_decline():
     scheduler, coming = announced(wanted())
     for _ in range(2):
         scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 0)
-    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    assert declined(scheduler) == ["r"]
     assert scheduler.request_finished(coming) == (False, None)
-    assert scheduler.build_connector_meta(step()).declines == {}
+    assert declined(scheduler) == []
 
 
 def test_a_request_that_ends_while_it_waits_is_declined():
     scheduler, coming = announced(wanted())
     assert scheduler.request_finished(coming) == (False, None)
-    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    assert declined(scheduler) == ["r"]
+
+
+def test_two_requests_of_one_name_may_end_before_a_step():
+    scheduler, coming = announced(wanted())
+    scheduler.request_finished(coming)
+    again = wanted(remote_tokens_digest="of another prompt")
+    again.kv_transfer_params["ticket"] |= {"attempt": 1}
+    scheduler.on_new_request(again)
+    tickets = [one.kv_transfer_params["ticket"] for one in (coming, again)]
+    assert scheduler.build_connector_meta(step()).declines == [("r", ticket) for ticket in tickets]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +194,7 @@ def test_a_request_that_ends_before_it_is_loaded_is_cancelled(ordered, loaded, c
         scheduler.update_connector_output(received("r", "unknown"))
     assert scheduler.request_finished(coming) == (False, None)
     orders = scheduler.build_connector_meta(step())
-    assert (len(orders.loads), orders.cancels, orders.declines) == (int(not ordered), cancels, {})
+    assert (len(orders.loads), orders.cancels, orders.declines) == (int(not ordered), cancels, [])
 
 
 def test_layerwise_loads_leave_a_token_to_compute():
@@ -231,7 +246,7 @@ def test_what_is_no_ticket_is_computed_here(params):
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
     assert scheduler.request_finished(coming) == (False, None)
     orders = scheduler.build_connector_meta(step())
-    assert (orders.claims, orders.declines) == ({}, {})
+    assert (orders.claims, orders.declines) == ({}, [])
 
 
 def test_more_tokens_than_the_prompt_has_are_not_loaded():
@@ -332,7 +347,7 @@ def test_an_answer_is_offered_whole_for_the_next_turn_as_far_as_it_is_computed()
             scheduler = side()
             scheduler.on_new_request(turn)
             assert scheduler.get_num_new_matched_tokens(turn, 0) == (0, False)
-            assert scheduler.build_connector_meta(step()).declines == {"r": handed}
+            assert scheduler.build_connector_meta(step()).declines == [("r", handed)]
 
 
 def adapter(name="an adapter", path="/adapters/1"):
@@ -465,11 +480,11 @@ def test_what_waits_too_long_for_blocks_is_computed(monkeypatch, caplog):
     assert [load.request for load in scheduler.build_connector_meta(step()).loads] == ["second"]
     assert scheduler.get_num_new_matched_tokens(first, 0) == (40, True)
     now = 160.0
-    assert scheduler.build_connector_meta(step()).declines == {"r": first.kv_transfer_params["ticket"]}
+    assert scheduler.build_connector_meta(step()).declines == [("r", first.kv_transfer_params["ticket"])]
     matched = [scheduler.get_num_new_matched_tokens(one, 0) for one in (first, third)]
     assert matched == [(0, False), (40, True)]
     assert "load_declined request=r" in caplog.text
-    assert scheduler.build_connector_meta(step()).declines == {}
+    assert declined(scheduler) == []
 
 
 @pytest.mark.parametrize(("given", "name"), [("mine", "mine"), ("", "r"), (7, "r")])
@@ -558,7 +573,7 @@ def test_a_request_that_is_neither_is_left_alone():
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
     scheduler.update_state_after_alloc(plain, Blocks(1), 0)
     orders = scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, 40)]))
-    assert (orders.claims, orders.loads, orders.declines, orders.steps) == ({}, [], {}, [])
+    assert (orders.claims, orders.loads, orders.declines, orders.steps) == ({}, [], [], [])
     assert scheduler.request_finished(plain) == (False, None)
 
 
@@ -595,7 +610,7 @@ def test_of_a_window_only_what_outlives_the_prompt_is_offered():
         coming = said(request(params, tokens=22), tokens)
         scheduler, _ = announced(coming, groups=MIXED)
         assert scheduler.get_num_new_matched_tokens(coming, 0) == matched
-        assert ("r" in scheduler.build_connector_meta(step()).declines) == (not matched[1])
+        assert ("r" in declined(scheduler)) == (not matched[1])
 
 
 def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_tokens_are_offered():
@@ -603,7 +618,7 @@ def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_token
     going._all_token_ids = []
     scheduler, _ = announced(going, groups=MIXED)
     assert scheduler.get_num_new_matched_tokens(going, 0) == (0, False)
-    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    assert declined(scheduler) == ["r"]
     for embedded in ({"prompt_token_ids": None}, {"prompt_token_ids": [7] * 8, "prompt_embeds": torch.zeros(8, 8)}):
         going = request({"do_remote_decode": True}, tokens=8, **dict[str, Any](embedded))
         assert announced(going, groups=MIXED)[0].build_connector_meta(step(new=[("r", ([3], [4]), 0, 8)])).steps == []
@@ -662,7 +677,7 @@ def test_a_prompt_that_ends_before_the_state_that_is_on_offer_is_computed():
     coming.num_prompt_tokens = 22  # of which the decode engine computes the last
     scheduler, _ = announced(coming, groups=STATEFUL)
     assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
-    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    assert declined(scheduler) == ["r"]
 
 
 def test_a_prompt_of_one_token_is_not_gone_on_with_since_its_state_would_be_anothers():

@@ -258,20 +258,20 @@ def test_who_leaves_takes_nothing_from_another_request_with_the_same_ticket(side
     if stage == "over":
         service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
         side.poll(())
-    begun(side, Orders(declines={"again": TICKET}))
+    begun(side, Orders(declines=[("again", TICKET)]))
     assert service.declined == ([TICKET] if stage == "over" else [])
 
 
 def test_who_comes_with_a_forged_ticket_keeps_nothing_from_being_declined(side):
     service = begun(side, Orders(claims={"r": TICKET, "forger": TICKET | {"mac": "00"}}))
-    begun(side, Orders(declines={"r": TICKET}))
+    begun(side, Orders(declines=[("r", TICKET)]))
     assert service.declined == [TICKET]
 
 
 def test_a_ticket_without_its_first_attempt_is_the_same(side):
     other = {name: value for name, value in TICKET.items() if name != "attempt"}
     service = begun(side, Orders(claims={"r": TICKET | {"attempt": 0}, "other": other}))
-    begun(side, Orders(declines={"other": other}))
+    begun(side, Orders(declines=[("other", other)]))
     assert service.declined == []
 
 
@@ -403,7 +403,7 @@ def test_a_load_that_is_cancelled_fails_nothing(side):
 def test_a_request_with_the_name_of_one_that_has_ended_keeps_its_claim(side):
     """Names may come again at once: vLLM then orders both in one step."""
     service = begun(side, Orders(claims={"r": OTHER}))
-    begun(side, Orders(claims={"r": TICKET}, declines={"r": OTHER}))
+    begun(side, Orders(claims={"r": TICKET}, declines=[("r", OTHER)]))
     assert service.declined == [OTHER]
     assert [(ticket, claim.calls) for ticket, claim in service.claims] == [(OTHER, [("close",)]), (TICKET, [])]
 
@@ -439,7 +439,7 @@ def test_who_leaves_looks_at_nobody_else(side):
     tickets: dict[str, dict[str, Any]] = {f"r{at}": Known(TICKET, mac=str(at)) for at in range(100)}
     service = begun(side, Orders(claims=tickets))
     looks.clear()
-    begun(side, Orders(declines=tickets))
+    begun(side, Orders(declines=[*tickets.items()]))
     assert (len(service.declined), side._claims) == (100, {})
     assert len(looks) < 2000
 
@@ -468,7 +468,7 @@ def test_requests_come_and_go_while_it_sleeps(side):
     side.unregister()
     assert side.card is None
     begun(side, Orders(claims={"r": TICKET}))
-    begun(side, Orders(claims={"r": TICKET}, declines={"r": TICKET}))
+    begun(side, Orders(claims={"r": TICKET}, declines=[("r", TICKET)]))
     side.end_step()
     assert side.poll({"r"}) == (set(), set())
     assert side._worker.declined == []

@@ -131,10 +131,11 @@ class Rooms:
         Raises:
             FabricError: If a silent peer may still touch them, or that is not known in time.
         """
-        until = time.monotonic() + max(self.worker.config.bounds().values())
+        bounds, since = self.worker.config.bounds(), time.monotonic()
         while not is_safe():
             self.pump(0.05)
-            if is_in_doubt() or time.monotonic() >= until:
+            # what is in doubt already, as after an error of a post, may soon be known to be safe
+            if time.monotonic() - since >= (bounds["revoke"] if is_in_doubt() else max(bounds.values())):
                 what = f"room {room}: a silent peer may still touch its pages, which sglang is about to give to others"
                 self._broken = FabricError(what)
                 raise self._broken

@@ -168,13 +168,12 @@ class WorkerSide:
             if request not in orders.withdraws:  # it goes on, with another offer; else the end of this one is told
                 del self._sending[request]
             self._withdraw(sending)
-            while not sending.safe:  # an offer that is over may be in doubt, and may have been for long
-                if sending.doubt is not None:
-                    raise sending.doubt
-                events = self._worker.poll(max(self._worker.config.bounds().values()))
+            bounds = self._worker.config.bounds()
+            while not sending.safe:  # what is in doubt, as after an error of a post, may soon be known to be safe
+                events = self._worker.poll(bounds["revoke"] if sending.doubt else max(bounds.values()))
                 self._note(events)
                 if not events:
-                    raise FabricError(f"the offer of preempted request {request!r} has not ended")
+                    raise sending.doubt or FabricError(f"the offer of preempted request {request!r} has not ended")
 
     def begin_step(self, orders: Orders) -> None:
         """Do what must be done before the forward pass."""

@@ -116,7 +116,7 @@ class Worker:
 
     def __init__(self):
         self.begun, self.declined, self.events = [], [], []
-        self.config = SimpleNamespace(bounds=lambda: {"fetch": 15.0})
+        self.config = SimpleNamespace(bounds=lambda: {"fetch": 15.0, "revoke": 0.01})
 
     def start_fetch(self, *_, **__):
         self.begun.append(Handle())
@@ -194,6 +194,19 @@ def test_who_takes_pages_that_are_in_doubt_is_stopped_at_the_next_look(rooms):
     for look in (room.failed, room.poll, Sending(rooms, 8).poll):
         with pytest.raises(errors.FabricError, match="room 7: a silent peer may still touch its pages"):
             look()
+
+
+def test_pages_in_doubt_may_be_known_to_be_safe_before_long(rooms):
+    room = Sending(rooms, 7)
+    room.send([1])
+    (offer,) = rooms.worker.begun
+    silent = OfferInDoubt("r", offer, cast("Any", errors.TransferFailedError("silent")))
+    looks = iter([[silent], [], [OfferSettled("r", offer)]])
+    rooms.worker.poll = lambda _: next(looks)
+    rooms.worker.config.bounds = lambda: {"revoke": 15.0}
+    assert room.poll() is Poll.FAILED
+    with pytest.raises(RoomFailedError, match="silent"):
+        raise room.failed()
 
 
 @pytest.fixture

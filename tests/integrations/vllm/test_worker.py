@@ -226,6 +226,19 @@ def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
         side.preempt(Orders(preempted=["r"]))
 
 
+def test_a_preempted_offer_in_doubt_may_be_known_to_be_safe_before_long(side):
+    service = begun(side, growing())
+    (offer,) = service.offers
+    service.events = [blocking.OfferInDoubt("name", offer, doubt())]
+    side.poll(())
+    service.events = [blocking.OfferSettled("name", offer)]
+    side.preempt(Orders(preempted=["r"]))
+    begun(side, growing())
+    service.events = [blocking.OfferInDoubt("name", service.offers[1], doubt())]
+    with pytest.raises(MemoryInDoubtError):
+        side.preempt(Orders(preempted=["r"]))
+
+
 def test_a_load_ends_its_claim_and_is_told_once(side):
     orders = loading()
     side.begin_step(orders)

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from kvxfer.transfers import Transfer as Transfer
     from kvxfer.transfers import TransferState as TransferState
     from kvxfer.worker import Worker as Worker
-    from kvxfer.worker import drain_on_signal as drain_on_signal
 
 __version__ = "0.1.0"
 
@@ -134,7 +133,6 @@ __all__ = [
     "Withdrawn",
     "Worker",
     "__version__",
-    "drain_on_signal",
     "shared_empty",
 ]
 
@@ -167,7 +165,6 @@ _HOMES = {
     "TransferState": "kvxfer.transfers",
     "Withdrawn": "kvxfer.prefill.offers",
     "Worker": "kvxfer.worker",
-    "drain_on_signal": "kvxfer.worker",
     "shared_empty": "kvxfer.mapped.host",
 }
 

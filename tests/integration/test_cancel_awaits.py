@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import random
-import signal
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
@@ -304,23 +303,6 @@ async def drain(world: World):
     transfer = world.begun()
     await asyncio.sleep(0.01)
     return world.decode.drain, lambda _: lands(world, transfer)
-
-
-@scene(".drain_on_signal")
-async def drain_on_signal(world: World):
-    transfer = world.begun()
-    await asyncio.sleep(0.01)
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-    async def call():
-        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGUSR1)
-        return await kvxfer.drain_on_signal(world.decode, signal.SIGUSR1)
-
-    async def check(outcome):
-        assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
-        await lands(world, transfer)
-
-    return call, check
 
 
 async def closing(world: World, call: Callable[[], Awaitable[Any]]):

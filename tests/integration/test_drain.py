@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -99,80 +98,12 @@ async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     await quiet(prefill, decode)
 
 
-# --- signals
-
-
-async def test_a_signal_begins_it_and_its_handlers_come_back(stage):
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
-    try:
-        prefill, decode = await stage.pair(Cache(), Cache(), drain_timeout=5)
-        prefill.offer("r", [1, 2], tokens=8)
-        draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await eventually(lambda: prefill.describe()["draining"])
-        assert not draining_.done()
-        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-        assert await draining_ is True
-        assert heard == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        await eventually(lambda: heard == ["before"])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-async def test_a_signal_that_the_loop_had_is_not_ignored_afterwards(stage):
-    """No loop gives its handler back; what stood in its place would swallow the signal."""
-    prefill, loop = await stage.worker("prefill", Cache()), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, lambda: None)
-    draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert await draining_ is True
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-async def test_a_second_signal_cuts_it_short(stage):
-    prefill = await stage.worker("prefill", Cache(), drain_timeout=60)
-    prefill.offer("r", [1, 2], tokens=8)
-    draining_ = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1, signal.SIGUSR2))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    await eventually(lambda: prefill.describe()["draining"])
-    os.kill(os.getpid(), signal.SIGUSR1)
-    async with asyncio.timeout(30):
-        assert await draining_ is False
-    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-
-
-async def test_what_gets_no_signal_says_so(stage):
-    prefill = await stage.worker("prefill", Cache())
-    with pytest.raises(kvxfer.UsageError, match=r"await worker\.drain\(\) instead"):
-        await kvxfer.drain_on_signal(prefill, signal.SIGKILL)
-    caught = []
-
-    def elsewhere():
-        try:
-            asyncio.run(kvxfer.drain_on_signal(prefill))
-        except kvxfer.UsageError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert caught
-
-
 # --- other faces
 
 
 async def test_on_a_loop_of_its_own(stage):
     prefill = await stage.worker("prefill", Cache(), loop="own")
-    waiting = asyncio.create_task(kvxfer.drain_on_signal(prefill, signal.SIGUSR1))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert await waiting is True
+    assert await prefill.drain() is True
     with pytest.raises(kvxfer.ClosedError, match="draining"):
         prefill.offer("r", [1], tokens=4)
     prefill.begin_drain()
@@ -290,7 +221,7 @@ async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(stage,
 
 
 CHILD = """
-    import asyncio, json, torch
+    import asyncio, json, signal, torch
     import kvxfer
 
     async def main():
@@ -299,9 +230,11 @@ CHILD = """
         config = kvxfer.Config(engine="prefill", arena_bytes="1MiB", drain_timeout=20)
         async with kvxfer.Worker([cache], config) as worker:
             offer = worker.offer("r", [1, 2], tokens=8)
+            told = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
             print(json.dumps(worker.engine.ticket("r")), flush=True)
-            drained = await kvxfer.drain_on_signal(worker)
-            print(drained, type(await offer.released()).__name__, flush=True)
+            await told.wait()
+            print(await worker.drain(), type(await offer.released()).__name__, flush=True)
 
     asyncio.run(main())
 """

@@ -1,8 +1,6 @@
 """Callers that use no type checker: a wrong type is a typed error, and nothing is lost by it."""
 
 import asyncio
-import os
-import signal
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from inside import waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
-from kvxfer import BlockingWorker, Config, UsageError, Worker, drain_on_signal
+from kvxfer import BlockingWorker, Config, UsageError, Worker
 from kvxfer.errors import BlocksError, ClosedError, ConfigError, GeometryError, RequestError, TokensError
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -31,29 +29,11 @@ async def test_a_wrong_timeout_strands_nothing(pair):
     await offer.released()
 
 
-async def test_a_wrong_timeout_or_signal_of_a_drain_is_heard_before_it_begins(pair):
-    """And not when the signal comes, which is too late."""
-    before = signal.getsignal(signal.SIGTERM)
+async def test_a_wrong_timeout_of_a_drain_begins_none(pair):
     for timeout in NO_SECONDS:
         with pytest.raises(RequestError, match="timeout must be a number of seconds"):
             await pair[0].drain(timeout)
-        with pytest.raises(RequestError, match="timeout must be a number of seconds"):
-            await drain_on_signal(pair[0], timeout=timeout)
-    no_signals: list[Any] = ["SIGTERM", None, 15.0, 0, 10_000]
-    for one in no_signals:
-        with pytest.raises(UsageError, match="cannot be handled here"):
-            await drain_on_signal(pair[0], signal.SIGTERM, one)
-    assert signal.getsignal(signal.SIGTERM) is before
     assert not pair[0].describe()["draining"]
-
-
-async def test_a_signal_may_be_a_number(pair):
-    number: Any = int(signal.SIGUSR1)
-    waiting = asyncio.create_task(drain_on_signal(pair[0], number))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    async with asyncio.timeout(30):
-        assert await waiting is True
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])

@@ -343,7 +343,6 @@ class Sender(Struct, eq=False):
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
     _unreported: wire.Timings = UNTIMED  # what those took that it was not told of
     _reporting: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
-    _chunk_bytes: int = 1  # about so many, once there is a plan
     _firing: Flow | None = None  # `pull`: what waits for the events of the next chunk
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
@@ -487,7 +486,6 @@ class Sender(Struct, eq=False):
             self._exposure = Exposure(site, self.link, self.name, self.on_unread, frozenset({Route.PULL}))
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._release_way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
-        self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         # in place nothing waits for that: to move it is more urgent
         self.link.send(*protocol.accept(message), soon=message.ahead and choice.route in IN_PLACE)
         if message.ahead:
@@ -499,7 +497,8 @@ class Sender(Struct, eq=False):
         ready, most = protocol.ready, protocol.chunks
         if protocol.route is Route.PULL:
             # a lease runs from the announcement on: no more is announced than the other side may soon begin to read
-            most = min(most, protocol.granted + max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes)))
+            few = min(_PULL_AHEAD, _PULL_AHEAD_BYTES // max(1, bound.most_bytes))
+            most = min(most, protocol.granted + max(2, few))
         if offer.finished and bound.plan.covered >= bound.plan.tokens.stop:
             ready = max(ready, most)
         else:
@@ -509,7 +508,7 @@ class Sender(Struct, eq=False):
             if ready == few < most:
                 self.site.loop.call_soon(self.wake)
         if ready > protocol.ready:
-            self._send_ready(ready) if protocol.route is not Route.PULL else self._announce_reads(ready)
+            self._send_ready(ready) if protocol.route is not Route.PULL else self._announce_reads(ready, bound)
         if offer.finished and (messages := protocol.finish_offer(offer.payload)):
             self._send(messages)
 
@@ -530,7 +529,7 @@ class Sender(Struct, eq=False):
             generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
             self._send(self.protocol.announce(ready, lease_ms, news, generation))
 
-    def _announce_reads(self, ready: int) -> None:
+    def _announce_reads(self, ready: int, bound: BoundPlan) -> None:
         """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
         site, protocol, fired = self.site, self.protocol, self.protocol.ready
         if site.rebuilds.paused:
@@ -539,7 +538,7 @@ class Sender(Struct, eq=False):
         while fired < ready and (self._all_ready or has_fired(self._event_of(fired))):
             fired += 1
         if fired > protocol.ready:
-            self._send_ready(fired, site.lease_ms((fired - protocol.granted) * self._chunk_bytes))
+            self._send_ready(fired, site.lease_ms((fired - protocol.granted) * bound.most_bytes))
         if fired < ready and self._firing is None:
             job = CopyJob(NOTHING, self._on_event, self._event_of(fired), owner=self.name)
             self._firing = site.mover.submit(job, Direction.GATHER)

@@ -299,7 +299,6 @@ class Receiver(Struct, eq=False):
     route: Route = Route.UNKNOWN  # as the prefill rank chose it
     why: str = ""
     _routes: Sequence[Route] = ()  # that it was asked for
-    _staged: bool = False  # the peer writes staging memory, if it accepts that route
     _source: BlockLists = {}  # the peer's blocks, as far as it named them
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
@@ -359,7 +358,7 @@ class Receiver(Struct, eq=False):
             return True
         if self.protocol.ended or not self.protocol.exposed:
             return False
-        return not self._staged if self.route is Route.UNKNOWN else self.route in IN_PLACE
+        return not IN_PLACE.isdisjoint(self.exposure.routes)
 
     @property
     def blocks_safe(self) -> bool:
@@ -414,7 +413,7 @@ class Receiver(Struct, eq=False):
         routes, writes = part.asks.routes if link.is_open else [], after is READY
         first = routes[0] if routes else Route.UNKNOWN
         staged = first is Route.STAGED
-        self._routes, self._staged, self._writable, exposure.then = routes, staged, writes, self._on_evidence
+        self._routes, self._writable, exposure.then = routes, writes, self._on_evidence
         if site.sums_every:
             self.checking = Checking(self.protocol.transfer, site.sums_every)
         ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
@@ -556,7 +555,8 @@ class Receiver(Struct, eq=False):
     async def _advance(self, bound: BoundPlan | None) -> None:
         """Do all that can be done now, and wait for news."""
         protocol = self.protocol
-        if bound is None or not self._staged:
+        staged = self.route is Route.STAGED
+        if bound is None or not staged:
             if bound is not None and self.route is Route.PULL:
                 await self._submit_reads(bound)
             if self._flushed < (arrived := protocol.arrived):  # into the caller's blocks, once for all of it
@@ -573,9 +573,9 @@ class Receiver(Struct, eq=False):
         if protocol.chunks_done < protocol.chunks:
             if bound is not None and self.route in IN_PLACE:
                 await self._grant_in_place(bound)
-            elif bound is not None and self._staged and protocol.granted < protocol.chunks:
+            elif bound is not None and staged and protocol.granted < protocol.chunks:
                 await self._grant_ring(bound)
-            if self._submitted == protocol.granted or not self._staged:
+            if self._submitted == protocol.granted or not staged:
                 await self._wait_for_news()
             else:
                 await asyncio.sleep(0)
@@ -700,7 +700,7 @@ class Receiver(Struct, eq=False):
 
     def _send_reserve(self, chunks: int, ring: Sequence[wire.Place] = (), token: bytes = b"") -> None:
         said, lease_ms = self._last_reserve, self.grants.next_lease_ms()
-        said.copied = self._copied if self._staged else 0
+        said.copied = self._copied if self.route is Route.STAGED else 0
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
         gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
         self.link.send(*self.protocol.grant(chunks, lease_ms, gate, ring, said.copied, token))
@@ -894,7 +894,7 @@ class Receiver(Struct, eq=False):
     def _land_or_wake(self) -> None:
         """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
         protocol = self.protocol
-        there = self._copied if self._staged else self._flushed if self._flushes else protocol.arrived
+        there = self._copied if self.route is Route.STAGED else self._flushed if self._flushes else protocol.arrived
         planned = not self._needs_plan or (self._bound is not None and not self._stale)
         lands = planned and protocol.state is ReceiveState.MOVING and not self._given_up and self.checking is None
         if lands and protocol.chunks_done < there:
@@ -972,8 +972,8 @@ class Receiver(Struct, eq=False):
             reason = f"the peer chose the route {route.name.lower()}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
-        self.route, self.why, self._staged = route, message.why, route is Route.STAGED
-        self._flushes = not self._staged and _by_nic(self, staged=False)
+        self.route, self.why, staged = route, message.why, route is Route.STAGED
+        self._flushes = not staged and _by_nic(self, staged=False)
         tally.chunks, tally.predicted = message.chunks, message.predicted_us / 1e6 or None
         site.note_fenced(self.peer, fenced=message.fenced)
         exposure.routes = (route,)
@@ -989,7 +989,7 @@ class Receiver(Struct, eq=False):
                     self._last_reserve.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._schedule_reserve()
                 # else the peer has compared what both mean by it
-                self._needs_plan = self._staged or self.checking is not None
+                self._needs_plan = staged or self.checking is not None
                 tally.pieces = message.pieces
             else:
                 exposure.void()
@@ -1063,7 +1063,7 @@ class Receiver(Struct, eq=False):
             self.tally.add_chunks(granted[0][1], now, timings)
             while granted and granted[0][0] <= chunks.stop:
                 del granted[0]
-            if active is not None and self._staged:
+            if active is not None and self.route is Route.STAGED:
                 self.site.mover.note_peer_steps(active.flow, chunks.stop - active.first)
                 if chunks.stop <= self._submitted:
                     return  # there is nothing to do before it is copied

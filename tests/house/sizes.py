@@ -23,7 +23,7 @@ LIMITS = {
     "lines in kvxfer/": (45_359, 30_000),
     "floors of imports": (15, 10),
     "settings": (30, 30),
-    "attributes of a class in the core at most": (42, 12),
+    "attributes of a class in the core at most": (41, 12),
     "class names in the core that mean two things": (0, 0),
     "lines of tests": (68_372, 35_000),
     "words in documents": (30_000, 30_000),

@@ -824,7 +824,6 @@ class Mover:
         told = CopyOutcome(
             self._error(flow.job, outcome, code, flags) if outcome in _BROKEN else None,
             started / _NS,
-            self._runtime.now(),
             stopped=outcome == records.STOPPED,
             in_doubt=outcome == records.IN_DOUBT,
             posted=posted / _NS,
@@ -1013,8 +1012,7 @@ class Mover:
 
     def _outcome(self, error: KvxferError | None = None, *, stopped: bool = False) -> CopyOutcome:
         """Of what the machine never had."""
-        now = self._runtime.now()
-        return CopyOutcome(error, now, now, stopped)
+        return CopyOutcome(error, self._runtime.now(), stopped)
 
     def _report(self, flow: Flow, outcome: CopyOutcome) -> None:
         self._machine.state[records.HELD] -= flow.awaits

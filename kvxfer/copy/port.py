@@ -184,8 +184,6 @@ class CopyOutcome(Struct, frozen=True):
 
     error: KvxferError | None  # None if every byte has been copied and is visible
     started: float  # when the copy was launched, by the runtime's clock
-    # when it was seen to be complete, and what was posted then to have ended; of a flow, when that is told
-    finished: float
     # whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is under way
     stopped: bool = False
     sums: bytes = b""  # what was added up, as it travels; empty if nothing was to be, or the job failed

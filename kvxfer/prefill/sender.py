@@ -257,7 +257,7 @@ _LOOKED_AT: Final = 1024
 """Chunks of a stream that are looked at in a turn of the loop: the decode rank says how small they are."""
 _LISTED_AT_ONCE: Final = 8
 """Chunks whose pieces are listed in a turn: no compiled code does that, and each takes up to 0.4 ms, however small."""
-_NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
+_NOTHING_YET: Final = CopyOutcome(None, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
 _IDLE_S: Final = 0.01

@@ -78,7 +78,7 @@ async def test_a_copy_is_told_when_its_event_has_happened(scene):
     scene.driver.go()
     await scene.steps(1)
     outcome = scene.outcomes["a"]
-    assert (kind(outcome), outcome.started, outcome.finished) == ("done", 1.0, 2.0)
+    assert (kind(outcome), outcome.started, outcome.copying) == ("done", 1.0, 1.0)
     assert scene.written()
     assert scene.machine.step() is None, "nothing to do: it sleeps until a record comes"
 

@@ -71,7 +71,7 @@ async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
     assert reports.outcomes == {}, "it is never told at once"
     outcome = (await reports.wait(1))["a"]
     assert (kind(outcome), outcome.sums) == ("done", b"")
-    assert outcome.started <= outcome.finished
+    assert outcome.copying > 0
     np.testing.assert_array_equal(dst, expected(plan, SRC, SRC.ctypes.data, canvas(), dst.ctypes.data))
 
 

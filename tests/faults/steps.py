@@ -153,11 +153,11 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
                     copy_parts(parts.ctypes.data, count // 2 if half else 0, count)
                     if passed is not None:
                         passed.leave()
-                ended = time.monotonic()
+                took = time.monotonic() - began
                 if job.post is not None and not stopped:
                     loop.call_soon_threadsafe(original, mover, replace(job, tables=NOTHING, after=READY), where)
                 else:
-                    loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, ended, stopped, copying=ended - began))
+                    loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, stopped, copying=took))
 
             def wait() -> None:
                 if job.after.query():

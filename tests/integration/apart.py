@@ -44,7 +44,7 @@ class Apart:
         self._kept: list[Any] = []  # those in doubt
         self._done: set[int] = set()
         self._severed = self._stopping = self._over = False
-        self._told, self._verdict = CopyOutcome(None, 0.0, 0.0), CopyOutcome(None, 0.0, 0.0)
+        self._told, self._verdict = CopyOutcome(None, 0.0), CopyOutcome(None, 0.0)
         self._let_go = mover.hold_awake() if direction is Direction.SCATTER else lambda: None  # as for what may arrive
         self._steps.extend(singly(steps))
         self.allow(allowed)
@@ -112,7 +112,7 @@ class Apart:
             try:
                 self._under_way[number] = self._mover.submit(job, self._direction)
             except KvxferError as error:
-                failed = CopyOutcome(error, 0.0, 0.0)
+                failed = CopyOutcome(error, 0.0)
                 asyncio.get_running_loop().call_soon(self._ended, number, failed)
 
     def _stop(self) -> None:
@@ -126,7 +126,6 @@ class Apart:
         self._told = replace(
             told,
             started=told.started or outcome.started,
-            finished=outcome.finished,
             posted=told.posted or outcome.posted,
             copying=told.copying + outcome.copying,
             posting=told.posting + outcome.posting,

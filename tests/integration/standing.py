@@ -92,8 +92,7 @@ class Standing:
             passed.leave()
 
     def _end(self, job, error=None, **how):
-        at = inside.now(self._worker)
-        job.done(CopyOutcome(error, at, at, **how))
+        job.done(CopyOutcome(error, inside.now(self._worker), **how))
 
 
 class Stuck(LoopbackTransport):

@@ -157,7 +157,6 @@ class Flow(Struct, eq=False):
     peer_steps: int = 0  # how many steps that has done, as the loop heard
     slot: int = -1  # its row in the machine; -1 if it was not there yet
     cancelled: bool = False  # whether nobody wants it any more
-    closed: bool = False  # whether that is because the worker is closing
     steps: deque[_Step] = field(default_factory=deque[_Step])  # those that the machine does not know yet
     table: Any = None  # records of those that it knows, from the one that is not done on
     pushed: int = 0  # how many it knows
@@ -397,9 +396,9 @@ class Mover:
 
     def has_copy_since(self, since: float) -> bool:
         """Whether a copy that was launched before `since` still runs where calls of a driver would wait for it."""
-        return self._gpu is not None and any(
-            self._machine.runs_since(slot, since * _NS) for slot in self._machine.rows_in(records.RUNNING)
-        )
+        jobs = self._machine.jobs
+        started = jobs[jobs[:, records.STATE] == records.RUNNING, records.STARTED]
+        return self._gpu is not None and bool(((started > 0) & (started < since * _NS)).any())
 
     # --- the transport
 
@@ -547,7 +546,6 @@ class Mover:
         if self._unreported:
             self._closing = True
             for flow in self._live():
-                flow.closed = True
                 self.cancel(flow)
             if any(flow.job.post is not None for flow in self._flows.values()):
                 await self._end_posts()
@@ -1016,7 +1014,7 @@ class Mover:
 
     def _report(self, flow: Flow, outcome: CopyOutcome) -> None:
         self._machine.state[records.HELD] -= flow.awaits
-        if outcome.stopped and flow.closed:
+        if outcome.stopped and self._closing:
             outcome = replace(outcome, stopped=False, error=ClosedError("the worker was closed before it was copied"))
         try:
             flow.job.done(outcome)
@@ -1106,16 +1104,6 @@ class _Machine:
         self.state[records.FIXED], self.state[records.NOW] = 1, int(self._runtime.now() * _NS)
         delay = self._code.step(self.state, self.jobs, self.ports)
         return None if delay < 0 else delay / _NS
-
-    def runs_since(self, slot: int, before: float) -> bool:
-        """Whether the copy in a slot runs, and was launched before that time in nanoseconds."""
-        job = self.jobs[slot]
-        return bool(job[records.STATE] == records.RUNNING and 0 < job[records.STARTED] < before)
-
-    def rows_in(self, state: int) -> list[int]:
-        """Slots of the copies that are in a state, steps of flows included."""
-        found: list[int] = np.flatnonzero(self.jobs[:, records.STATE] == state).tolist()
-        return found
 
     def steps_of(self, slot: int) -> list[int]:
         """Slots that steps of a flow have, or had last."""

@@ -113,7 +113,7 @@ async def test_copies_one_after_the_other_share_nothing_but_the_threads(copies, 
 
 def begun(mover, copy, reports):
     machine = mover._machine
-    return reports.outcomes or any(machine.runs_since(slot, float("inf")) for slot in machine.steps_of(copy.slot))
+    return reports.outcomes or records.RUNNING in machine.jobs[machine.steps_of(copy.slot), records.STATE]
 
 
 async def test_what_is_cancelled_is_over_when_it_is_told(copies, monkeypatch):

@@ -579,7 +579,7 @@ def launched(mover: Any, direction: Any) -> list[Any]:
     return [
         job
         for slot, at, job in copies
-        if at == lane and mover._machine.runs_since(slot, math.inf) and any(accesses(job.tables))
+        if at == lane and mover._machine.jobs[slot][records.STATE] == records.RUNNING and any(accesses(job.tables))
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast, get_args
 
 import structlog
@@ -55,9 +55,6 @@ _ADDED: Final = 256
 
 _NOBODY: Final = logging.NullHandler()
 logging.getLogger("kvxfer").addHandler(_NOBODY)
-
-_of_stdlib: Final = cache(logging.getLogger)
-"""Loggers live as long as the process, and looking one up takes a lock."""
 
 
 def _to_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -105,7 +102,7 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
 
 def hears_info(name: str) -> Callable[[], bool]:
     """Asks whether anybody hears informational events of this logger: to say one of every transfer is dear."""
-    return partial(_of_stdlib(name).isEnabledFor, logging.INFO)
+    return partial(logging.getLogger(name).isEnabledFor, logging.INFO)
 
 
 class _Listener(logging.Handler):
@@ -133,7 +130,7 @@ def overheard(events: Collection[str], key: str) -> Generator[list[str], None, N
     Yields:
         A list that grows with each of them.
     """
-    listener, log = _Listener(events, key), _of_stdlib("kvxfer")
+    listener, log = _Listener(events, key), logging.getLogger("kvxfer")
     log.addHandler(listener)
     try:
         yield listener.heard
@@ -151,15 +148,15 @@ class _Forwarder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = copy(record)
         line.msg, line.args = f"{record.name} {record.getMessage()}", None
-        _of_stdlib(self._other).handle(line)
+        logging.getLogger(self._other).handle(line)
 
 
 def join_logs(other: str) -> None:
     """Let log lines go where those of another logger go, at its level, unless somebody has configured `kvxfer`."""
-    ours = _of_stdlib("kvxfer")
+    ours = logging.getLogger("kvxfer")
     if ours.level == logging.NOTSET and all(isinstance(one, logging.NullHandler) for one in ours.handlers):
         ours.addHandler(_Forwarder(other))
-        ours.setLevel(_of_stdlib(other).getEffectiveLevel())
+        ours.setLevel(logging.getLogger(other).getEffectiveLevel())
         ours.propagate = False
 
 

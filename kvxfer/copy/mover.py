@@ -22,7 +22,7 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -66,6 +66,7 @@ _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _first_byte: Final = cast("Callable[[Any], ctypes.c_char]", ctypes.c_char.from_buffer)  # numpy takes 3 us to say it
+_libc: Final[Any] = ctypes.CDLL(None)
 _read, _write = ctypes.PyDLL(None).read, ctypes.PyDLL(None).write
 """Unlike those of `os` they keep the interpreter, which a thread that waits for it may not give back for 5 ms."""
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
@@ -1070,17 +1071,17 @@ class _Machine:
             self.close()
             raise FabricError(f"the system gives the mover no pipes: {error}") from error
         commands, self._commands, self.news, news = self._descriptors  # from `news` events are read
-        state, libc = self.state, _libc()
+        state = self.state
         for port, name in _LIBC.items():
-            self.ports[port] = _address(libc[name])
-        libc.sem_init(ctypes.c_void_p(self._semaphore.ctypes.data), 0, 0)
+            self.ports[port] = _address(_libc[name])
+        _libc.sem_init(ctypes.c_void_p(self._semaphore.ctypes.data), 0, 0)
         state[records.HERE], state[records.ROWS_AT] = state.ctypes.data, self.jobs.ctypes.data
         state[records.COMMANDS], state[records.NEWS], state[records.CURRENT] = commands, news, -1
         state[records.SPARE : records.TAGS] = range(records.JOBS, records.ROWS)
         state[records.SPARE_COUNT] = records.STEPS
         state[records.OFTEN], state[records.SELDOM] = _OFTEN_NS, _SELDOM_NS
         state[records.SPIN] = _SPIN_NS if len(cpus or allowed_cpus()) >= _SPINS_FROM_CPUS else 0
-        state[records.TEAM + 4], state[records.TEAM + 5] = self._semaphore.ctypes.data, _address(libc.sem_wait)
+        state[records.TEAM + 4], state[records.TEAM + 5] = self._semaphore.ctypes.data, _address(_libc.sem_wait)
         where = records.PARAMETERS
         arguments = state.ctypes.data + 8 * records.ARGUMENTS
         state[where : where + 8] = [arguments + 8 * number for number in range(8)]
@@ -1200,7 +1201,7 @@ class _Machine:
         self.state[records.TEAM] = 0  # what nobody has taken, as the process ends, is left alone
         self.state[records.TEAM + 3] = 1
         for _ in self._helpers:
-            _libc().sem_post(ctypes.c_void_p(self._semaphore.ctypes.data))
+            _libc.sem_post(ctypes.c_void_p(self._semaphore.ctypes.data))
         for helper in self._helpers if timeout else ():
             helper.join(timeout)
         if not timeout:  # else the process ends, and a loop in another thread may be about to read
@@ -1260,11 +1261,6 @@ def _check(post: Post) -> None:
 def _named(agent: str) -> "ctypes.Array[ctypes.c_char]":
     """An agent's name as C reads it. To make one takes long: its type is made with it, and is garbage after it."""
     return ctypes.create_string_buffer(agent.encode())
-
-
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def _address(function: Any) -> int:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from operator import add
 from types import ModuleType
@@ -233,7 +233,6 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
     return CacheGeometry(tuple(specs))
 
 
-@lru_cache(maxsize=4096)
 def selection_to_wire(selection: Selection) -> wire.Selection:
     """A selection as `Fetch` carries it."""
     return wire.Selection(

@@ -11,7 +11,6 @@ and then, though another one is predicted to be faster: what made it slow may be
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import exp, log
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -159,14 +158,10 @@ class Choice(Struct, frozen=True):
     fallback: str = ""  # why it is not the route that the settings prefer, or an empty string
 
 
-@cache
 def acceptable(preference: str, support: RouteSupport) -> list[Route]:
     """Routes that a decode rank accepts, best first: the one that its settings prefer, then what it falls back to.
 
     `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
-
-    Returns:
-        The same list each time, not to be changed.
     """
     return [route for route in _ORDERS[preference] if getattr(support, _FIELDS[route])]
 

@@ -397,12 +397,6 @@ _T = TypeVar("_T")
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
 
-# as plain numbers: operations on flags would take as long as all the rest of `Site.route_support`
-_STAGED: Final = int(Capability.STAGED)
-_DIRECT: Final = int(Capability.DIRECT)
-_PULL: Final = int(Capability.PULL)
-_MAPPED: Final = int(Capability.MAPPED)
-
 Callback: TypeAlias = Callable[[], None]
 
 
@@ -619,7 +613,7 @@ class Site:
         """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
         support = self.route_support(peer, trusted=trusted, sending=sending)
         if sending:
-            return [route for route in Route if support.can(route)]
+            return [route for route in Route if route in support.routes]
         return acceptable(self.config.route, support)
 
     def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> NoReturn:
@@ -741,30 +735,31 @@ class Site:
         if support is None or before is not peer:
             support = self._support(peer, trusted=trusted, sending=sending)
             self.support_of[key] = peer, support
-        if sending and support.mapped and self.mappings.reason_unmapped(peer):
-            support = replace(support, mapped=False)
+        if sending and Route.MAPPED in support.routes and self.mappings.reason_unmapped(peer):
+            support = replace(support, routes=support.routes - {Route.MAPPED})
         return support
 
     def _support(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> RouteSupport:
         """The same, but for memory that could not be mapped."""
-        theirs = peer.identity.capabilities
+        theirs = Capability(peer.identity.capabilities)
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
         if sending:
             mapped = known and Mappings.is_offered(peer)
         else:
-            mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
-        writable = theirs if sending else int(self.capabilities)  # the decode rank's
-        return RouteSupport(
-            staged=self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending),
-            direct=known and not converts and bool(writable & _DIRECT),
-            pull=known and not converts and bool(theirs & _PULL),
-            mapped=mapped,  # as far as this side knows
-            converts=converts,
-        )
+            mapped = known and Capability.MAPPED in self.capabilities and not unlike(peer.body.host)
+        writable = theirs if sending else self.capabilities  # the decode rank's
+        fits = self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending)
+        possible = {
+            Route.STAGED: fits,
+            Route.DIRECT: known and not converts and Capability.DIRECT in writable,
+            Route.PULL: known and not converts and Capability.PULL in theirs,
+            Route.MAPPED: mapped,  # as far as this side knows
+        }
+        return RouteSupport(frozenset(route for route, can in possible.items() if can), converts)
 
     def _both_stage(self, peer: PeerInfo) -> bool:
-        return self.staging is not None and bool(peer.identity.capabilities & _STAGED)
+        return self.staging is not None and Capability.STAGED in Capability(peer.identity.capabilities)
 
     @property
     def engine_issuer(self) -> Issuer:

@@ -755,7 +755,7 @@ def choose_and_cut(
             bound = cut(choice.route)
         except RefusedError as error:
             wanted = [route for route in wanted if route is not choice.route]
-            if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(support.can, wanted)):
+            if error.reason is not Code.CHUNK_TOO_LARGE or support.routes.isdisjoint(wanted):
                 raise
             left_out = f"{choice.route.name.lower()}: {error}"
         else:

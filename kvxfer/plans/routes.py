@@ -120,8 +120,6 @@ _NEARLY: Final = 1.05
 """A post per piece is preferred if it takes no longer than this times a gather and a scatter: it needs no memory."""
 _PIECEWISE: Final = frozenset({Route.DIRECT, Route.PULL})
 _IMPOSSIBLE: Final = "is not possible for this pair"
-_FIELDS: Final = {Route.STAGED: "staged", Route.DIRECT: "direct", Route.PULL: "pull", Route.MAPPED: "mapped"}
-_NAMED: Final = {name: route for route, name in _FIELDS.items()}
 _ORDERS: Final = {
     "auto": (Route.MAPPED, Route.STAGED, Route.DIRECT),
     "mapped": (Route.MAPPED, Route.STAGED, Route.DIRECT),
@@ -134,20 +132,12 @@ _ORDERS: Final = {
 class RouteSupport(Struct, frozen=True):
     """What one pair of ranks can do."""
 
-    staged: bool  # both sides have staging memory
-    direct: bool  # the sender knows the receiver's addresses, and both have registered their blocks
-    pull: bool  # the receiver knows the sender's addresses, and both have registered their blocks
-    mapped: bool = False  # the sender's copies can address the receiver's blocks
+    routes: frozenset[Route]  # that are possible
     # dtypes or scales differ, which a copy can do and a descriptor, which only says which bytes go where, cannot
     converts: bool = False
 
-    def can(self, route: Route) -> bool:
-        """Whether a route is possible."""
-        name = _FIELDS.get(route)
-        return name is not None and bool(getattr(self, name))
-
     def __str__(self) -> str:
-        return "+".join(route.name.lower() for route in Route if self.can(route)) or "none"
+        return "+".join(route.name.lower() for route in Route if route in self.routes) or "none"
 
 
 class Choice(Struct, frozen=True):
@@ -163,7 +153,7 @@ def acceptable(preference: str, support: RouteSupport) -> list[Route]:
 
     `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
     """
-    return [route for route in _ORDERS[preference] if getattr(support, _FIELDS[route])]
+    return [route for route in _ORDERS[preference] if route in support.routes]
 
 
 Overdue: TypeAlias = Callable[[Route, float, Route, float], bool]
@@ -199,13 +189,13 @@ def choose(
     Raises:
         RefusedError: If no route is left.
     """
-    possible = [route for route in wanted if getattr(support, _FIELDS.get(route, ""), False)]
+    possible = [route for route in wanted if route in support.routes]
     if not possible:
         asked = "+".join(route.name.lower() for route in wanted) or "none"
         raise RefusedError(
             f"no common route: the decode rank accepts {asked}, this pair can do {support}", reason=Code.NO_COMMON_ROUTE
         )
-    own = _NAMED.get(preference)  # none of "auto"
+    own = None if preference == "auto" else _ORDERS[preference][0]
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
     first = own or wanted[0]
@@ -218,7 +208,7 @@ def choose(
         hoped = first is not choice.route
     if not hoped:
         return choice
-    reason = "is not accepted by the decode rank" if support.can(first) else _IMPOSSIBLE
+    reason = "is not accepted by the decode rank" if first in support.routes else _IMPOSSIBLE
     if support.converts and first in _PIECEWISE:
         reason = "cannot convert dtypes or scales"
     return replace(choice, fallback=f"{first.name.lower()} {reason}")

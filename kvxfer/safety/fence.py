@@ -525,7 +525,6 @@ class Exports:
 
 _send_log: Final = logger("kvxfer.send")
 
-_MAPPED: Final = int(Capability.MAPPED)
 _here: Final[set[bytes]] = set()
 """Incarnations of the workers of this process: nobody else may name its memory."""
 
@@ -560,7 +559,7 @@ class Mappings:
     @staticmethod
     def is_offered(peer: PeerInfo) -> bool:
         """Whether a peer lets this rank map its memory."""
-        return bool(peer.identity.capabilities & _MAPPED) and bool(peer.body.mapped)
+        return Capability.MAPPED in Capability(peer.identity.capabilities) and bool(peer.body.mapped)
 
     async def open(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
         """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once."""

@@ -347,7 +347,8 @@ def _engine(side: str, model: ModelCache, layout: EngineLayout, dtype: str | Non
 def _support(config: Config, *, one_host: bool) -> RouteSupport:
     """What two workers with these settings can do together."""
     in_place = config.trust != "none" and config.route != "staged"
-    return RouteSupport(staged=config.arena_bytes > 0, direct=in_place, pull=in_place, mapped=in_place and one_host)
+    routes = {Route.DIRECT, Route.PULL, *([Route.MAPPED] if one_host else [])} if in_place else set[Route]()
+    return RouteSupport(frozenset({Route.STAGED, *routes} if config.arena_bytes else routes))
 
 
 def _pair(

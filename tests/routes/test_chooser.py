@@ -11,7 +11,7 @@ from kvxfer.protocol.messages import Route
     (1.06, 1.0, Route.STAGED),
 ])  # fmt: skip
 def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, staged, faster):
-    support = RouteSupport(staged=True, direct=True, pull=True)
+    support = RouteSupport(frozenset({Route.STAGED, Route.DIRECT, Route.PULL}))
     choice = choose(
         "auto",
         support,
@@ -28,5 +28,5 @@ def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, stag
     ("direct", "direct mapped staged"), ("pull", "pull staged direct"),
 ])  # fmt: skip
 def test_what_is_preferred_comes_first_and_then_what_it_falls_back_to(preference, order):
-    everything = RouteSupport(staged=True, direct=True, pull=True, mapped=True)
+    everything = RouteSupport(frozenset(Route))
     assert [route.name.lower() for route in acceptable(preference, everything)] == order.split()

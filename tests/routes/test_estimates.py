@@ -61,7 +61,7 @@ def test_transfers_that_were_under_way_together_teach_what_each_of_them_took():
 
 
 def choice(estimates, pieces, nbytes=1 << 26):
-    support = RouteSupport(staged=True, direct=True, pull=True)
+    support = RouteSupport(frozenset({Route.STAGED, Route.DIRECT, Route.PULL}))
     return choose(
         "auto",
         support,

@@ -374,13 +374,12 @@ class PairPlans:
 
     def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
         """Whether copies in this direction convert: agreed upon, and needed."""
-        agreed = self._agreed.get((peer.identity.incarnation, sending))
-        return agreed is not None and agreed.pair is not None and agreed.pair.converts
+        whole = self._whole(peer, sending=sending)
+        return whole is not None and whole.converts
 
     def chunk_fits(self, peer: PeerInfo, room_bytes: int, *, sending: bool) -> bool:
         """Whether the smallest chunk between this rank and a peer has room in staging at both, with so much here."""
-        agreed = self._agreed.get((peer.identity.incarnation, sending))
-        least = 0 if agreed is None or agreed.pair is None else agreed.pair.least_chunk_bytes
+        least = self.least_chunk_bytes(peer, sending=sending)
         return least <= min(room_bytes, peer.body.max_chunk_bytes or room_bytes)
 
     @staticmethod
@@ -399,11 +398,6 @@ class PairPlans:
                 peer=peer.name,
                 fields=fields,
             )
-
-    def _ends(self, peer: PeerInfo, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
-        """Source and destination."""
-        theirs = self.geometry(peer)
-        return (self._own, theirs) if sending else (theirs, self._own)
 
     def forget(self, peer: PeerInfo) -> None:
         """The peer is gone."""
@@ -444,10 +438,10 @@ class PairPlans:
         key = (peer.identity.incarnation, sending, tuple(sorted(selections)))
         pair = self._pairs.get(key)
         if pair is None:
-            src, dst = self._ends(peer, sending=sending)
-            convert = self.converts(peer, sending=sending)
+            theirs, convert = self.geometry(peer), self.converts(peer, sending=sending)
+            src, dst = (self._own, theirs) if sending else (theirs, self._own)
             pair = _planned(src, dst, key[-1], convert=convert)
-            if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
+            if self._geometries.get(peer.identity.incarnation) is theirs:
                 self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
 
@@ -518,12 +512,9 @@ class PairPlans:
         return [SumPlan.at_source(pair.sample) if sending else SumPlan.at_destination(pair.sample)]
 
     def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
-        """The plan of all that both sides hold; None if that is nothing."""
+        """The plan of all that both sides hold; None if that is nothing, or the peer is gone."""
         agreed = self._agreed.get((peer.identity.incarnation, sending))
-        if agreed is not None:
-            return agreed.pair
-        selections = common(*self._ends(peer, sending=sending))
-        return self.pair(peer, selections, sending=sending) if selections else None
+        return None if agreed is None else agreed.pair
 
     def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:
         self._pairs[key] = pair

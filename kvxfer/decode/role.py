@@ -279,29 +279,23 @@ class Recoveries:
     async def _ask(self, receiver: Receiver) -> None:
         """Reach the same incarnation again, so that it can say what became of its writes."""
         backoff = Backoff(self._site.runtime.token, least=_ASK_SECONDS, most=_ASK_SECONDS_MAX)
+        before = receiver.exposure.link.peer
         while not receiver.exposure.ended:
             if receiver.is_lost:
                 try:
                     link = await self._peers.link(receiver.link.endpoint, None)
                 except KvxferError:
                     link = None
-                if link is not None and link.is_open and self._replaced(receiver, link):
-                    if receiver.finished:
-                        receiver.exposure.on_evidence("nobody is left who waits to hear that nothing is read")
-                    return
-                # on the stream on which it was asked already, the answer will come or will not
-                if link is not None and link.is_open and link is not receiver.link and receiver.is_lost:
-                    receiver.resume(link)
+                if link is not None and link.is_open:
+                    if link.peer.identity.incarnation != before.identity.incarnation:  # it knows nothing of all this
+                        _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)
+                        if receiver.finished:
+                            receiver.exposure.on_evidence("nobody is left who waits to hear that nothing is read")
+                        return
+                    # on the stream on which it was asked already, the answer will come or will not
+                    if link is not receiver.link and receiver.is_lost:
+                        receiver.resume(link)
             await asyncio.sleep(backoff.wait())
-
-    @staticmethod
-    def _replaced(receiver: Receiver, link: Link) -> bool:
-        """Whether another incarnation has taken the peer's place, which knows nothing of what its predecessor did."""
-        before = receiver.exposure.link.peer
-        if link.peer.identity.incarnation == before.identity.incarnation:
-            return False
-        _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)
-        return True
 
 
 # --- the role

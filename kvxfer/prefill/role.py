@@ -272,7 +272,7 @@ class Prefill:
         if doubt is not None:
             link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.protocol.failure))
             return
-        link.send(_terminal(message.transfer, failure))
+        link.send(build_result(message.transfer, failure.status, last=True, failure=failure))  # nothing of it is posted
 
     def on_abandon(self, link: Link, message: wire.Abandon) -> None:
         """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
@@ -431,12 +431,6 @@ _REASONS: Final = {
 }
 
 
-def _terminal(transfer: int, failure: Failure) -> wire.KvAgentResult:
-    """The answer for a transfer that is not known (any more): nothing of it is posted, and nothing will be."""
-    return build_result(transfer, failure.status, last=True, failure=failure)
-
-
 def _doubt_ended(transfer: int, failure: Failure | None) -> wire.KvAgentResult:
     """What ends a doubt that the decode rank was told of: nothing of the transfer is under way any more."""
-    code, reason = (failure.code, failure.reason) if failure is not None else (Code.FAILED, "")
-    return _terminal(transfer, Failure(Status.FAILED, code, reason))
+    return build_result(transfer, Status.FAILED, last=True, failure=failure)

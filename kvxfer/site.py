@@ -57,11 +57,6 @@ class Tally(msgspec.Struct, eq=False):
             if len(spans) >= spans.room:
                 spans.unite()
 
-    def note_first_byte(self, now: float) -> None:
-        """Note the first byte, once."""
-        if self.first_byte is None:
-            self.first_byte = now
-
     def add_chunks(self, granted: float, now: float, sender: wire.Timings) -> None:
         """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
         if self.first_byte is None:

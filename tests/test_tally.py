@@ -8,12 +8,10 @@ def test_stages_are_unions_and_ranks_are_summed():
     one.add_stages(("wire", 1.0, 3.0))
     one.add_stages(("wire", 2.0, 4.0))
     one.add_stages(("gathering", 5.0, 4.0))  # the other side's clock, about: an interval that ends too soon is empty
-    one.note_first_byte(1.0)
-    one.note_first_byte(0.5)
+    one.first_byte, other.first_byte = 1.0, 0.25
     one.bytes, one.pieces, one.chunks, one.descriptors = 1, 2, 3, 4
     other.add_stages(("wire", 3.5, 5.0))
     other.add_stages(("scattering", 0.0, 1.0))
-    other.note_first_byte(0.25)
     other.bytes, other.pieces, other.chunks, other.descriptors = 10, 20, 30, 40
     whole = Tally()
     whole.merge(one)
@@ -26,8 +24,7 @@ def test_stages_are_unions_and_ranks_are_summed():
 
 
 def test_a_rank_without_a_byte_does_not_hide_the_first_of_another():
-    whole, late = Tally(), Tally()
-    late.note_first_byte(7.0)
+    whole, late = Tally(), Tally(first_byte=7.0)
     for part in (Tally(), late, Tally()):
         whole.merge(part)
     assert whole.first_byte == 7.0

@@ -1058,7 +1058,8 @@ class Receiver(Struct, eq=False):
         if self.route is Route.PULL:
             if not chunks:
                 return
-            self.tally.note_first_byte(now)
+            if self.tally.first_byte is None:
+                self.tally.first_byte = now
         elif chunks:
             self.tally.add_chunks(granted[0][1], now, timings)
             while granted and granted[0][0] <= chunks.stop:

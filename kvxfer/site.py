@@ -512,7 +512,6 @@ class Site:
     # by incarnation, trust and direction, what was found of a peer: `route_support`, but for what could not be mapped
     support_of: dict[tuple[bytes, bool, bool], tuple[PeerInfo, RouteSupport]] = field(default_factory=dict)
     draining: bool = False  # true once new work is refused
-    incarnation: bytes = field(init=False)  # of this rank, drawn at start
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a thread looks at what a new peer holds
     # done once the worker waits for no peer any more: what is in doubt is looked at once more, and left
     closing: "asyncio.Future[None]" = field(init=False)
@@ -527,7 +526,6 @@ class Site:
         self.now = self.runtime.now
         self.place_bytes = min(self.config.chunk_bytes, self.receive_desk.share.capacity)
         self.in_place_chunk_bytes, self.sums_every = self.config.in_place_chunk_bytes, self.config.sums_every
-        self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 
     def call_at(self, when: float, callback: Callback) -> asyncio.TimerHandle:

@@ -715,9 +715,9 @@ class Service:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
         secret = config.secret.get_secret_value().encode() if config.secret is not None else None
         trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
-        epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
+        epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.key.incarnation
         identity = Identity(
-            config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
+            config.engine, epoch, site.key.incarnation, config.rank, config.world, int(site.capabilities), __version__
         )
         terms = Terms(
             facts=site.facts,
@@ -1034,7 +1034,7 @@ class Worker:
             rank=site.config.rank,
             world=site.config.world,
             endpoint=listener.reached_at(site.config.advertise),
-            incarnation=site.incarnation.hex(),
+            incarnation=site.key.incarnation.hex(),
         )
 
     @property

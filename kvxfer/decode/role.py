@@ -318,7 +318,7 @@ class Decode:
         self.peers: Final = peers
         self._site: Final = site
         self.numbers: Final = count(1)
-        self.prefix: Final = f"{site.incarnation.hex()[:8]}-"  # of names of transfers
+        self.prefix: Final = f"{site.key.incarnation.hex()[:8]}-"  # of names of transfers
         # by epoch, and where its ranks are; forgotten when a link is opened or lost
         self.engines: Final[dict[tuple[str, tuple[str, ...]], PrefillEngine]] = {}
         self._ending: list[Fetch] = []  # have succeeded, and are to be counted

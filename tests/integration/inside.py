@@ -818,7 +818,7 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
 
 def incarnation(worker: Any) -> bytes:
     """By what its peers know it."""
-    return worker._service.site.incarnation
+    return worker._service.site.key.incarnation
 
 
 def kept_of_the_gone(worker: Any) -> dict[str, int]:

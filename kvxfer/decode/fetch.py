@@ -173,21 +173,18 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     spans: BlockLists  # destination blocks of every group
     tokens: range
     after: Event  # the blocks may be written when this has fired
-    timeout: float | None  # seconds, or None
     keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
-    began: float  # when it was asked for
+    began: float  # when it was asked for, by the runtime's clock
+    deadline: float  # when its caller gives up; infinite if he does not
     ref: wire.TicketRef  # its ticket, as peers know it
     key: tuple[str, wire.TicketRef]  # the same, as this side does
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
-    deadline: float = math.inf  # when its caller gives up, by the runtime's clock
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
     idle: Sequence[Link] = ()  # to ranks of which nothing is needed, and that were not told
     links: Sequence[Link] = ()  # to every prefill rank that was told what is needed of it
-    ending: tuple[Tally, TransferStats] | None = None  # of a success, until the worker has counted it
     _asked: bool = False
     _error: Cause | None = None
     _standing: Standing = Standing(Step.CONNECTING)  # when it failed, once it has
-    _in_doubt: bool = False
     unwanted: bool = False  # nobody tries again: what is in doubt of it is given back when that has ended
     superseded: bool = False  # the request is fetched anew: what becomes of it is that fetch's business
     _timer: asyncio.TimerHandle | None = None
@@ -198,8 +195,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def begin(self) -> None:
         """Go. Ranks that are known are asked right now: they plan while the rest is made here."""
-        if self.timeout is not None:
-            self.deadline = self.began + self.timeout
+        if self.deadline < math.inf:
             self._timer = self.site.call_at(self.deadline, self._on_timeout)
         try:
             engine = self.role.engine(self.ticket)
@@ -313,18 +309,15 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             self._timer.cancel()
         self.site.custody.release(self.id)
         payloads = [receiver.protocol.payload for receiver in self.receivers]
-        self.ending = self._merge_counts()
-        self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), self.ending[1]))
-        self.role.on_success(self)
+        tally, stats = self._merge_counts()
+        self.succeed(FetchResult(self.request, next(filter(None, payloads), b""), stats))
+        self.role.on_success(self, tally, stats)
 
-    def finish_success(self, later: Collection[bytes]) -> None:
+    def finish_success(self, tally: Tally, stats: TransferStats, later: Collection[bytes]) -> None:
         """Tell every prefill rank that nothing more of the request is needed, and count a success.
 
         Ranks of these incarnations have more to do with the request, and are told when that has ended.
         """
-        if self.ending is None:
-            return
-        (tally, stats), self.ending = self.ending, None
         links = self.links
         if self.idle:  # one of these may have been lost, and met again
             links = list(dict.fromkeys((*links, *filter(None, self.role.known_links(self.ticket)))))
@@ -346,8 +339,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 timer.cancel()
         tally, stats = self._merge_counts()
         self.failed_blocks = self.listed
-        self._in_doubt = any(receiver.in_doubt for receiver in self.receivers)
-        if self._in_doubt:
+        if any(receiver.in_doubt for receiver in self.receivers):
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
             who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
@@ -443,7 +435,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             hint = f"; {at.peer} has not answered"
         self._stop(
             TransferTimeoutError(
-                f"fetch of {self.request!r} did not end within {self.timeout:g} s ({waited:.3f} s "
+                f"fetch of {self.request!r} did not end within {self.deadline - self.began:g} s ({waited:.3f} s "
                 f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.state.name}){hint}; "
                 f"what was under way had {self.site.config.revoke_timeout:g} s more to end",
                 peer=at.peer,
@@ -526,7 +518,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def on_doubt_ended(self) -> None:
         """Evidence came in, if they were in doubt: no peer can write the blocks any more."""
-        if self._in_doubt and not self._settled.done:
+        if not (self.memory_safe or self._settled.done):
             self.site.custody.settle(self.id)
             self._release_request()
             self.memory_safe = True

@@ -1,6 +1,7 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,8 @@ from kvxfer.plans.pairs import selection_to_wire, wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure
-from kvxfer.site import Site
-from kvxfer.telemetry import logger
+from kvxfer.site import Site, Tally
+from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import Claim, Progress, given_seconds
 
@@ -321,7 +322,7 @@ class Decode:
         self.prefix: Final = f"{site.key.incarnation.hex()[:8]}-"  # of names of transfers
         # by epoch, and where its ranks are; forgotten when a link is opened or lost
         self.engines: Final[dict[tuple[str, tuple[str, ...]], PrefillEngine]] = {}
-        self._ending: list[Fetch] = []  # have succeeded, and are to be counted
+        self._ending: list[tuple[Fetch, Tally, TransferStats]] = []  # have succeeded, and are to be counted
         self.fetches: Final[set[Fetch]] = set()  # what has not ended, or is in doubt
         self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
         self._retries: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
@@ -369,7 +370,7 @@ class Decode:
             raise BusyError(f"{len(self.fetches)} fetches are under way; max_transfers is {site.config.max_transfers}")
         spans, written = wanted_blocks(blocks, site.geometry, tokens)
         event = after if after is READY else as_event(after, site.geometry)
-        limit, keep = given_seconds(timeout, None), bool(keep)  # whatever says so, it is asked here
+        limit, keep = given_seconds(timeout, math.inf), bool(keep)  # whatever says so, it is asked here
         number, now = next(self.numbers), site.now()
         ident = f"{self.prefix}{number}"
         site.custody.hold(ident, written)
@@ -384,10 +385,10 @@ class Decode:
             spans=spans,
             tokens=tokens,
             after=event,
-            timeout=limit,
             keep=keep,
             written=written,
             began=now,
+            deadline=now + limit,
             ref=key[1],
             key=key,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
@@ -475,7 +476,7 @@ class Decode:
             self.engines[ticket.epoch, ticket.rank_endpoints] = engine
         return engine
 
-    def on_success(self, fetch: Fetch) -> None:
+    def on_success(self, fetch: Fetch, tally: Tally, stats: TransferStats) -> None:
         """Every byte of a fetch is there, and nothing of it in doubt: it is forgotten, and needs no claim."""
         for receiver in fetch.receivers:
             del self.incoming[receiver.protocol.transfer]
@@ -487,15 +488,15 @@ class Decode:
             self._claims.remove(fetch.key)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
             self._site.loop.call_soon(self.finish_successes)
-        self._ending.append(fetch)
+        self._ending.append((fetch, tally, stats))
 
     def finish_successes(self) -> None:
         """Tell prefill ranks of what has succeeded, and count it: before counters are read, and soon at any rate."""
         try:
             while self._ending:
-                fetch = self._ending.pop(0)
+                fetch, tally, stats = self._ending.pop(0)
                 others = fetch.superseded or fetch.key in self._of_ticket
-                fetch.finish_success(self._told_later(fetch) if others else ())
+                fetch.finish_success(tally, stats, self._told_later(fetch) if others else ())
         finally:  # of one that a log handler or an observer failed for the others hear nothing
             if self._ending:
                 self._site.loop.call_soon(self.finish_successes)

@@ -46,7 +46,7 @@ from kvxfer.copy.port import (
     Turns,
 )
 from kvxfer.copy.tables import SumTables, Tables
-from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
+from kvxfer.errors import ClosedError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
@@ -210,8 +210,6 @@ class Mover:
         max_post_bytes: int = 4 << 20,
         no_progress_timeout: float = 30.0,
     ) -> None:
-        if min(max_descriptors, max_post_bytes) < 1 or no_progress_timeout <= 0:
-            raise ConfigError("max_descriptors, max_post_bytes and no_progress_timeout must be > 0")
         self._loop: Final = asyncio.get_running_loop()
         self._runtime: Final = runtime
         self._gpu: Final = gpu

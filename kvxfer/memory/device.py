@@ -311,23 +311,15 @@ def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
         "pinned" memory lies on the NUMA node on which the calling thread may run, as far as that has room.
 
     Raises:
-        ArenaError: the memory is not there, `nbytes` is below 1, the kind is unknown, or `device` is missing.
+        ArenaError: the memory is not there, or `device` is missing.
         MissingExtraError: cuda-bindings is not installed, for all but "cpu".
         FabricError: CUDA failed in another way, or has no such memory; the message carries CUDA's name for it.
     """
-    if nbytes < 1:
-        raise ArenaError(
-            f"cannot allocate an arena of {nbytes} bytes; arena_bytes=0 means that there is none to allocate"
-        )
-    match kind:
-        case "cpu":
-            return _allocate_pages(nbytes)
-        case "cuda" | "fabric" | "pinned":
-            if device is None or device < 0:
-                raise ArenaError(f"an arena of kind {kind!r} needs the index of a GPU, not {device}")
-            return _allocate_cuda(kind, nbytes, device)
-        case _:  # pyright: ignore[reportUnnecessaryComparison]
-            raise ArenaError(f"arena kind {kind!r} is unknown; it is one of 'cpu', 'cuda', 'fabric', 'pinned'")
+    if kind == "cpu":
+        return _allocate_pages(nbytes)
+    if device is None or device < 0:
+        raise ArenaError(f"an arena of kind {kind!r} needs the index of a GPU, not {device}")
+    return _allocate_cuda(kind, nbytes, device)
 
 
 def _allocate_pages(nbytes: int) -> Backing:

@@ -20,7 +20,7 @@ from stepped import Flag
 from kvxfer.copy import records
 from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
 from kvxfer.copy.tables import pack
-from kvxfer.errors import ClosedError, ConfigError, FabricError
+from kvxfer.errors import ClosedError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import MemorySpan
 
@@ -113,12 +113,6 @@ async def test_posts_between_gpus_are_not_cut_by_bytes_and_have_longer_parts_whe
 async def test_the_transport_is_asked_once_it_is_set_up(make, listed, monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "takes_lists", listed)
     assert (await make()).mover._listed == (16 if listed else 1)
-
-
-@pytest.mark.parametrize("bad", [{"max_descriptors": 0}, {"max_post_bytes": 0}, {"no_progress_timeout": 0.0}])
-async def test_settings_are_checked(bad):
-    with pytest.raises(ConfigError):
-        Moving(**bad)
 
 
 # ---- one post --------------------------------------------------------------------------------------------------------

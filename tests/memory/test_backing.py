@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import cast
 
 import fake_cuda
 import pytest
@@ -15,7 +14,7 @@ from fake_cuda import Code, Result
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 from kvxfer.memory import device as backing
 from kvxfer.memory.books import InvariantError
-from kvxfer.memory.device import Kind, allocate, pci_bus_id
+from kvxfer.memory.device import allocate, pci_bus_id
 
 
 def mapped(address: int) -> bool:
@@ -84,10 +83,6 @@ class TestPages:
     def test_impossible_sizes_are_refused(self, nbytes):
         with pytest.raises(ArenaError, match=str(nbytes)):
             allocate("cpu", nbytes)
-
-    def test_an_unknown_kind_is_refused(self):
-        with pytest.raises(ArenaError, match="'disk' is unknown"):
-            allocate(cast("Kind", "disk"), 4096)
 
     def test_importing_the_books_imports_neither_torch_nor_cuda_nor_asyncio(self):
         program = (

@@ -158,9 +158,32 @@ def _cache_home() -> str:
 # --- what compiled functions can do and Python cannot
 
 
-def _instruction(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function of its types and its code means to compiled callers."""
-    return cast("Callable[..., Any]", intrinsic(prefer_literal=True)(make))
+def _instruction(result: Any, given: Any = numba.int64) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make of a function that writes code one for compiled callers: of numbers of a type, with a result of another.
+
+    A `width`, which comes last, is a number that is written where this is called.
+    """
+
+    def of(write: Callable[..., Any]) -> Callable[..., Any]:
+        def typed(typing: Any, *arguments: Any) -> Any:
+            kinds, known = [given] * len(arguments), list[int]()
+            if "width" in write.__code__.co_varnames:
+                if not isinstance(arguments[-1], numba.types.IntegerLiteral):
+                    return None
+                kinds[-1], known = arguments[-1], [arguments[-1].literal_value]
+
+            def code(context: Any, builder: Any, signature: Any, packed: Any) -> Any:
+                numbers = cgutils.unpack_tuple(builder, packed[0], len(arguments))
+                made = write(builder, *numbers[: len(numbers) - len(known)], *known)
+                return context.get_dummy_value() if result is numba.void else made
+
+            together: Any = numba.types.StarArgTuple.from_types(kinds)
+            return result(together), code
+
+        typed.__name__ = write.__name__  # as numba's errors call it
+        return cast("Callable[..., Any]", intrinsic(prefer_literal=True)(typed))
+
+    return of
 
 
 _ANYWHERE: Final = "null_pointer_is_valid"
@@ -173,163 +196,94 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
     return builder.inttoptr(address, ir.IntType(bits).as_pointer())
 
 
-@_instruction
-def load(typing: Any, address: Any) -> Any:
+@_instruction(numba.int64)
+def load(builder: Any, address: Any) -> Any:
     """The int64 at an address that is a multiple of 8."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load(_pointer(builder, given[0], 64))
-
-    return numba.int64(numba.int64), code
+    return builder.load(_pointer(builder, address, 64))
 
 
-@_instruction
-def store(typing: Any, address: Any, number: Any) -> Any:
+@_instruction(numba.void)
+def store(builder: Any, address: Any, number: Any) -> None:
     """Put an int64 at an address that is a multiple of 8."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        builder.store(given[1], _pointer(builder, given[0], 64))
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64, numba.int64), code
+    builder.store(number, _pointer(builder, address, 64))
 
 
-@_instruction
-def load_word(typing: Any, address: Any, width: Any) -> Any:
-    """The number of 1, 2 or 4 bytes, without a sign, at any address; how many is written where this is called."""
-    if not isinstance(width, numba.types.IntegerLiteral):
-        return None
-    bits = 8 * width.literal_value
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        word = builder.load(_pointer(builder, given[0], bits))
-        word.align = 1
-        return builder.zext(word, _I64)
-
-    return numba.int64(numba.int64, width), code
+@_instruction(numba.int64)
+def load_word(builder: Any, address: Any, width: int) -> Any:
+    """The number of 1, 2 or 4 bytes, without a sign, at any address."""
+    word = builder.load(_pointer(builder, address, 8 * width))
+    word.align = 1
+    return builder.zext(word, _I64)
 
 
-@_instruction
-def store_word(typing: Any, address: Any, number: Any, width: Any) -> Any:
+@_instruction(numba.void)
+def store_word(builder: Any, address: Any, number: Any, width: int) -> None:
     """Put the lowest 1, 2 or 4 bytes of a number at any address."""
-    if not isinstance(width, numba.types.IntegerLiteral):
-        return None
-    kind = ir.IntType(8 * width.literal_value)
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        builder.store(builder.trunc(given[1], kind), _pointer(builder, given[0], kind.width)).align = 1
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64, numba.int64, width), code
+    builder.store(builder.trunc(number, ir.IntType(8 * width)), _pointer(builder, address, 8 * width)).align = 1
 
 
-@_instruction
-def float_of(typing: Any, bits: Any) -> Any:
+@_instruction(numba.float32)
+def float_of(builder: Any, bits: Any) -> Any:
     """The float32 whose bits are the lower half of a number."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
-
-    return numba.float32(numba.int64), code
+    return builder.bitcast(builder.trunc(bits, ir.IntType(32)), ir.FloatType())
 
 
-@_instruction
-def bits_of(typing: Any, value: Any) -> Any:
+@_instruction(numba.int64, numba.float32)
+def bits_of(builder: Any, value: Any) -> Any:
     """The bits of a float32, as a number without a sign."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.zext(builder.bitcast(given[0], ir.IntType(32)), _I64)
-
-    return numba.int64(numba.float32), code
+    return builder.zext(builder.bitcast(value, ir.IntType(32)), _I64)
 
 
-@_instruction
-def prefetch(typing: Any, address: Any) -> Any:
+@_instruction(numba.void)
+def prefetch(builder: Any, address: Any) -> None:
     """Have the cache line at an address brought near. Whatever lies there, nothing comes of it."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [builder.inttoptr(given[0], pointer), number(0), number(3), number(1)])  # data, to read
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64), code
+    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [builder.inttoptr(address, pointer), number(0), number(3), number(1)])  # data, to read
 
 
-@_instruction
-def copy_bytes(typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+@_instruction(numba.void)
+def copy_bytes(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
     """Copy so many bytes, to where none of them is read."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        to, of, count = given
-        cgutils.raw_memcpy(builder, _pointer(builder, to, 8), _pointer(builder, of, 8), count, 1)
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64, numba.int64, numba.int64), code
+    cgutils.raw_memcpy(builder, _pointer(builder, dst, 8), _pointer(builder, src, 8), nbytes, 1)
 
 
-@_instruction
-def clear_bytes(typing: Any, address: Any, nbytes: Any) -> Any:
+@_instruction(numba.void)
+def clear_bytes(builder: Any, address: Any, nbytes: Any) -> None:
     """Put zeros into so many bytes."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        cgutils.memset(builder, _pointer(builder, given[0], 8), given[1], 0)
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64, numba.int64), code
+    cgutils.memset(builder, _pointer(builder, address, 8), nbytes, 0)
 
 
-@_instruction
-def copy_word(typing: Any, dst: Any, src: Any, width: Any) -> Any:
-    """Copy one word of 1, 2, 4, 8 or 16 bytes, a number that is written where this is called."""
-    if not isinstance(width, numba.types.IntegerLiteral):
-        return None
-    bits = 8 * width.literal_value
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        word = builder.load(_pointer(builder, given[1], bits))
-        word.align = 1
-        builder.store(word, _pointer(builder, given[0], bits)).align = 1
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64, numba.int64, width), code
+@_instruction(numba.void)
+def copy_word(builder: Any, dst: Any, src: Any, width: int) -> None:
+    """Copy one word of 1, 2, 4, 8 or 16 bytes."""
+    word = builder.load(_pointer(builder, src, 8 * width))
+    word.align = 1
+    builder.store(word, _pointer(builder, dst, 8 * width)).align = 1
 
 
-@_instruction
-def add(typing: Any, address: Any, number: Any) -> Any:
+@_instruction(numba.int64)
+def add(builder: Any, address: Any, number: Any) -> Any:
     """Add to the int64 at an address, for all threads at once; returns what it was before."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, given[0], 64), given[1], "seq_cst")
-
-    return numba.int64(numba.int64, numba.int64), code
+    return builder.atomic_rmw("add", _pointer(builder, address, 64), number, "seq_cst")
 
 
-@_instruction
-def exchange(typing: Any, address: Any, expected: Any, number: Any) -> Any:
+@_instruction(numba.boolean)
+def exchange(builder: Any, address: Any, expected: Any, number: Any) -> Any:
     """Put a number at an address if what is there is as expected, for all threads at once; whether it was."""
-
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        pair = builder.cmpxchg(_pointer(builder, given[0], 64), given[1], given[2], "seq_cst", "seq_cst")
-        return builder.extract_value(pair, 1)
-
-    return numba.boolean(numba.int64, numba.int64, numba.int64), code
+    pair = builder.cmpxchg(_pointer(builder, address, 64), expected, number, "seq_cst", "seq_cst")
+    return builder.extract_value(pair, 1)
 
 
 def _call(result: Any, *, variadic: bool = False) -> Callable[..., Any]:
     """What calls a C function of numbers and pointers; each is passed as 64 bits, of which it takes what it needs."""
 
-    @_instruction
-    def call(typing: Any, function: Any, *arguments: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            kind = ir.FunctionType(result, [_I64] * len(arguments), var_arg=variadic)
-            numbers = cgutils.unpack_tuple(builder, given[1], len(arguments))
-            found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
-            return found if result.width == _I64.width else builder.sext(found, _I64)
-
-        numbers: Any = numba.types.StarArgTuple.from_types([numba.int64] * len(arguments))
-        return numba.int64(numba.int64, numbers), code
+    @_instruction(numba.int64)
+    def call(builder: Any, function: Any, *numbers: Any) -> Any:
+        kind = ir.FunctionType(result, [_I64] * len(numbers), var_arg=variadic)
+        found = builder.call(builder.inttoptr(function, kind.as_pointer()), numbers)
+        return found if result.width == _I64.width else builder.sext(found, _I64)
 
     return call
 

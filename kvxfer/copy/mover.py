@@ -688,8 +688,8 @@ class Mover:
             said = *flow.sent[:5], agent, peer, places, first, token
             self._machine.send(_FLOW.pack(records.FLOW, *common, *where, *said))
 
-    def _write_records(self, step: _Step) -> bool:
-        """Make the records of a step; if something has to be seen to before, that begins."""
+    def _write_records(self, step: _Step) -> I64 | None:
+        """Make the records of a step; None if something has to be seen to before, which begins."""
         flow, job, kept, gpu, sums = step.flow, step.job, step.kept, self._gpu, step.sums
         tables = step.batch or job.tables
         batch: Batch = self._machine.batches.of([tables]) if isinstance(tables, Tables) else tables
@@ -715,9 +715,9 @@ class Mover:
                     np.minimum(wanted, self._machine.helpers(batch.helpers), out=wanted)
                 elif gpu is not None and sums is not None:
                     flow.found = gpu.add_sums(step.records[0], batch, sums, kept)
-                return True
+                return step.records
         flow.kept.append(self._loop.create_task(self._prepare(step, batch, met), name="kvxfer prepare a copy"))
-        return False
+        return None
 
     def _post_words(self, kept: list[Any], post: Post, steps: int) -> tuple[int, ...]:
         """What a record says from POST on; of so many steps, the first. `kept` gets what it points to."""
@@ -771,11 +771,9 @@ class Mover:
             if step.waits:
                 self._await_events(flow)
                 return
-            if step.records is None and not self._write_records(step):
-                flow.held = True
-                return
             found, laid = step.records, step.laid
-            if found is None:
+            if found is None and (found := self._write_records(step)) is None:
+                flow.held = True
                 return
             if not laid:
                 step.stop = flow.pushed + len(found)

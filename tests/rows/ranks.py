@@ -8,7 +8,6 @@ pool, blocks that other requests share, padding, guards.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import lcm
 from random import Random
 from typing import Any
 
@@ -219,13 +218,6 @@ class World:
     def tokens(self) -> tuple[int, int]:
         """What is fetched."""
         return self.request.tokens.start, self.request.tokens.stop
-
-    @property
-    def period(self) -> int:
-        """Tokens after which blocks and turns begin anew on all ranks."""
-        sides = (self.case.prefill, self.case.decode)
-        blocks = [side.block_of(one.group) for side in sides for one in self.case.model if not one.state]
-        return lcm(*blocks, *(side.chunk * side.cp for side in sides))
 
     def begin(self, request: Request) -> None:
         """Give a request its blocks on every rank, and write its cache into those of the prefill ranks."""

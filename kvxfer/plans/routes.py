@@ -239,11 +239,7 @@ _HOPELESS: Final = 4.0
 
 
 class Estimates:
-    """Predictions for the transfers of one worker.
-
-    Args:
-        profile: Costs of the kind of machine that it runs on.
-    """
+    """Predictions for the transfers of one worker: what a route costs, times a factor for the peer."""
 
     def __init__(self, profile: Profile) -> None:
         self.paces: Final[dict[bytes, float]] = {}  # bytes a second that went through a ring of staging memory last
@@ -258,18 +254,6 @@ class Estimates:
         if route in known:
             return exp(known[route])
         return exp(sum(known.values()) / len(known)) if known else 1.0
-
-    def seconds(self, peer: bytes, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
-        """Predicted seconds from `fetch` to its return.
-
-        Args:
-            peer: Incarnation of the other side.
-            route: How the bytes travel.
-            nbytes: Size of the transfer.
-            chunks: Chunks that it is cut into.
-            pieces: Contiguous pieces, neighbours merged.
-        """
-        return self.costs[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
 
     def note_choice(self, peer: bytes, route: Route) -> None:
         """A transfer takes this route, and will tell what it is like."""

@@ -147,8 +147,8 @@ def plan_transfer(
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
 
     def seconds(route: Route, pieces: int) -> float:
-        chunks = usual_chunks(site.config, route, nbytes)
-        return site.estimates.seconds(incarnation, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+        chunks, costs = usual_chunks(site.config, route, nbytes), site.estimates.costs[route]
+        return costs.seconds(nbytes=nbytes, chunks=chunks, pieces=pieces) * site.estimates.factor(incarnation, route)
 
     overdue = partial(site.estimates.overdue, incarnation) if offer.all_ready else never
     choice, bound = choose_and_cut(

@@ -265,10 +265,10 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, t
     route, change, code = FOREIGN_FETCHES[case]
     prefill, decode = await stage.pair(source, target, route=route)
 
-    def seconds(_, __, route, **___):
-        return float(route is not wire.Route.STAGED)
+    def factor(_, __, route):
+        return 1e-9 if route is wire.Route.STAGED else 1.0
 
-    monkeypatch.setattr(Estimates, "seconds", seconds)  # `staged` is the first choice
+    monkeypatch.setattr(Estimates, "factor", factor)  # `staged` is the first choice
     tap.change[wire.Fetch] = lambda fetch: replace(fetch, lease_ms=0, ring=[], agreement=b"", **change)
     offer = prefill.offer("r", [1, 2], tokens=8)
     fetching = decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)

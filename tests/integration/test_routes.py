@@ -222,7 +222,7 @@ async def test_an_event_that_has_fired_is_not_waited_for(stage):
 
 async def test_a_route_that_takes_many_words_to_explain_is_taken(stage, monkeypatch):
     """The peer would have taken the session to be broken."""
-    monkeypatch.setattr("kvxfer.plans.routes.Estimates.seconds", lambda *_, **__: 1e9)
+    monkeypatch.setattr("kvxfer.plans.routes.Costs.seconds", lambda *_, **__: 1e9)
     monkeypatch.setattr("kvxfer.plans.routes.Estimates.overdue", lambda *_: True)
     prefill, decode = await stage.pair(Cache(), Cache())
     result, ending = await stage.bring(prefill, decode)

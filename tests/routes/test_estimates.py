@@ -13,25 +13,19 @@ A, B = b"a" * 16, b"b" * 16
 WORK = {"nbytes": 1 << 26, "chunks": 2, "pieces": 2048}
 
 
-def test_at_first_they_are_the_profiles():
-    estimates = Estimates(CPU)
-    for route in (Route.MAPPED, Route.STAGED, Route.DIRECT, Route.PULL):
-        assert estimates.seconds(A, route, **WORK) == CPU.routes[route].seconds(**WORK)
-
-
 def test_they_come_to_what_transfers_take_and_stay_there():
     estimates, rng = Estimates(CPU), Random(1)
+    plain = CPU.routes[Route.DIRECT].seconds(**WORK)
     for _ in range(60):
-        plain = CPU.routes[Route.DIRECT].seconds(**WORK)
         estimates.learn(A, Route.DIRECT, plain=plain, seconds=0.040 * rng.uniform(0.9, 1.1))
-    assert estimates.seconds(A, Route.DIRECT, **WORK) == pytest.approx(0.040, rel=0.1)
+    assert plain * estimates.factor(A, Route.DIRECT) == pytest.approx(0.040, rel=0.1)
 
 
 def test_one_slow_transfer_is_no_verdict():
     estimates = Estimates(CPU)
-    before = estimates.seconds(A, Route.DIRECT, **WORK)
-    estimates.learn(A, Route.DIRECT, plain=before, seconds=before * 1000)
-    assert estimates.seconds(A, Route.DIRECT, **WORK) <= before * 2.01
+    assert estimates.factor(A, Route.DIRECT) == 1
+    estimates.learn(A, Route.DIRECT, plain=1.0, seconds=1000.0)
+    assert estimates.factor(A, Route.DIRECT) <= 2.01
 
 
 def test_what_was_never_tried_is_as_slow_as_what_was():
@@ -68,7 +62,9 @@ def choice(estimates, pieces, nbytes=1 << 26):
         acceptable("auto", support),
         nbytes=nbytes,
         pieces=lambda: pieces,
-        seconds=lambda route, count: estimates.seconds(A, route, nbytes=nbytes, chunks=2, pieces=count),
+        seconds=lambda route, count: (
+            CPU.routes[route].seconds(nbytes=nbytes, chunks=2, pieces=count) * estimates.factor(A, route)
+        ),
         overdue=partial(estimates.overdue, A),
     )
 

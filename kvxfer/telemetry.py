@@ -106,31 +106,27 @@ def hears_info(name: str) -> Callable[[], bool]:
 
 
 class _Listener(logging.Handler):
-    """Keeps one value of the warnings of some events."""
+    """Keeps the reasons that warnings of some events give."""
 
-    def __init__(self, events: Collection[str], key: str) -> None:
+    def __init__(self, events: Collection[str]) -> None:
         super().__init__(logging.WARNING)
-        self._events, self._key = events, key
+        self._events = events
         self.heard: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         said: dict[str, Any] = getattr(record, "kvxfer", {})
         if said.get("event") in self._events:
-            self.heard.append(str(said.get(self._key, "")))
+            self.heard.append(str(said.get("reason", "")))
 
 
 @contextmanager
-def overheard(events: Collection[str], key: str) -> Generator[list[str], None, None]:
+def overheard(events: Collection[str]) -> Generator[list[str], None, None]:
     """Listen to what this process warns of, beside whoever else does.
 
-    Args:
-        events: Names of events.
-        key: Of the value that is wanted.
-
     Yields:
-        A list that grows with each of them.
+        The reasons of these events: a list that grows with each of them.
     """
-    listener, log = _Listener(events, key), logging.getLogger("kvxfer")
+    listener, log = _Listener(events), logging.getLogger("kvxfer")
     log.addHandler(listener)
     try:
         yield listener.heard

@@ -169,7 +169,7 @@ def test_stats():
 
 def test_warnings_of_some_events_are_overheard():
     log = logger("kvxfer.worker")
-    with overheard({"memory_leaked"}, "reason") as heard:
+    with overheard({"memory_leaked"}) as heard:
         log.warning("memory_leaked", reason="one")
         log.warning("cache_not_exported", reason="another event")
         log.info("memory_leaked", reason="no warning")

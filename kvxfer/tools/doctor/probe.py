@@ -113,7 +113,7 @@ class Probe:
         return heard
 
     async def _route(self, route: str, cache: ProbeCache) -> list[Finding]:
-        with overheard(_REASONS, "reason") as reasons:
+        with overheard(_REASONS) as reasons:
             async with AsyncExitStack() as stack:
                 worker, why = None, ""
                 self.lanes.forget()

@@ -117,9 +117,6 @@ class Quota:
     A peer gets another place while it holds less than three times as many as are free (a dynamic threshold, as switches
     have for the buffers that their ports share). So a peer that is alone has three quarters, `n` peers that all want as
     many as they can get have equal parts, and there is always a place for one that has none yet, until all are taken.
-
-    Args:
-        limit: Places in all.
     """
 
     def __init__(self, limit: int) -> None:
@@ -166,12 +163,7 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """The books of it.
-
-    Args:
-        now: Monotonic seconds.
-        loop: The worker's event loop.
-    """
+    """The books of it."""
 
     def __init__(self, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
         self.count = 0  # how often the agent was made anew
@@ -246,14 +238,7 @@ class _Wait(msgspec.Struct, eq=False):
 
 
 class Desk:
-    """Hands out extents of one share in the order that its books decide.
-
-    Args:
-        share: The books.
-        now: Monotonic seconds.
-        loop: The worker's event loop.
-        metrics: Where waits are counted.
-    """
+    """Hands out extents of one share in the order that its books decide."""
 
     def __init__(
         self, share: Share, now: Callable[[], float], loop: asyncio.AbstractEventLoop, metrics: Metrics
@@ -541,10 +526,6 @@ class Site:
 
         What takes longer than a moment is done in a thread, for one peer after the other: the loop then shares the
         interpreter with no more than one.
-
-        Args:
-            peer: The other side.
-            sending: Whether this rank is the prefill rank.
 
         Raises:
             MismatchError: If its description contradicts itself, or what both sides hold cannot be copied as it is.

@@ -368,11 +368,7 @@ class _Account:
 
 
 class Metrics:
-    """Counters of one worker, by the names that `snapshot` gives; those with a label by label. They only grow.
-
-    Args:
-        observer: Who hears of transfers and offers too.
-    """
+    """Counters of one worker, by the names that `snapshot` gives; those with a label by label. They only grow."""
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._observer: Final = observer

@@ -122,13 +122,6 @@ class Staging:
     ) -> None:
         """Allocate and register the arena; does nothing if there is to be none. `close` or `leak` ends what is there.
 
-        Args:
-            config: Settings.
-            geometry: What the arena serves.
-            fabric: Where it is registered.
-            metrics: Count what was refused.
-            place: Runs the work that allocates it, on the right CPUs.
-
         Raises:
             ConfigError: If copies of this cache cannot reach memory of the kind asked for.
             ArenaError: If no kind that may be taken has so much memory.
@@ -635,12 +628,7 @@ _LEAVING: Final = wire.Goodbye(Code.DRAINING, "the worker is draining")
 
 
 class Service:
-    """One rank's service, on the loop on which it was made.
-
-    Args:
-        site: What it stands on.
-        own_loop: Whether the loop has a thread of its own.
-    """
+    """One rank's service, on the loop on which it was made."""
 
     def __init__(self, site: Site, *, own_loop: bool) -> None:
         self.site: Final = site
@@ -805,13 +793,7 @@ class Service:
 
 
 def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any]:
-    """Identity, peers, arena, threads, offers, transfers and counters.
-
-    Args:
-        card: What the rank says of itself.
-        service: The worker.
-        parts: What it was made of.
-    """
+    """Identity, peers, arena, threads, offers, transfers and counters."""
     site, sender, receiver, peers = service.site, service.prefill, service.decode, service.peers
     links, greeting, rebuilds = service.links, service.greeting, site.rebuilds
     staging, now = parts.staging, site.now()

@@ -61,12 +61,7 @@ _NOWHERE: Final = Damage((), (), {})
 
 
 class Checking:
-    """What a prefill rank says the chunks of one transfer add up to, and the first that differs.
-
-    Args:
-        transfer: Its number.
-        every: One chunk in so many is compared.
-    """
+    """What a prefill rank says the chunks of one transfer add up to, and the first that differs."""
 
     def __init__(self, transfer: int, every: int) -> None:
         # the first that differs, and where; nowhere if the prefill rank did not say what it should be
@@ -932,11 +927,6 @@ class Receiver(Struct, eq=False):
 
     async def _flush_or_sum(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
         """Flush what has come into the caller's blocks, or add up about so many bytes that are there.
-
-        Args:
-            tables: What to flush.
-            nbytes: How much there is to add up.
-            sums: What to add up.
 
         Raises:
             KvxferError: If it failed, or no more copies are taken.

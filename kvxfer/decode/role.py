@@ -81,12 +81,7 @@ class _Engine:
 
 
 class Claims:
-    """Keeps claims and renews them.
-
-    Args:
-        site: The worker.
-        peers: Links to prefill ranks.
-    """
+    """Keeps claims and renews them."""
 
     def __init__(self, site: Site, peers: Peers) -> None:
         self._site: Final = site
@@ -250,12 +245,7 @@ _ASK_SECONDS_MAX: Final = 10.0
 
 
 class Recoveries:
-    """What is in doubt: peers are asked, and evidence is sought, until either has ended the doubt.
-
-    Args:
-        site: The worker.
-        peers: Links to prefill ranks.
-    """
+    """What is in doubt: peers are asked, and evidence is sought, until either has ended the doubt."""
 
     def __init__(self, site: Site, peers: Peers) -> None:
         self._site: Final = site
@@ -308,12 +298,7 @@ _NO_REF: Final = wire.TicketRef("", 0, b"")
 
 
 class Decode:
-    """Everything that this rank fetches from peers.
-
-    Args:
-        site: The worker.
-        peers: Links to prefill ranks.
-    """
+    """Everything that this rank fetches from peers."""
 
     def __init__(self, site: Site, peers: Peers) -> None:
         self.peers: Final = peers
@@ -707,11 +692,6 @@ class Decode:
 
     def _send_release(self, ticket: Ticket, links: Iterable[Link] = (), spared: Container[bytes] = ()) -> list[str]:
         """Tell every prefill rank that is connected that no fetch will come. At once: the worker may be about to close.
-
-        Args:
-            ticket: Of what.
-            links: More ways to its ranks.
-            spared: Incarnations that are told later.
 
         Returns:
             Endpoints to which no link is known.

@@ -317,10 +317,6 @@ class Share:
     def request(self, peer: str, nbytes: int) -> Request:
         """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
 
-        Args:
-            peer: For whom.
-            nbytes: Bytes, at least 1.
-
         Raises:
             ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
                 ever hold), or the share is empty, or more than half of it is in quarantine and none of what remains

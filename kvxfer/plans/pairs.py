@@ -305,11 +305,7 @@ _KEPT_A_PEER: Final = 4
 
 
 class PairPlans:
-    """Geometries of peers and plans with them, made once a pair.
-
-    Args:
-        geometry: What this rank holds.
-    """
+    """Geometries of peers and plans with them, made once a pair."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self._own: Final = geometry
@@ -729,12 +725,6 @@ def choose_and_cut(
     cut: Callable[[Route], BoundPlan],
 ) -> tuple[Choice, BoundPlan]:
     """A route that can serve a transfer, and how the transfer is cut for it.
-
-    Args:
-        wanted: Routes that the decode rank accepts, best first.
-        support: What the pair can do.
-        choose: Chooses one of some routes.
-        cut: Cuts the transfer for a route.
 
     Raises:
         RefusedError: If no route is left, or no chunk is small enough for any.

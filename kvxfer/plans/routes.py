@@ -260,15 +260,7 @@ class Estimates:
         self._chosen.setdefault(peer, {})[route] = self._spent.get(peer, 0.0)
 
     def overdue(self, peer: bytes, route: Route, seconds: float, best: Route, best_s: float) -> bool:
-        """Whether a slower route should be taken once more, to see whether it still is slower.
-
-        Args:
-            peer: Incarnation of the other side.
-            route: The slower one.
-            seconds: Predicted for it.
-            best: The faster one.
-            best_s: Predicted for that.
-        """
+        """Whether a slower route should be taken once more, to see whether it still is slower."""
         since = self._spent.get(peer, 0.0) - self._chosen.get(peer, {}).get(route, 0.0)
         plain, best_plain = seconds / self.factor(peer, route), best_s / self.factor(peer, best)
         return since * _TRIES >= seconds and plain <= best_plain * _HOPELESS

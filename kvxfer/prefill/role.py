@@ -54,12 +54,7 @@ class Doubt:
 
 
 class Doubts:
-    """The books of them.
-
-    Args:
-        site: The worker.
-        places: Of transfers.
-    """
+    """The books of them."""
 
     def __init__(self, site: Site, places: Quota) -> None:
         self._site: Final = site
@@ -143,11 +138,7 @@ _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
 
 
 class Prefill:
-    """Everything that peers fetch from this rank.
-
-    Args:
-        site: The worker.
-    """
+    """Everything that peers fetch from this rank."""
 
     def __init__(self, site: Site) -> None:
         self.book: Final = OfferBook(site)

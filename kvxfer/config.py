@@ -1031,9 +1031,6 @@ def _masked(value: Any) -> Any:
         return value
     inner = cast("dict[str, Any]", value)
     return {
-        name: _MASK if _sensitive(name) and isinstance(item, str) else _masked(item) for name, item in inner.items()
+        name: _MASK if isinstance(item, str) and any(word in name.lower() for word in _SENSITIVE) else _masked(item)
+        for name, item in inner.items()
     }
-
-
-def _sensitive(name: str) -> bool:
-    return any(word in name.lower() for word in _SENSITIVE)

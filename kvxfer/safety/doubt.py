@@ -57,14 +57,6 @@ class Exposure(Struct, eq=False):
     _news: "asyncio.Future[None] | None" = None  # for which whoever looks for evidence waits
 
     @property
-    def ended_with_agent(self) -> bool:
-        """Whether the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
-
-        Its posts went to the agent that is here now: it can tell no more of them before there is another one here.
-        """
-        return self._renewed and self._in_doubt
-
-    @property
     def ends_with_process(self) -> bool:
         """Whether nothing of it goes on, or does harm, when the peer's process has ended.
 
@@ -128,7 +120,8 @@ class Exposure(Struct, eq=False):
                 self._news, last = site.loop.create_future(), site.closing.done()
                 if found is None and self.fenced:
                     found = await site.gates.revoke(self.gate)
-                count, gone = site.rebuilds.count, self.ended_with_agent
+                # its posts went to the agent that is here now: it can tell no more of them before there is another one
+                count, gone = site.rebuilds.count, self._renewed and self._in_doubt
                 if why := await self._evidence(found, rebuilt=count > before):
                     self.on_evidence(why)
                     return

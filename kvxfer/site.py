@@ -171,22 +171,17 @@ class Rebuilds:
         self.on_request: Callable[[], None] = lambda: None  # called when somebody new waits for it
         self._now: Final = now
         self._loop: Final = loop
-        self._requests: dict[RebuildRequest, None] = {}
+        self.requests: Final[dict[RebuildRequest, None]] = {}  # who waits
         self._taken: list[RebuildRequest] = []
         self._held: list[Callable[[], None]] = []
         self.next: asyncio.Future[None] = loop.create_future()  # done when it has been done once more
 
-    @property
-    def requests(self) -> list[RebuildRequest]:
-        """Who waits."""
-        return list(self._requests)
-
     def request(self, *, urgent: bool, answered: bool = False) -> Callable[[], None]:
         """Wait for it until it has been begun and done, or until the returned function is called."""
         request = RebuildRequest(self._now(), urgent, answered)
-        self._requests[request] = None
+        self.requests[request] = None
         self.on_request()
-        return lambda: self._drop(request)
+        return partial(self.requests.pop, request, None)
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Call `then` once peers may be granted or told something: at once, unless it is about to be done."""
@@ -198,7 +193,7 @@ class Rebuilds:
     def begin(self) -> None:
         """It is about to be done. What is wanted by now will be over then, and nothing that comes later."""
         self.paused = True
-        self._taken = list(self._requests)
+        self._taken = list(self.requests)
 
     def end(self, *, done: bool) -> None:
         """It has been, or could not be."""
@@ -210,12 +205,9 @@ class Rebuilds:
             self.next.set_result(None)
             self.next = self._loop.create_future()
             for request in taken:
-                self._drop(request)
+                self.requests.pop(request, None)
         for then in held:
             then()
-
-    def _drop(self, request: RebuildRequest) -> None:
-        self._requests.pop(request, None)
 
 
 # --- waiting for memory

@@ -26,7 +26,7 @@ async def test_what_is_wanted_while_it_is_made_is_not_over_with_it(rebuilds):
     assert (rebuilds.count, len(rebuilds.requests)) == (1, 1)
     rebuilds.begin()
     rebuilds.end(done=True)
-    assert (rebuilds.count, rebuilds.requests) == (2, [])
+    assert (rebuilds.count, rebuilds.requests) == (2, {})
 
 
 @pytest.mark.parametrize("done", [True, False])

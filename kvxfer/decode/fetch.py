@@ -285,7 +285,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def release_idle(self) -> None:
         """Tell ranks of which nothing is needed, unless the request is kept: one may be left when another is lost."""
-        if self.going_on and not (self.keep or self.role.is_claimed(self.key)):
+        if self.going_on and not (self.keep or self.key in self.role.claims):
             for link in self.idle:
                 link.send(wire.Release(self.ref))
             self.idle = ()
@@ -514,7 +514,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _release_request(self) -> None:
         if self.unwanted:
-            self.role.on_given_up(self)
+            self.role.release_request(self.ticket, self.links)
 
     def on_doubt_ended(self) -> None:
         """Evidence came in, if they were in doubt: no peer can write the blocks any more."""

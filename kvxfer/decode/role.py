@@ -314,24 +314,12 @@ class Decode:
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self.incoming: Final[dict[int, Receiver]] = {}  # what takes parts of them, by number
         self.recoveries: Final = Recoveries(site, peers)
-        self._claims: Final = Claims(site, peers)
-
-    def __len__(self) -> int:
-        return len(self.fetches)
-
-    @property
-    def claimed(self) -> int:
-        """Requests whose leases are renewed."""
-        return len(self._claims)
+        self.claims: Final = Claims(site, peers)
 
     @property
     def doubtful(self) -> int:
         """Fetches that ended while a peer's answer was missing."""
         return sum(fetch.done for fetch in self.fetches)
-
-    def is_claimed(self, key: TicketKey) -> bool:
-        """Whether the lease of a request is renewed."""
-        return key in self._claims
 
     # --- what callers do
 
@@ -378,7 +366,7 @@ class Decode:
             key=key,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
         )
-        self._claims.note_fetch(key, given_up=False)
+        self.claims.note_fetch(key, given_up=False)
         if same := self._of_ticket.get(key):
             for older in same:
                 older.superseded, older.unwanted = True, False
@@ -398,11 +386,11 @@ class Decode:
         Raises:
             BusyError: If there are too many claims.
         """
-        let_go = self._claims.add(ticket)
+        let_go = self.claims.add(ticket)
 
         def close() -> None:
             if let_go():
-                self._release_request(ticket)
+                self.release_request(ticket)
             for fetch in list(self._of_ticket.get(ticket.key, ())):
                 fetch.release_idle()
 
@@ -414,7 +402,7 @@ class Decode:
         Raises:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
-        self._claims.remove(ticket.key)
+        self.claims.remove(ticket.key)
         self._close_retry_window(ticket.key)
         read = self.read_yet(ticket.key)
         others = self._send_release(ticket, spared=read)
@@ -470,7 +458,7 @@ class Decode:
         # those that go on by now: one that begins in this turn comes too late
         fetch.superseded = fetch.key in self._of_ticket and self._leave_to_another(fetch.key)
         if not fetch.superseded:
-            self._claims.remove(fetch.key)
+            self.claims.remove(fetch.key)
         if not self._ending:  # when whoever awaits it has gone on, perhaps with another one
             self._site.loop.call_soon(self.finish_successes)
         self._ending.append((fetch, tally, stats))
@@ -496,9 +484,27 @@ class Decode:
                     read.add(receiver.peer.identity.incarnation)
         return read
 
-    def on_given_up(self, fetch: Fetch) -> None:
-        """The caller of a fetch has given up, and keeps nothing."""
-        self._release_request(fetch.ticket, fetch.links)
+    def release_request(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
+        """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.
+
+        Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
+        """
+        same = self._of_ticket.get(ticket.key, ())
+        if self._leave_to_another(ticket.key) or any(one.keep and not (one.done or one.superseded) for one in same):
+            return  # it is that one's business, or kept for a retry of that one
+        if self.claims.note_fetch(ticket.key, given_up=True):
+            return  # whoever closes the claim comes here
+        for left in same:  # what has not ended yet, or is in doubt, comes here when it has
+            left.unwanted = True
+        if not all(fetch.done for fetch in same):
+            return
+        doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
+        others = self._send_release(ticket, links, doubtful)
+        if soon := [one for one in others if one in self.peers.connecting]:  # in an order that a seed repeats
+            later = self._release_when_connected(ticket, soon)
+            task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
+            self._later[ticket.key] = task
+            task.add_done_callback(partial(self._on_later_release, ticket.key))
 
     def on_failure(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
@@ -508,7 +514,7 @@ class Decode:
 
         def over() -> None:
             self._retries.pop(ticket.key, None)
-            self._release_request(ticket, links)
+            self.release_request(ticket, links)
 
         self._close_retry_window(ticket.key)
         self._retries[ticket.key] = site.call_at(site.now() + RETRY_WINDOW_SECONDS, over), over
@@ -517,7 +523,7 @@ class Decode:
         """A fetch is over; forget it once it leaves nothing in doubt."""
         report, receivers = fetch.report, fetch.receivers
         if report is not None and report.code in _GONE:
-            self._claims.remove(fetch.key)
+            self.claims.remove(fetch.key)
         if not fetch.doubtful:
             self._forget(fetch)
             fetch.on_doubt_ended()
@@ -594,7 +600,7 @@ class Decode:
 
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
-        self._claims.close()
+        self.claims.close()
         for timer, over in list(self._retries.values()):  # nobody tries again here
             timer.cancel()
             over()
@@ -659,32 +665,10 @@ class Decode:
         if timer is not None:
             timer.cancel()
 
-    def _release_request(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
-        """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.
-
-        Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
-        """
-        same = self._of_ticket.get(ticket.key, ())
-        if self._leave_to_another(ticket.key) or any(one.keep and not (one.done or one.superseded) for one in same):
-            return  # it is that one's business, or kept for a retry of that one
-        if self._claims.note_fetch(ticket.key, given_up=True):
-            return  # whoever closes the claim comes here
-        for left in same:  # what has not ended yet, or is in doubt, comes here when it has
-            left.unwanted = True
-        if not all(fetch.done for fetch in same):
-            return
-        doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
-        others = self._send_release(ticket, links, doubtful)
-        if soon := [one for one in others if one in self.peers.connecting]:  # in an order that a seed repeats
-            later = self._release_when_connected(ticket, soon)
-            task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
-            self._later[ticket.key] = task
-            task.add_done_callback(partial(self._on_later_release, ticket.key))
-
     async def _release_when_connected(self, ticket: Ticket, endpoints: Iterable[str]) -> None:
         """The same once these are connected, or could not be."""
         await self._connect(ticket, endpoints)
-        self._release_request(ticket)
+        self.release_request(ticket)
 
     def _on_later_release(self, key: TicketKey, task: "asyncio.Task[None]") -> None:
         if self._later.get(key) is task:

@@ -1,7 +1,6 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -143,31 +142,13 @@ class Prefill:
     def __init__(self, site: Site) -> None:
         self.book: Final = OfferBook(site)
         self._site: Final = site
-        self._transfers: dict[tuple[bytes, int], Sender] = {}
-        self._places: Final = Quota(site.config.max_transfers)  # one a transfer
-        self._doubtful: Final = Doubts(site, self._places)
+        self.transfers: Final[dict[tuple[bytes, int], Sender]] = {}  # what has not ended, by decode rank and number
+        self.places: Final = Quota(site.config.max_transfers)  # one a transfer, and one of what is in doubt
+        self.doubts: Final = Doubts(site, self.places)  # what is over here and may still move
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._starting = 0  # transfers in the next turn of the loop
         self._waiting: Final[dict[Sender, None]] = {}  # those that begin in a later one, unless they end before
         self._links: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
-
-    def __len__(self) -> int:
-        return len(self._transfers)
-
-    @property
-    def transfers(self) -> Iterable[Sender]:
-        """What has not ended."""
-        return self._transfers.values()
-
-    @property
-    def doubtful(self) -> int:
-        """What is over here and may still move: each is kept until that is known to have ended."""
-        return len(self._doubtful)
-
-    @property
-    def placed(self) -> int:
-        """How many of `max_transfers` are taken, by transfers and by what is in doubt."""
-        return len(self._places)
 
     def on_message(self, link: Link, message: wire.Message) -> None:
         """Take a message of a decode rank."""
@@ -200,7 +181,7 @@ class Prefill:
             ProtocolError: If its number stands for something else that is under way, or in doubt.
         """
         key = (link.peer.identity.incarnation, message.transfer)
-        if key in self._transfers or self._doubtful.find(*key) is not None:
+        if key in self.transfers or self.doubts.find(*key) is not None:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         site, offer_key = self._site, (message.ticket.request, message.ticket.attempt)
         found, refusal = self.book.find(offer_key), None
@@ -212,7 +193,7 @@ class Prefill:
             refusal = found
         elif found is None and site.draining:
             refusal = Code.DRAINING
-        elif not self._places.take(key[0]):
+        elif not self.places.take(key[0]):
             refusal = Code.TOO_MANY
         if refusal is not None:
             site.metrics.refusals_sent[refusal.name.lower()] += 1
@@ -221,7 +202,7 @@ class Prefill:
             return
         site.note_fenced(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
-        sender = self._transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every)
+        sender = self.transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every)
         self._waiting[sender] = None
         if isinstance(found, Entry):
             self.book.attach(found, sender)
@@ -253,13 +234,13 @@ class Prefill:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunks_checked["reported"] += 1
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (sender := self._transfers.get(key)) is not None:
+        if (sender := self.transfers.get(key)) is not None:
             sender.link = link
             sender.on_cancel(failure)
             return
-        if (doubt := self._doubtful.find(*key)) is not None and doubt.reader is not None:
+        if (doubt := self.doubts.find(*key)) is not None and doubt.reader is not None:
             doubt.reader.on_unread()
-            doubt = self._doubtful.find(*key)
+            doubt = self.doubts.find(*key)
         if doubt is not None:
             link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.protocol.failure))
             return
@@ -267,7 +248,7 @@ class Prefill:
 
     def on_abandon(self, link: Link, message: wire.Abandon) -> None:
         """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
-        sender = self._transfers.get((link.peer.identity.incarnation, message.transfer))
+        sender = self.transfers.get((link.peer.identity.incarnation, message.transfer))
         if sender is not None:
             sender.link = link
             sender.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
@@ -297,7 +278,7 @@ class Prefill:
         incarnation = link.peer.identity.incarnation
         self._links[incarnation] = link
         self.on_agent_renewed(link)
-        for doubt in self._doubtful.of_peer(incarnation):
+        for doubt in self.doubts.of_peer(incarnation):
             if doubt.reader is not None:
                 doubt.reader.keep_polling()
 
@@ -307,7 +288,7 @@ class Prefill:
         It may say so first on the stream on which we fetch from it, where it takes no results.
         """
         here = self._links.get(link.peer.identity.incarnation)
-        for transfer, doubt in self._doubtful.on_agent_renewed(link).items():
+        for transfer, doubt in self.doubts.on_agent_renewed(link).items():
             if here is not None:  # else it asks when it is back
                 here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
 
@@ -324,17 +305,17 @@ class Prefill:
             del self._links[incarnation]
         self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
-        for sender in list(self._transfers.values()):
+        for sender in list(self.transfers.values()):
             if sender.link is link:
                 sender.leave_process()
                 sender.leave_process = self._site.processes.hold(link.peer)  # until it ends, perhaps much later
                 sender.stop(failure)
         if incarnation not in self._links:
-            self._doubtful.on_link_lost(incarnation)
+            self.doubts.on_link_lost(incarnation)
 
     def refuse_parked(self) -> None:
         """No new offer will come: whoever waits for one had better go elsewhere at once."""
-        for sender in list(self._transfers.values()):
+        for sender in list(self.transfers.values()):
             if sender.offer is None:
                 sender.refuse(Code.DRAINING, _REASONS[Code.DRAINING])
 
@@ -350,17 +331,17 @@ class Prefill:
     @property
     def exposed(self) -> bool:
         """Whether a decode rank that answers may be reading what it was told of (`pull`)."""
-        return any(sender.protocol.being_read for sender in self._transfers.values())
+        return any(sender.protocol.being_read for sender in self.transfers.values())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being read."""
-        for sender in list(self._transfers.values()):
+        for sender in list(self.transfers.values()):
             if sender.protocol.being_read:
                 sender.stop(failure)
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for posts of ours."""
-        for sender in list(self._transfers.values()):
+        for sender in list(self.transfers.values()):
             if sender.protocol.moving and sender.protocol.route in _POSTED:
                 sender.stop(failure)
 
@@ -371,7 +352,7 @@ class Prefill:
 
         None for one that has just ended here: what is said to it is answered by its result, which is on its way.
         """
-        sender = self._transfers.get((link.peer.identity.incarnation, transfer))
+        sender = self.transfers.get((link.peer.identity.incarnation, transfer))
         if sender is not None and sender.offer is not None:
             sender.offer.renew_lease()
         return sender
@@ -382,31 +363,31 @@ class Prefill:
         if sender.offer is None:
             ticket = sender.protocol.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), sender)
-        if self._transfers.get((who, transfer)) is not sender:
+        if self.transfers.get((who, transfer)) is not sender:
             self._on_doubt(who, transfer, sender)
             return
-        del self._transfers[who, transfer]
+        del self.transfers[who, transfer]
         if not sender.in_doubt:
-            self._places.give(who)
+            self.places.give(who)
             return
-        self._doubtful.add(transfer, sender)
+        self.doubts.add(transfer, sender)
         if (here := self._links.get(who)) is None:
-            self._doubtful.on_link_lost(who)
+            self.doubts.on_link_lost(who)
         else:
             sender.keep_polling()
             self.on_agent_renewed(here)  # it may have told of that before our post to the old one ended
 
     def _on_doubt(self, who: bytes, transfer: int, moved: Sender) -> None:
         """More is known of what ended in doubt."""
-        doubt, here = self._doubtful.find(who, transfer), self._links.get(who)
+        doubt, here = self.doubts.find(who, transfer), self._links.get(who)
         if doubt is None or doubt.ended is not moved:  # it was forgotten, and its number may be another's by now
             return
         if not moved.in_doubt:
-            self._doubtful.forget(who, transfer)
+            self.doubts.forget(who, transfer)
             if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
                 here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
         elif moved.severed:
-            self._doubtful.sever(doubt)
+            self.doubts.sever(doubt)
             if here is not None:
                 self.on_agent_renewed(here)
 

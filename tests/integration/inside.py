@@ -705,7 +705,7 @@ def die(worker: Any) -> None:
     worker._service.listener.close()
     worker._service.site.draining = True
     worker._service.decode.recoveries.cancel()
-    worker._service.decode._claims.close()
+    worker._service.decode.claims.close()
     worker._service.rebuilding.close()
     worker._service.site.tasks.cancel()
     worker._service.site.lookouts.cancel()
@@ -723,7 +723,7 @@ def bury(worker: Any) -> None:
 
 def being_stopped(worker: Any) -> bool:
     """Whether something that is under way has failed, and its peers are yet to say that it has ended."""
-    receiving, sending = worker._service.decode.incoming.values(), worker._service.prefill.transfers
+    receiving, sending = worker._service.decode.incoming.values(), worker._service.prefill.transfers.values()
     return any(one.protocol.failure for one in (*receiving, *sending))
 
 
@@ -742,7 +742,7 @@ def posted(worker: Any) -> bool:
 
 def granted_by(worker: Any) -> list[int]:
     """How often decode ranks had made their agents anew when they granted what is being written to them."""
-    return [sender.renewals for sender in worker._service.prefill.transfers]
+    return [sender.renewals for sender in worker._service.prefill.transfers.values()]
 
 
 def waits_for_layers(transfer: Any) -> bool:
@@ -753,7 +753,7 @@ def waits_for_layers(transfer: Any) -> bool:
 
 def renew_claims(worker: Any) -> None:
     """Claim everything anew, of the only engine's first rank."""
-    claims = worker._service.decode._claims
+    claims = worker._service.decode.claims
     (engine,) = claims._engines.values()
     claims._send_to(engine, engine.ranks[0], engine.kept.values())
 

@@ -156,7 +156,7 @@ def forgotten_transfers(patch):
 
     def forget(prefill, link):
         lost(prefill, link)
-        prefill._transfers.clear()
+        prefill.transfers.clear()
 
     patch.setattr(Prefill, "on_link_lost", forget)
 
@@ -166,7 +166,7 @@ def forgotten_doubts(patch):
 
     def forget(prefill, one):
         ended(prefill, one)
-        prefill._doubtful._doubts.clear()
+        prefill.doubts._doubts.clear()
 
     patch.setattr(Prefill, "_on_end", forget)
 

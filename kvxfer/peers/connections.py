@@ -60,6 +60,9 @@ class Backoff:
 
 _ACCEPT_PAUSE: Final = 1.0
 """Seconds until accepting is tried again when the process has no descriptor left."""
+_WAITING: Final = 65_535
+"""Streams that may wait to be accepted, as far as the system lets: peers come back all at once, and are told if there
+are too many of them."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
 _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
@@ -150,11 +153,11 @@ class Streams:
             sock.bind(str(path))
             opened.callback(path.unlink, missing_ok=True)
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-            sock.listen(self._config.max_streams)
+            sock.listen(_WAITING)
             return self._serve([sock], f"unix:{path}", opened)
 
     async def _listen_tcp(self, where: str) -> Listener:
-        sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where), self._config.max_streams))
+        sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
         endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
         with contextlib.ExitStack() as opened:
@@ -369,15 +372,12 @@ async def _dial(addresses: list[_Address], until: float) -> socket.socket:
     raise refused
 
 
-def _bind(where: Endpoint, waiting: int) -> list[socket.socket]:
-    """Listening sockets at every address of a host; they share a port, also where the system chose it.
-
-    So many streams may wait to be accepted: peers come back all at once, and perhaps while this process stands still.
-    """
+def _bind(where: Endpoint) -> list[socket.socket]:
+    """Listening sockets at every address of a host; they share a port, also where the system chose it."""
     port, sockets = where.port, list[socket.socket]()
     with contextlib.ExitStack() as unless_bound:
         for family, address in dict.fromkeys(_addresses(where, socket.AI_PASSIVE)):
-            sock = unless_bound.enter_context(socket.create_server((address[0], port), family=family, backlog=waiting))
+            sock = unless_bound.enter_context(socket.create_server((address[0], port), family=family, backlog=_WAITING))
             _prepare(sock)
             port = sock.getsockname()[1]
             sockets.append(sock)

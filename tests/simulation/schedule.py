@@ -120,7 +120,6 @@ class Schedule:
             await asyncio.sleep(world.config.bounds()["released_by_lease"] + 3.0 * world.judged)
             self._judge()
         await world.end()
-        world.network.release("*")  # what is still in flight lands now
         self._judge_tasks()
 
     async def _until(self, jobs, what):

@@ -233,6 +233,7 @@ class World:
     async def end(self):
         """Close what is open."""
         await asyncio.gather(*(self.close(rank, drain=False) for rank in self.ranks if rank.alive))
+        self.network.release("*")  # what is still in flight lands now: below, memory of dead processes is given back
         for rank in self.left:
             inside.bury(rank.worker)
         for end in self._ends.values():

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvxfer.config import Contexts, Credentials
-from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
+from kvxfer.errors import (
+    ClosedError,
+    ConfigError,
+    IdentityError,
+    KvxferError,
+    MismatchError,
+    PeerLostError,
+    UnreachableError,
+)
 from kvxfer.mapped.host import here
 from kvxfer.names import SOCKET_PATH_BYTES, Endpoint
 from kvxfer.peers.link import Link
@@ -63,6 +71,8 @@ _ACCEPT_PAUSE: Final = 1.0
 _WAITING: Final = 65_535
 """Streams that may wait to be accepted, as far as the system lets: peers come back all at once, and are told if there
 are too many of them."""
+_TRIES: Final = 3
+"""Handshakes with a peer that cuts them: one because it joins its engine, one because it hears late of an end."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
 _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
@@ -123,13 +133,24 @@ class Streams:
     async def connect(self, endpoint: str) -> Link:
         """Open a link and complete its handshake.
 
+        A peer that closes the stream without a word is asked again: it has just joined its engine, and says anew who it
+        is; or it heard late of the end of the stream before this one, and keeps one of them only.
+
         Raises:
             UnreachableError: If nobody answers in time, or there is no agreement on TLS.
             MismatchError: If the peer cannot work with this side.
         """
-        link = await (self._over_unix(endpoint) if endpoint.startswith("unix:") else self._over_tcp(endpoint))
-        await asyncio.shield(link.ready)
-        return link
+        tries = _TRIES
+        while True:
+            link = await (self._over_unix(endpoint) if endpoint.startswith("unix:") else self._over_tcp(endpoint))
+            try:
+                await asyncio.shield(link.ready)
+            except UnreachableError:
+                tries -= 1
+                if not (tries and isinstance(link.failure, PeerLostError)):
+                    raise
+            else:
+                return link
 
     # --- listening
 
@@ -535,7 +556,7 @@ class Peers:
         if epoch is not None and theirs != epoch:
             raise MismatchError(
                 f"the ticket is of epoch {epoch.hex()}, but the engine at {endpoint} is of epoch {theirs.hex()}: "
-                "it has restarted, or was joined differently",
+                "it has restarted, or was joined differently, or not yet",
                 peer=link.peer.name,
                 fields={"epoch": (epoch.hex(), theirs.hex())},
             )

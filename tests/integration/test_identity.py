@@ -158,7 +158,7 @@ async def kept_back(decode, prefill, between):
         writer.close()
 
     async def go_on():
-        there, back, agent = kept
+        there, back, agent = kept[-3:]
         back.write(agent)
         async with asyncio.timeout(5):
             with contextlib.suppress(ConnectionError):
@@ -171,7 +171,8 @@ async def kept_back(decode, prefill, between):
         try:
             yield go_on
         finally:
-            kept[1].close()
+            for back in kept[1::3]:
+                back.close()
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -224,6 +225,33 @@ async def passed_on(reader, writer):
     while data := await reader.read(65536):
         writer.write(data)
     writer.close()
+
+
+async def test_a_handshake_that_the_peer_cuts_is_begun_anew(stage, tmp_path):
+    """As it does when it hears late that an older stream has ended, or joins an engine."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    streams = []
+
+    async def serve(reader, writer):
+        streams.append(writer)
+        if len(streams) == 1:
+            writer.close()  # before its Hello is read
+            return
+        there, back = await asyncio.open_unix_connection(prefill.card.endpoint.removeprefix("unix:"))
+        if len(streams) == 2:
+            back.write(await reader.read(65536))  # Hello
+            writer.write(await there.read(65536))  # Welcome
+            await reader.read(65536)  # Agent
+            back.close()
+            writer.close()
+            return
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(passed_on(reader, back), passed_on(there, writer))
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "between"):
+        await inside.connect(decode, f"unix:{tmp_path}/between")
+        assert len(streams) == 3
+        cut(decode)
 
 
 async def test_nobody_comes_first(stage):

@@ -1042,8 +1042,8 @@ class Worker:
         issuer.card.check_member(self.card)
         site = service.site
         if site.issuer is None or site.issuer.card.epoch != issuer.card.epoch:
-            for link in [*service.links, *service.greeting]:  # these were told another epoch
-                link.close("this rank joined an engine")
+            for link in [*service.links, *service.greeting]:
+                link.close_once_met("this rank joined an engine")  # it was told another epoch
         site.issuer = issuer
 
     # --- prefill

@@ -71,8 +71,6 @@ _ACCEPT_PAUSE: Final = 1.0
 _WAITING: Final = 65_535
 """Streams that may wait to be accepted, as far as the system lets: peers come back all at once, and are told if there
 are too many of them."""
-_TRIES: Final = 3
-"""Handshakes with a peer that cuts them: one because it joins its engine, one because it hears late of an end."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
 _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
@@ -133,22 +131,22 @@ class Streams:
     async def connect(self, endpoint: str) -> Link:
         """Open a link and complete its handshake.
 
-        A peer that closes the stream without a word is asked again: it has just joined its engine, and says anew who it
-        is; or it heard late of the end of the stream before this one, and keeps one of them only.
+        A peer that answers, and then closes the stream without a word, is met again: the handshake of a stream before
+        this one was complete, so it keeps that, and has yet to hear of its end.
 
         Raises:
             UnreachableError: If nobody answers in time, or there is no agreement on TLS.
             MismatchError: If the peer cannot work with this side.
         """
-        tries = _TRIES
+        again = True
         while True:
             link = await (self._over_unix(endpoint) if endpoint.startswith("unix:") else self._over_tcp(endpoint))
             try:
                 await asyncio.shield(link.ready)
             except UnreachableError:
-                tries -= 1
-                if not (tries and isinstance(link.failure, PeerLostError)):
+                if not (again and link.claimed and isinstance(link.failure, PeerLostError)):
                     raise
+                again = False
             else:
                 return link
 

@@ -167,6 +167,11 @@ class Link(asyncio.Protocol):
             self.send(wire.Goodbye(Code.DRAINING, reason))
         self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
 
+    def close_once_met(self, reason: str) -> None:
+        """Close it when its handshake is complete: whoever connects takes one that is cut for a peer that is away."""
+        if self.admitted:
+            self.ready.add_done_callback(lambda _: self.close(reason))
+
     async def wait_gone(self, timeout: float) -> None:
         """Wait until the stream of a closed link is gone; cut it if the peer does not take what is left to send."""
         if self._transport is None:

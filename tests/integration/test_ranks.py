@@ -113,6 +113,25 @@ async def test_nothing_goes_before_join(stage):
     assert {type(await offer.released()) for offer in offers} == {Released}
 
 
+@pytest.mark.parametrize("turns", range(16))
+async def test_a_rank_may_join_while_it_is_met(stage, turns):
+    """Who asks in that moment is too early or is served, and nobody after him meets an endpoint left in peace."""
+    prefill, card = await stage.engine("prefill", [Cache(heads=heads) for heads in split(2)], join=False)
+    decode = await stage.worker("decode", Cache(heads=range(8)))
+    ticket, wanted = Issuer(card, KEY).ticket("r"), {"tokens": range(4), "timeout": 5}
+    early = decode.start_fetch(ticket, [0], keep=True, **wanted)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for rank in prefill:
+        rank.join(card, key=KEY)
+    offers = [rank.offer("r", [0], tokens=4) for rank in prefill]
+    try:
+        await early
+    except MismatchError:
+        await decode.fetch(ticket, [0], **wanted)
+    assert {type(await offer.released()) for offer in offers} == {Released}
+
+
 async def test_join_refuses_what_is_not_its_engine(stage):
     prefill, card = await stage.engine("prefill", [Cache(), Cache()], join=False)
     one = await stage.worker("other", Cache())

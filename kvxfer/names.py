@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -192,7 +193,12 @@ class Endpoint:
     @property
     def anywhere(self) -> bool:
         """Whether this names every interface, so that one can listen there but nobody can connect to it."""
-        return self.scheme == "tcp" and _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
+        if self.scheme == "tcp" and _is_address(self.host):
+            return ipaddress.ip_address(self.host).is_unspecified
+        try:
+            return not any(socket.inet_aton(self.host))  # as the system reads it: `0`, too
+        except OSError:
+            return False
 
     def __str__(self) -> str:
         """The form that `parse` reads."""

@@ -41,6 +41,8 @@ def test_the_longest_socket_path_is_taken():
         ("tcp:0.0.0.0:0", True),
         ("tcp:[::]:1", True),
         ("tcp:[0::0]:1", True),
+        ("tcp:0:1", True),
+        ("tcp:0x0.0:1", True),
         ("tcp:127.0.0.1:0", False),
         ("tcp:host:0", False),
         ("unix", False),

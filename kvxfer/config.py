@@ -30,6 +30,7 @@ from pydantic import (
     PrivateAttr,
     SecretStr,
     ValidationError,
+    field_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -722,6 +723,10 @@ class FabricConfig(SettingsGroup):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         return ((name, _masked(value)) for name, value in super().__repr_args__())
 
+    @field_serializer("backend_params", when_used="json")
+    def _shown_params(self, params: Mapping[str, Any]) -> Any:
+        return _masked(params)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if unknown := sorted(set(self.backend_params) - set(self.backends)):
@@ -963,7 +968,7 @@ class Config(BaseModel):
             value: Any = dumped
             for part in name.split("."):
                 value = value[part]
-            settings.append(Setting(name, _masked(value), sources[name], declared.description or ""))
+            settings.append(Setting(name, value, sources[name], declared.description or ""))
         return tuple(settings)
 
     @model_validator(mode="after")

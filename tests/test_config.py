@@ -393,7 +393,7 @@ def test_keys_of_a_backend_are_shown_nowhere():
     keys = {"OBJ": {"secret_key": "wJalrXUtnFEMI"}}
     config = Config(fabric={"backends": ["UCX", "OBJ"], "backend_params": keys})
     assert config.fabric.backend_params == keys
-    for shown in (repr(config), str(config), repr(config.fabric), str(config.effective())):
+    for shown in (repr(config), str(config), repr(config.fabric), str(config.effective()), config.model_dump_json()):
         assert "wJal" not in shown
         assert "secret_key" in shown
 

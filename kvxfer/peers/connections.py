@@ -73,6 +73,7 @@ _WAITING: Final = 65_535
 are too many of them."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
+_OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
 _log: Final = logger("kvxfer.link")
 
@@ -335,7 +336,10 @@ def _refusal(error: OSError, endpoint: str = "") -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         named = ", and tls.server_name if names differ" if endpoint else ""
         why = error.verify_message.removesuffix(".")
-        return f"the certificate of {who} was refused: {why}; check tls.authorities here{named}"
+        way = f"check tls.authorities here{named}"
+        if error.verify_code in _OUT_OF_DATE:
+            way = "renew it there, or what vouches for it, or set the clock right that is wrong"
+        return f"the certificate of {who} was refused: {why}; {way}"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return f"{who} shows no certificate; set tls.certificate there, or tls.mutual = false here"
     if reason in _NOT_TLS:

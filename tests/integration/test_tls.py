@@ -110,7 +110,7 @@ async def test_an_expired_certificate_is_refused(stage, authority, said, expired
     if expired == "decode":  # who is refused may only know that it was
         await eventually(lambda: said("handshake_failed"))
         text = said("handshake_failed")[0]["error"]
-    assert "certificate has expired" in text
+    assert "certificate has expired; renew it there" in text
 
 
 # --- time-outs and strangers

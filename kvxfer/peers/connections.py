@@ -232,7 +232,7 @@ class Streams:
         try:
             await _agreed(link, connecting, _refusal)
         except UnreachableError as error:
-            if isinstance(error.__cause__, ssl.SSLError):
+            if isinstance(error.__cause__, ssl.SSLError | ConnectionAbortedError):  # the latter after a time-out
                 _log.warning("handshake_failed", peer=peer, role=Role.SERVER.value, error=str(error))
             else:  # it went away, as whoever only tries whether a port is open does
                 _log.debug("handshake_failed", peer=peer, role=Role.SERVER.value, error=str(error))

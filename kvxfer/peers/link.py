@@ -238,8 +238,8 @@ class Link(asyncio.Protocol):
         except KvxferError as error:
             if isinstance(error, ProtocolError):
                 _log.warning("protocol_violated", peer=self.endpoint, error=str(error))
-            elif not self.ready.done():
-                _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
+            else:
+                self._say_if_unmet(error)
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a defect ends the session that it is in, and no other
             _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
@@ -352,10 +352,15 @@ class Link(asyncio.Protocol):
         try:
             session.tick(now)
         except KvxferError as error:
+            self._say_if_unmet(error)
             self._fail(error, cut=True)  # who is silent does not read what is left to send either
             return
         self._flush()
         self._set_timer()
+
+    def _say_if_unmet(self, error: KvxferError) -> None:
+        if not self.ready.done():
+            _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
 
     def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
         """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""

@@ -129,14 +129,18 @@ async def test_a_listener_that_says_nothing_is_left_in_time(stage, authority):
     await eventually(lambda: not handshakes(decode))
 
 
-async def test_a_stranger_that_says_nothing_is_cut_off_in_time(stage, authority):
-    first, _, bring = await pair(stage, authority.issue(), authority.issue(), connect_timeout=0.2)
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_a_stranger_that_says_nothing_is_cut_off_in_time(stage, authority, caplog, guarded):
+    tls = authority.issue() if guarded else {}
+    first, _, bring = await pair(stage, tls, tls, connect_timeout=0.2)
     async with stranger(first) as (reader, _):
         await eventually(lambda: handshakes(first) == 1)
         await bring("r")  # others are served meanwhile
         with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
+            await reader.read()
     await eventually(lambda: not handshakes(first))
+    (heard,) = [record for record in caplog.records if record.getMessage().startswith("handshake_failed")]
+    assert heard.levelname == "WARNING"
 
 
 async def test_closing_ends_handshakes_under_way(stage, authority):

@@ -71,6 +71,8 @@ _ACCEPT_PAUSE: Final = 1.0
 _WAITING: Final = 65_535
 """Streams that may wait to be accepted, as far as the system lets: peers come back all at once, and are told if there
 are too many of them."""
+_LOOKUPS: Final = 32
+"""Names that are looked up at a time: each may hang, and takes one of the threads that the worker has (40)."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
 _OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
@@ -112,6 +114,7 @@ class Streams:
         self._credentials: Final = Credentials(site.config.tls)
         self._loop: Final = site.loop
         self._greeting: Final[set[asyncio.Task[None]]] = set()
+        self._lookups: Final = asyncio.Semaphore(_LOOKUPS)
 
     async def listen(self) -> Listener:
         """Listen where the settings say, and say in the log what guards a stream from other hosts.
@@ -273,13 +276,19 @@ class Streams:
         async with _in_time(endpoint, config.connect_timeout):
             where = Endpoint.parse(endpoint)
             until = loop.time() + config.connect_timeout
-            sock = await _dial(await self._runtime.in_thread(partial(_addresses, where)), until)
+            sock = await _dial(await self._look_up(where), until)
         link = self._link(Role.CLIENT, endpoint)
         if tls:
             tls["server_hostname"] = config.tls.server_name or where.host
         said = partial(_refusal, endpoint=endpoint) if tls else str
         await _agreed(link, loop.create_connection(lambda: link, sock=sock, **tls), said)
         return link
+
+    async def _look_up(self, where: Endpoint) -> list[_Address]:
+        with contextlib.suppress(socket.gaierror):
+            return _addresses(where, socket.AI_NUMERICHOST)  # asks nobody
+        async with self._lookups:
+            return await self._runtime.in_thread(partial(_addresses, where))
 
     # --- TLS
 

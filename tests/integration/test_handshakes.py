@@ -170,6 +170,27 @@ async def test_an_address_that_does_not_answer_leaves_time_for_the_others_of_its
         await stage.bring(prefill, decode)
 
 
+async def test_names_that_nobody_answers_for_leave_threads_for_others(stage, monkeypatch):
+    look_up, answered = socket.getaddrinfo, threading.Event()
+    stage.stack.callback(answered.set)
+
+    def look_up_slowly(host, port, *arguments, flags=0, **options):
+        if host == "nobody" and flags != socket.AI_NUMERICHOST:
+            answered.wait(30)
+        return look_up(host, port, *arguments, flags=flags, **options)
+
+    caches = (Cache(blocks=64, layers=range(100)) for _ in range(2))  # so many that they are looked at in threads
+    there = {"listen": "tcp:127.0.0.1:0"}
+    prefill, decode = await stage.pair(*caches, prefill=there, arena_bytes="1MiB", chunk_bytes="128KiB")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+    for n in range(10, 60):
+        lost = {**prefill.engine.ticket(f"lost {n}"), "endpoints": {"prefix": f"tcp:nobody:{n}"}}
+        stage.stack.callback(decode.start_fetch(lost, [n], tokens=BLOCK).cancel)
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(5):
+        await stage.bring(prefill, decode)
+
+
 async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
     remember_unreachable(3, monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache())

@@ -546,8 +546,12 @@ def _over(inner: Progress, here: Progress, outcome: "asyncio.Future[FetchResult]
         here.failed_blocks = inner.failed_blocks
         here.fail(error if isinstance(error, KvxferError) else asyncio.CancelledError(*error.args), inner.report)
 
-    with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
+    try:
         here.loop.call_soon_threadsafe(end)
+    except RuntimeError:  # the caller's loop is closed: nobody waits there any more, but others may look
+        for futures in (vars(here), here.watched, here.waiters):  # in the first those that are made when asked for
+            futures.clear()
+        end()
 
 
 # --- events that `poll` gives

@@ -176,6 +176,27 @@ async def test_it_serves_several_loops(pair):
     assert [got.request for got in await asyncio.gather(*fetches)] == ["r0", "r1", "r2"]
 
 
+async def test_a_fetch_whose_loop_is_closed_shows_how_it_ended(pair):
+    kept = []
+
+    async def begin(number):
+        transfer = pair[1].start_fetch(pair[0].engine.ticket(f"r{number}"), [number], tokens=range(4))
+        kept.append(transfer.outcome)
+        return transfer
+
+    transfers = [await asyncio.to_thread(asyncio.run, begin(number)) for number in range(2)]
+    offers = [pair[0].offer(f"r{number}", [number], tokens=4, streaming=True) for number in range(2)]
+    offers[0].ready()
+    offers[0].finish()
+    await offers[1].withdraw()
+    await eventually(lambda: all(transfer.done for transfer in transfers))
+    assert [transfer.state for transfer in transfers] == [TransferState.DONE, TransferState.FAILED]
+    assert transfers[0].result().request == "r0"
+    assert transfers[1].failed_blocks == {"default": [1]}
+    with pytest.raises(errors.TransferFailedError):
+        transfers[1].result()
+
+
 # --- errors
 
 

@@ -303,7 +303,11 @@ class ServedWorker(Worker):
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
-        return self._assembly.home.read(self._service).prefill.book.awaited((request, attempt))
+        book = self._assembly.home.read(self._service).prefill.book
+        try:
+            return book.awaited((request, attempt))
+        except TypeError as error:
+            raise RequestError(f"no request has the id {request!r}, attempt {attempt!r}: {error}") from error
 
     async def abandon(self) -> None:
         """Whoever waited for it to open was interrupted: it may be opening still, or be open by now."""
@@ -1275,6 +1279,7 @@ class BlockingWorker:
         For an engine that computes a prompt when somebody wants it, or from where somebody wants it on. Does not wait.
 
         Raises:
+            RequestError: If the id or the attempt is of a kind that no request has.
             ClosedError: If nothing is registered.
         """
         return self._open.awaited(request, attempt)

@@ -515,6 +515,8 @@ def test_an_engine_sees_from_where_on_a_request_is_wanted_before_it_offers_it(pa
     eventually(lambda: pair.prefill.awaited("r") is not None)
     assert pair.prefill.awaited("r") == Awaited(first_token=16)
     assert pair.prefill.awaited("r", attempt=1) is None
+    with pytest.raises(errors.RequestError, match="no request has the id"):
+        pair.prefill.awaited(["r"])
     pair.prefill.offer("r", Span([5], 16), tokens=32)
     event(pair.decode, blocking.Fetched)
     assert transfer.done

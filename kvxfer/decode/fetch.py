@@ -127,9 +127,7 @@ def report_on(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, rou
 
     An error that many fetches share (they waited for the same stream) is copied, so that each has its own report.
     """
-    code, reason = Code.CANCELLED, "the caller cancelled"
-    if isinstance(error, KvxferError):
-        code, reason = getattr(error, "reason", error.code), str(error)
+    code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else getattr(error, "reason", error.code)
     report = FailureReport(
         request=fetch.request,
         transfer=fetch.id,
@@ -137,7 +135,7 @@ def report_on(fetch: "Fetch", at: Standing, error: Cause, *, elapsed: float, rou
         step=at.step,
         elapsed=elapsed,
         code=code,
-        reason=reason,
+        reason=str(error),
         route=route,
         bytes=at.bytes,
         chunks_done=at.chunks_done,
@@ -342,7 +340,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         if any(receiver.in_doubt for receiver in self.receivers):
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
-            who = "a copy of our own" if any(receiver.copying for receiver in self.receivers) else "a silent peer"
+            copying = any(receiver.copying for receiver in self.receivers)
+            who = "a copy of our own" if copying else f"{silent}, which is silent,"
             error = doubt_error(self, error, self._settled.wait, silent, who)
         elif not self.spared.done():
             site.custody.release(self.id)
@@ -410,7 +409,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """The caller gave up, also one whose fetch has failed already, and is winding down."""
         if not self.done:
             self.unwanted = not self.keep
-            self._stop(asyncio.CancelledError())
+            self._stop(asyncio.CancelledError("the caller cancelled"))
 
     def close(self) -> None:
         """The worker is closing."""

@@ -27,6 +27,8 @@ async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target
     assert not doubt.memory_safe
     assert doubt.blocks == {"default": (3, 4)}
     assert doubt.peer.startswith("prefill")
+    assert f": {doubt.peer}, which is silent, may still write" in str(doubt)
+    assert str(doubt).endswith("(the caller cancelled)")
     for use in (
         lambda: decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4)),
         lambda: decode.offer("mine", [3], tokens=4),

@@ -1067,13 +1067,14 @@ class BlockingWorker:
         UsageError: If `transport` is something else.
     """
 
+    _worker: ServedWorker | None = None  # while tensors are registered
+
     def __init__(
         self,
         config: Config | None = None,
         groups: Iterable[Group] = (),
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        self._worker: ServedWorker | None = None  # while tensors are registered
         if transport is not None and not callable(transport):
             raise UsageError(f"transport must be what makes one, for each register(), not {transport!r}")
         self._config: Final = given_config(config)

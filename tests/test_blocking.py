@@ -539,6 +539,12 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
 # --- life
 
 
+def test_one_that_could_not_be_made_says_so_once():
+    with pytest.raises(TypeError, match="runtime"):
+        blocking.BlockingWorker(runtime=None)  # pyright: ignore[reportCallIssue]
+    gc.collect()  # what is raised as it is dropped fails the test
+
+
 def test_nothing_works_before_register():
     worker = blocking.BlockingWorker(Config(arena_bytes=0))
     for call in (

@@ -5,6 +5,7 @@ stderr and the exit code 2, never a traceback; what was looked at and found wron
 code 1.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ __all__ = ["app", "main"]
 
 _FAILED: Final = 2
 _LISTED: Final = 8
-_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+_PIPED_COLUMNS: Final = 200  # a pipe has no width, nor has what is closed; rows should stay whole there
 
 app: Final = typer.Typer(
     name="kvxfer",
@@ -109,7 +110,7 @@ def _print_tables(effective: "Config") -> None:
     bounds = Table("failure", "heard of within", box=None, pad_edge=False)
     for kind, seconds in effective.bounds().items():
         bounds.add_row(kind, f"{seconds:g} s")
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS)
     console.print(settings)
     console.print()
     console.print(bounds)
@@ -203,7 +204,7 @@ def _print_forecast(found: "Forecast") -> None:
             shown_time(pair.predicted_s),
             "; ".join(filter(None, (pair.choice.why, pair.choice.fallback))),
         )
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
     for line in found.summary():
         console.print(line, markup=False)
     console.print()
@@ -256,7 +257,7 @@ def top(
 
     from kvxfer.tools.top import Top
 
-    console, view = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS), Top(addresses or ["127.0.0.1:9471"])
+    console, view = Console(width=None if os.isatty(1) else _PIPED_COLUMNS), Top(addresses or ["127.0.0.1:9471"])
     if once:
         sights = view.look()
         console.print(view.draw(sights))
@@ -337,7 +338,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(examination.to_json(), indent=2))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+        console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
         console.print(table(examination.found))
         console.print(f"\n{verdict(examination.found)}", markup=False)
     if examination.exit_code:

@@ -130,6 +130,12 @@ def test_a_full_disk_is_an_error_like_others():
     assert (done.returncode, done.stderr) == (2, b"kvxfer: [Errno 28] No space left on device\n")
 
 
+def test_where_no_output_is_open_nothing_is_printed():
+    command = ["sh", "-c", 'exec "$0" -m kvxfer.tools.cli config >&-', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 ENGINES = ["--prefill", "tp=4,pp=1,block=16,layout=NHD", "--decode", "tp=2,block=64,layout=HND,cross-layer"]
 
 

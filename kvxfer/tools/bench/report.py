@@ -1,7 +1,7 @@
 """What a benchmark says on its way and in the end: progress, a table, and data as JSON."""
 
 import json
-import sys
+import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from kvxfer.tools.bench.machine import headline
 __all__ = ["Report", "check", "finish", "progress", "shown_route", "shown_seconds"]
 
 _SCHEMA: Final = 1
-_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+_PIPED_COLUMNS: Final = 200  # a pipe has no width, nor has what is closed; rows should stay whole there
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None
         TextColumn("{task.description}"),
         console=Console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
+        disable=not os.isatty(2),
     )
     with bar:
         task = bar.add_task("starting", total=None)
@@ -106,7 +106,7 @@ def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | No
         drawn.add_row(*row)
     failures = [f"FAILED: {failure}" for failure in report.failures]
     above = [f"kvxfer bench {name}: {headline(head)}", "", report.title]
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
     for part in (*above, drawn, *report.notes, *failures):
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
     if json_file is not None:

@@ -396,7 +396,14 @@ class OwnLoopWorker(Worker):
         self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, *, after: Any = None, **options: Any
     ) -> Transfer:
         """See `Worker.start_fetch`."""
-        inner, loop = self._served, asyncio.get_running_loop()
+        inner = self._served
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "a fetch is awaited on the loop that began it, and no event loop runs in this thread: begin it in a "
+                "coroutine, or use a BlockingWorker"
+            ) from None
         event = as_event(after, inner.geometry)
 
         def start() -> OwnLoopTransfer:

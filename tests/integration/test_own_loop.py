@@ -222,6 +222,12 @@ async def test_errors_are_raised_at_once(pair):
     await end(transfer)
 
 
+async def test_a_fetch_that_nobody_could_await_is_refused(pair):
+    ticket = pair[0].engine.ticket("r")
+    with pytest.raises(errors.UsageError, match="no event loop runs in this thread"):
+        await asyncio.to_thread(pair[1].start_fetch, ticket, [3, 4], tokens=range(8))
+
+
 # --- cancellation
 
 

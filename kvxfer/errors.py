@@ -609,6 +609,14 @@ class MemoryInDoubtError(TransferError):
         again, arguments, state = super().__reduce__()
         return again, arguments, state | {"_settled": _settled_elsewhere}
 
+    def __copy__(self, memo: object = None) -> "MemoryInDoubtError":
+        again, arguments, state = super().__reduce__()  # a copy is in this process
+        made: MemoryInDoubtError = again(*arguments)
+        made.__setstate__(state)
+        return made
+
+    __deepcopy__ = __copy__
+
     async def settled(self) -> None:
         """Return once there is evidence that no peer can touch the blocks any more; they are the caller's again.
 

@@ -1,5 +1,6 @@
 """Errors that cross processes: pickled, as multiprocessing and Ray do with what a worker raises elsewhere."""
 
+import copy
 import pickle
 
 import pytest
@@ -51,7 +52,9 @@ async def test_memory_in_doubt_is_settled_where_it_is():
         """A closure, which cannot be pickled; what workers give is no better."""
 
     here = errors.MemoryInDoubtError("silent", settled=settled, peer="p", transfer="t", blocks=BLOCKS)
-    await here.settled()
+    for error in (here, copy.copy(here), copy.deepcopy(here)):
+        await error.settled()
+        assert (str(error), error.peer, error.blocks) == ("silent", "p", BLOCKS)
     there = crossed(here)
     assert (str(there), there.peer, there.blocks, there.memory_safe) == ("silent", "p", BLOCKS, False)
     for error in (there, crossed(there)):

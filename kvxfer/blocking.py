@@ -30,7 +30,6 @@ from kvxfer.errors import (
     FabricError,
     KvxferError,
     MemoryInDoubtError,
-    PeerError,
     RequestError,
     TransferError,
     TransferFailedError,
@@ -1297,7 +1296,7 @@ class BlockingWorker:
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
         """Keep a request's lease while it waits for blocks here; `Claim.close` ends that.
 
-        One that finds too many claims is logged, and renews nothing.
+        One that finds too many claims, or a rank that has not joined its engine, is logged, and renews nothing.
 
         Raises:
             TicketError: If the ticket is malformed.
@@ -1313,7 +1312,7 @@ class BlockingWorker:
         def begin() -> None:
             try:
                 made.append(worker.claim(parsed))
-            except (BusyError, ClosedError) as error:
+            except KvxferError as error:
                 _log.warning("claim_failed", request=parsed.request, attempt=parsed.attempt, error=str(error))
 
         self._post(worker, begin)
@@ -1398,5 +1397,5 @@ class BlockingWorker:
 async def _decline(worker: ServedWorker, ticket: Ticket) -> None:
     try:
         await worker.decline(ticket)
-    except (PeerError, ClosedError) as error:
+    except KvxferError as error:
         _log.warning("decline_failed", request=ticket.request, attempt=ticket.attempt, error=str(error))

@@ -536,6 +536,17 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
     eventually(lambda: pair.prefill.awaited("other") == Awaited(first_token=None, declined=True))
 
 
+def test_before_its_rank_has_joined_it_says_that_it_neither_claims_nor_declines(pair, caplog):
+    with alone(world=2) as worker:
+        worker.register(cache().tensors)
+        ticket = pair.prefill.engine.ticket("r")
+        worker.claim(ticket)
+        worker.decline(ticket)
+        heard = {"claim_failed", "decline_failed"}
+        eventually(lambda: heard <= {record.kvxfer["event"] for record in caplog.records})
+    assert all("call worker.join" in record.kvxfer["error"] for record in caplog.records if record.levelname != "INFO")
+
+
 # --- life
 
 

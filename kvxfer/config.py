@@ -290,7 +290,7 @@ def _in_file(path: Path) -> dict[str, Any]:
         ConfigError: If the file cannot be read or parsed.
     """
     try:
-        text = _of_home(path).read_text(encoding="utf-8")
+        text = _of_home(path).read_text(encoding="utf-8-sig")
         match path.suffix.lower():
             case ".toml":
                 values: Any = tomllib.loads(text)
@@ -402,7 +402,7 @@ def _lay_over(
     Raises:
         ConfigError: If a name is unknown.
     """
-    for name, value in given.items():
+    for name, value in _by_field(model, given):
         declared = model.model_fields.get(name)
         if declared is None:
             nearest = _nearest(f"{prefix}{name}", [known for known, _ in leaves(model, prefix)])
@@ -418,6 +418,13 @@ def _lay_over(
             raise ConfigError(
                 f"{_place(origin)}{name} is {_shown(value)}; it is a group of settings: give names and values"
             )
+
+
+def _by_field(model: type[BaseModel], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a group may be given by their whole names, as they are printed."""
+    for name, value in given.items():
+        group, _, single = str(name).partition(".")
+        yield (group, {single: value}) if single and group in model.model_fields else (name, value)
 
 
 def _place(origin: str) -> str:

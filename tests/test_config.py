@@ -93,6 +93,20 @@ def test_the_file_can_be_named_by_a_variable_and_an_argument_wins(environment, t
     assert set(Config().sources().values()) == {"default"}
 
 
+def test_a_setting_of_a_group_may_have_its_whole_name(toml):
+    file = toml('{"fabric.num_workers": 2, "fabric": {"devices": ["mlx5_0"]}}', "settings.json")
+    fabric = FabricConfig(num_workers=2, devices=("mlx5_0",))
+    assert Config.load(file).fabric == fabric
+    assert Config(**{"fabric.num_workers": 2}, fabric={"devices": "mlx5_0"}).fabric == fabric
+    with pytest.raises(ConfigError, match=r"'fabric.num_wrokers' is not a setting; did you mean fabric.num_workers\?"):
+        Config(**{"fabric.num_wrokers": 2})
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(toml):
+    for text, name in (("window = 6", "a.toml"), ('{"window": 6}', "b.json")):
+        assert Config.load(toml(f"\ufeff{text}", name)).window == 6
+
+
 def test_a_path_that_no_file_can_have_is_not_quoted_whole():
     with pytest.raises(ConfigError, match=r"file xxx.*\.\.\. cannot be read: File name too long") as error:
         Config(config_file="x" * 100_000)

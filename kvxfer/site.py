@@ -477,7 +477,8 @@ class Site:
     gates: Gates  # what keeps peers out of this rank's memory
     processes: Processes  # whether peers on this host are still there
     peer_gates: PeerGates = field(default_factory=PeerGates)  # what leads through the gates of peers
-    fenced: set[bytes] = field(default_factory=set[bytes])  # incarnations of peers that pass the gates that grants name
+    # by incarnation, whether a peer passes the gates that grants name: as it said last, or is taken to until then
+    fenced: dict[bytes, bool] = field(default_factory=dict[bytes, bool])
     issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
     tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
     # tasks that look for evidence: closing does not wait for them, but has them look once more
@@ -556,7 +557,7 @@ class Site:
         self.mappings.check_session(peer, agreed.geometry)
         self.peer_gates.on_session(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
-            self.note_fenced(peer, fenced=True)
+            self.fenced.setdefault(peer.identity.incarnation, True)  # it may have, on another link
         self.processes.on_session(peer, link.process)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         there, excluded = peer.body.max_chunk_bytes or here, ""
@@ -651,7 +652,7 @@ class Site:
 
     def note_fenced(self, peer: PeerInfo, *, fenced: bool) -> None:
         """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""
-        (self.fenced.add if fenced else self.fenced.discard)(peer.identity.incarnation)
+        self.fenced[peer.identity.incarnation] = fenced
 
     def pause(self) -> None:
         """The agent is about to be made anew: grant nothing that is reached through it."""
@@ -671,7 +672,7 @@ class Site:
         self.mappings.forget(peer)
         self.peer_gates.forget(peer)
         self.processes.forget(peer)
-        self.fenced.discard(key)
+        self.fenced.pop(key, None)
         self.plans.forget(peer)
         self.estimates.forget(key)
         for sending in (True, False):

@@ -12,7 +12,7 @@ from kvxfer.safety.fence import SHARED_GATE
 def exposed(**gates):
     """To a peer that passes words in memory of a GPU."""
     site = SimpleNamespace(
-        gates=SimpleNamespace(words=1 << 20, **gates), fenced=set(), loop=SimpleNamespace(create_future=Future)
+        gates=SimpleNamespace(words=1 << 20, **gates), fenced={}, loop=SimpleNamespace(create_future=Future)
     )
     link = SimpleNamespace(peer=SimpleNamespace(identity=SimpleNamespace(incarnation=b"p")), renewals=0)
     return Exposure(site, link, "x", lambda: None, frozenset())  # pyright: ignore[reportArgumentType]

@@ -75,7 +75,7 @@ class Exposure(Struct, eq=False):
         gates, gate, link = self.site.gates, self.gate, self.link
         if gate == SHARED_GATE and self.fenced is None:  # else one of its own tells nothing of what was granted before
             gate = self.gate = gates.allot()
-        passes = gate != SHARED_GATE and link.peer.identity.incarnation in self.site.fenced
+        passes = gate != SHARED_GATE and self.site.fenced.get(link.peer.identity.incarnation, False)
         generation = gates.granted(gate) if passes or (mapped and gates.words) else 0
         self.fenced = generation > 0 and self.fenced is not False
         self._renewals, self._renewed = link.renewals, False

@@ -9,7 +9,7 @@ import inside
 import pytest
 import torch
 from passing import enter
-from stage import Broken, Cache, Gate, frames, quiet
+from stage import Broken, Cache, Gate, eventually, frames, quiet
 from wire import play, virtual
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
@@ -173,6 +173,24 @@ async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage
     assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(False, False), (False, True)]
     assert {grant.generation for grant in tap.of(Reserve)} == {0}
     assert caplog.text.count("gates_not_opened") == 2  # either side of the other's
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["direct", "pull"])
+async def test_a_peer_that_cannot_open_the_gates_is_believed_though_it_is_met_once_more(stage, monkeypatch, route):
+    """It has said so, and then it opens a stream of its own, before it is granted anything."""
+    inside.open_no_gates(monkeypatch)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
+    computed, writable = Gate(), Gate()
+    computed.fired = route == "direct"
+    offer, transfer = stage.begin(prefill, decode, offered={"after": computed}, after=writable)
+    await eventually(lambda: frames(decode, "Accept"))
+    claim = prefill.claim(decode.engine.ticket("b"))
+    await eventually(lambda: len(inside.sessions(prefill)) == len(inside.sessions(decode)) == 2)
+    computed.fired = writable.fired = True
+    await transfer
+    await offer.released()
+    claim.close()
     await quiet(prefill, decode)
 
 

@@ -513,6 +513,8 @@ REMEMBERED_SECONDS: Final = 600.0
 _LATE_SECONDS: Final = 0.05
 """A timer that is later than that may have been so for any time."""
 _RELEASED: Final = Released()
+_GONE: Final = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
+"""Why there is no offer any more, by how it ends."""
 _OVER: Final = Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released")
 
 
@@ -619,8 +621,8 @@ class OfferBook:
         offer = self._offers.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
             return offer
-        if offer is not None:
-            return Code.OFFER_WITHDRAWN
+        if offer is not None and offer.ending is not None:
+            return _GONE[type(offer.ending)]
         past = self._past.get(key)
         return past[1] if past is not None else None
 
@@ -726,9 +728,8 @@ class OfferBook:
 
     def on_end(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""
-        code = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
         self._offers.pop(offer.key, None)
-        self._past[offer.key] = (self._site.now(), code[type(ending)])
+        self._past[offer.key] = (self._site.now(), _GONE[type(ending)])
         outcome = type(ending).__name__.lower()
         self._site.metrics.offer_ended(offer.key, outcome, self._site.now())
         if _hears_info():

@@ -282,6 +282,20 @@ async def test_withdraw(stage, source, target, route, state):
     await quiet(prefill, decode)
 
 
+async def test_who_comes_while_a_released_offer_still_ends_hears_that_it_was_released(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer, transfer = await stage.in_flight(prefill, decode, "decode")
+    inside.release(prefill, offer, inside.met(prefill).identity)
+    assert offer.state.value == "ending"  # our post still reads the blocks
+    with refused(kvxfer.Code.TICKET_RELEASED):
+        await decode.fetch(offer.ticket, [5, 6], tokens=TOKENS, timeout=5)
+    stage.network.release("decode")
+    with pytest.raises(kvxfer.TransferFailedError):
+        await transfer
+    assert isinstance(await offer.released(), kvxfer.Released)
+    await quiet(prefill, decode)
+
+
 # --- again, and by somebody else
 
 

@@ -120,15 +120,11 @@ _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
 
 
 class SettingsGroup(BaseModel):
-    """Settings below one name, such as `fabric`; also made by itself and given as one value.
-
-    Attributes:
-        prefix: What stands before the names of its settings, with the dot.
-    """
+    """Settings below one name, such as `fabric`; also made by itself and given as one value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
-    prefix: ClassVar[str]
+    prefix: ClassVar[str]  # what stands before the names of its settings, with the dot
 
     def __init__(self, **arguments: Any) -> None:
         _lay_over({}, {}, type(self), arguments, "argument")
@@ -530,16 +526,12 @@ class Contexts:
 
 
 class Credentials:
-    """The contexts of one worker, made anew when their files have changed.
-
-    Attributes:
-        contexts: Those of the last `renew`; None before the first.
-    """
+    """The contexts of one worker, made anew when their files have changed."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config: Final = config
         self._stamps: list[object] = []
-        self.contexts: Contexts | None = None
+        self.contexts: Contexts | None = None  # those of the last `renew`
 
     def renew(self) -> Contexts:
         """The contexts of the files as they are now. Reads the disk; safe from several threads at once.

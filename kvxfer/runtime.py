@@ -119,8 +119,7 @@ class Runtime(Protocol):
 class Home:
     """Where something lives: in a process, whose threads a forked child does not have, and perhaps on a loop of it.
 
-    Args:
-        loop: The loop that alone may use it, while it runs; None if any thread may.
+    That loop alone may use it, while it runs; without one any thread may.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:

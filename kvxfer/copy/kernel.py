@@ -47,9 +47,6 @@ E5M2 = tl.constexpr(5)
 def check_exact(ptx: str) -> None:
     """Refuse a compiled conversion that takes subnormal numbers for zero, as compilers before Triton 3.6 make it.
 
-    Args:
-        ptx: Its instructions, as the compiler wrote them.
-
     Raises:
         MissingExtraError: It would not give the bits that a CPU does.
     """

@@ -60,8 +60,7 @@ _FLUSH_BYTES: Final = 64
 def acquire_agent(state: int) -> bool:
     """Keep the machine from calling the agent, until `release_agent`; whether it is out of it. May be asked again.
 
-    Args:
-        state: The address of its state. One thread at a time claims it.
+    One thread at a time claims it.
     """
     if add(state + 8 * r.WANTED, 0) == 0:
         add(state + 8 * r.WANTED, 1)
@@ -95,11 +94,9 @@ def leave_agent(state: Any) -> None:
 
 @compiled("boolean(int64, int64)")
 def prevent_start(job: int, flow: int) -> bool:
-    """See to it that what has not begun never does; whether that is so.
+    """See to it that what has not begun never does, as a step of this flow (plus 1); whether that is so.
 
-    Args:
-        job: The address of its row.
-        flow: What it is to be a step of, plus 1. A row that is another's by now is left as it is.
+    A row that is another's by now is left as it is.
     """
     off: bool = exchange(job + 8 * r.STATE, r.WAITING, r.OFF)
     if off and add(job + 8 * r.OF_FLOW, 0) != flow:

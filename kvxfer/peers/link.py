@@ -133,10 +133,8 @@ class Link(asyncio.Protocol):
     def send(self, *messages: wire.Message, soon: bool = False) -> bool:
         """Send messages; replies go out once all that came with the frame that they answer has been handled.
 
-        Args:
-            *messages: Which.
-            soon: They may wait for the end of this turn of the loop, and go before what is sent until then, unless the
-                link fails first.
+        `soon`: they may wait for the end of this turn of the loop, and go before what is sent until then, unless the
+        link fails first.
 
         Returns:
             False if the link is gone; who must know hears it from `Service.on_lost`.

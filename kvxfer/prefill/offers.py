@@ -243,12 +243,9 @@ class Entry:
                 self._quiescent.end()
 
     def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
-        """A transfer is over.
+        """A transfer is over; `in_doubt` names the peer if its reads of the blocks may still be in flight.
 
-        Args:
-            transfer: Which.
-            in_doubt: Names the peer if its reads of the blocks may still be in flight.
-            moved: Whether it succeeded: then its decode engine lives, and has a whole lease to say that it is done.
+        If it succeeded (`moved`), its decode engine lives, and has a whole lease to say that it is done.
         """
         self.transfers.discard(transfer)
         self.doubtful.pop(transfer, None)

@@ -215,11 +215,8 @@ def decode_body(data: bytes | memoryview) -> AgentBody:
 class FrameReader:
     """Cuts a byte stream into messages.
 
-    It never holds more than `limit`, a length field and one read.
-
-    Args:
-        limit: Largest payload in bytes; raise it with `limit =` once the peer is known, also between two messages of
-            one read.
+    It never holds more than `limit`, a length field and one read. Raise it with `limit =` once the peer is known, also
+    between two messages of one read.
     """
 
     def __init__(self, limit: int = HANDSHAKE_FRAME_LIMIT) -> None:

@@ -72,28 +72,19 @@ class _Produced:
 
 
 class SchedulerSide:
-    """What vLLM's scheduler asks of the connector. Requests and outputs are vLLM's; see there for when each is called.
-
-    Args:
-        groups: Those of block ids.
-        cached: Whether vLLM takes blocks that were loaded for a cache of prefixes.
-        layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
-        key: The engine's key, if somebody else makes tickets too; else it is drawn here.
-        answers: Whether a decode engine offers what it holds of a request that ends, for the next turn.
-        named: Whether names tell what images show. Where none of vLLM's caches wants a hash of that, they are numbered.
-        patience: Seconds that a request waits for blocks to load into. Then it is computed here: its prefill engine may
-            itself wait for blocks that are on offer here.
-    """
+    """What vLLM's scheduler asks of the connector. Requests and outputs are vLLM's; see there for when it does."""
 
     def __init__(
         self,
         groups: Sequence[BlockGroup],
         *,
-        cached: bool,
-        layerwise: bool,
-        key: bytes | None = None,
-        answers: bool = False,
-        named: bool = True,
+        cached: bool,  # vLLM takes blocks that were loaded for a cache of prefixes
+        layerwise: bool,  # loads run inside of the forward pass that needs them, layer by layer
+        key: bytes | None = None,  # the engine's, if somebody else makes tickets too
+        answers: bool = False,  # a decode engine offers what it holds of a request that ends, for the next turn
+        named: bool = True,  # names tell what images show; where no cache wants a hash of that, they are numbered
+        # seconds that a request waits for blocks to load into. Then it is computed here: its prefill engine may itself
+        # wait for blocks that are on offer here
         patience: float = math.inf,
     ) -> None:
         self._groups: Final = groups
@@ -117,11 +108,9 @@ class SchedulerSide:
     def collect(self, cards: Iterable[Mapping[str, Any]], *, page: int = 0) -> None:
         """The workers' cards, again after they have slept: from now on tickets are of this engine.
 
-        Args:
-            cards: Of all of them.
-            page: Tokens of a page of an indexer, if layers of any worker have one. It goes whole, so all workers offer
-                and load the last one whole; and an indexer chooses before vLLM waits for its layer, so no load may run
-                inside of a forward pass.
+        `page` is the tokens of a page of an indexer, if layers of any worker have one. It goes whole, so all workers
+        offer and load the last one whole; and an indexer chooses before vLLM waits for its layer, so no load may run
+        inside of a forward pass.
 
         Raises:
             TicketError: If a rank is missing.
@@ -383,10 +372,7 @@ class SchedulerSide:
 def _digest(request: Any, tokens: int, *, named: bool) -> str:
     """What tells the first tokens of a request, and what they stand for, from others.
 
-    Args:
-        request: vLLM's.
-        tokens: How many they are.
-        named: Whether names tell what images show. Else it is only told where they are.
+    If it is not `named` what images show, it is only told where they are.
     """
     told = blake2b(array("q", request.all_token_ids[:tokens]).tobytes(), digest_size=16)
     if request.prompt_embeds is not None:

@@ -34,11 +34,7 @@ class Counts:
 
 
 class Ledger:
-    """Counts what ends, for vLLM step by step, and in one log line for each minute in which something did.
-
-    Args:
-        later: Makes a timer that calls a function after some seconds.
-    """
+    """Counts what ends, for vLLM step by step, and in one log line for each minute in which something did."""
 
     def __init__(self, later: Callable[[float, Callable[[], None]], Any] = threading.Timer) -> None:
         self._later: Final = later

@@ -69,26 +69,18 @@ class _Loading:
 
 
 class WorkerSide:
-    """What vLLM's worker asks of the connector. All from one thread, as vLLM does.
-
-    Args:
-        config: Settings.
-        groups: Names of the groups of which this rank holds something.
-        layerwise: Whether offers grow layer by layer.
-        by_block: Whether vLLM is told which blocks a load has failed for, and not only that it has.
-        patience: Seconds that a forward pass waits for its loads, all in all.
-        late: Whether blocks of a request that is preempted are overwritten before that is told: nobody shall have
-            fetched all of it by then, so its offer ends with it.
-    """
+    """What vLLM's worker asks of the connector. All from one thread, as vLLM does."""
 
     def __init__(
         self,
         config: Config,
-        groups: Sequence[str],
+        groups: Sequence[str],  # of which this rank holds something
         *,
-        layerwise: bool,
-        by_block: bool = True,
-        patience: float = 2.0,
+        layerwise: bool,  # offers grow layer by layer
+        by_block: bool = True,  # vLLM is told which blocks a load has failed for, and not only that it has
+        patience: float = 2.0,  # seconds that a forward pass waits for its loads, all in all
+        # blocks of a request that is preempted are overwritten before that is told: nobody shall have fetched all of it
+        # by then, so its offer ends with it
         late: bool = False,
     ) -> None:
         self._layerwise: Final = layerwise
@@ -231,10 +223,7 @@ class WorkerSide:
         self._growing.clear()
 
     def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """What is over: each request once.
-
-        Args:
-            finished: Requests that have finished since the last call.
+        """What is over, each request once, with those that have finished since the last call.
 
         Returns:
             Requests whose blocks nobody reads any more, of those that have finished; and requests whose load is over.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, Self, TypeVar
+from typing import Final, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,6 +29,7 @@ from kvxfer.names import cpu_numbers
 
 __all__ = [
     "TURN_SECONDS",
+    "Callback",
     "Home",
     "Machine",
     "Placement",
@@ -36,10 +37,13 @@ __all__ = [
     "ThreadRuntime",
     "allowed_cpus",
     "bind",
+    "no_op",
     "place",
+    "resolve",
     "settle",
 ]
 
+Callback: TypeAlias = Callable[[], None]
 Stop = Callable[[float], bool]
 _T = TypeVar("_T")
 
@@ -53,6 +57,16 @@ _USUAL: Final = ctypes.c_void_p(-1)  # FE_DFL_ENV
 _Arithmetic: Final = ctypes.c_char * 64  # more than a `fenv_t` takes anywhere
 _NICENESS: Final = 5
 """How far threads give way to the loop where they have to share its cores; nothing changes where cores are free."""
+
+
+def no_op() -> None:
+    """Does nothing: stands in until there is something to release."""
+
+
+def resolve(future: "asyncio.Future[_T]", value: _T) -> None:
+    """Give a future its value, unless whoever waited for it is gone."""
+    if not future.done():
+        future.set_result(value)
 
 
 def allowed_cpus() -> frozenset[int]:

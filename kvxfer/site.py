@@ -24,13 +24,13 @@ from kvxfer.plans.routes import Estimates, RouteSupport, acceptable
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import IdentityKey, PeerInfo, Role
-from kvxfer.runtime import Runtime
+from kvxfer.runtime import Callback, Runtime, no_op
 from kvxfer.safety.fence import Gates, Mappings, PeerGates
 from kvxfer.safety.processes import Processes
 from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "no_op", "resolve"]
+__all__ = ["Admitted", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks"]
 
 # --- what one side counts while it runs
 
@@ -168,7 +168,7 @@ class Rebuilds:
     def __init__(self, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
         self.count = 0  # how often the agent was made anew
         self.paused = False  # it is about to be: nothing is granted to peers, and nothing announced to be read
-        self.on_request: Callable[[], None] = lambda: None  # called when somebody new waits for it
+        self.on_request: Callback = no_op  # called when somebody new waits for it
         self._now: Final = now
         self._loop: Final = loop
         self.requests: Final[dict[RebuildRequest, None]] = {}  # who waits
@@ -368,18 +368,6 @@ _T = TypeVar("_T")
 
 _AT_ONCE_BYTES: Final = 4096
 """How long two descriptions of caches may be for a look at both to take about a millisecond."""
-
-Callback: TypeAlias = Callable[[], None]
-
-
-def no_op() -> None:
-    """Does nothing: stands in until there is something to release."""
-
-
-def resolve(future: "asyncio.Future[_T]", value: _T) -> None:
-    """Give a future its value, unless whoever waited for it is gone."""
-    if not future.done():
-        future.set_result(value)
 
 
 class Tasks:

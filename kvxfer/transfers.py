@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import ClosedError, FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.names import lazy
-from kvxfer.runtime import Home
+from kvxfer.runtime import Home, no_op, resolve
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
 
@@ -106,7 +106,7 @@ class Settling:
             self.done, self._error = True, error
             for waiter in self._waiters:
                 with suppress(RuntimeError):  # its loop is closed
-                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+                    waiter.get_loop().call_soon_threadsafe(resolve, waiter, None)
 
     async def wait(self) -> None:
         """Return once it has.
@@ -128,11 +128,6 @@ class Settling:
                 del self._waiters[waiter]
         if self._error is not None:
             raise self._error
-
-
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def given_seconds(seconds: Any, default: _T) -> float | _T:
@@ -247,7 +242,7 @@ class Claim:
             UsageError: In another thread, unless the worker has a loop of its own.
         """
         self._home.own(self)
-        close, self._close = self._close, _over
+        close, self._close = self._close, no_op
         close()
 
 
@@ -367,8 +362,8 @@ class Progress(Struct, eq=False, dict=True):
         if made := vars(self):
             if self._result is not None and "_outcome" in made:
                 self._outcome.set_result(self._result)
-            if "spared" in made and not self.spared.done():
-                self.spared.set_result(None)
+            if "spared" in made:
+                resolve(self.spared, None)
         for waiter in self.watched:
             if waiter.done():
                 continue
@@ -563,10 +558,6 @@ def short(blocks: Mapping[str, Sequence[int]]) -> str:
     """Block lists as messages show them."""
     parts = [f"{group}: {list(ids[:8])}{'...' if len(ids) > 8 else ''}" for group, ids in blocks.items()]
     return "{" + ", ".join(parts) + "}"
-
-
-def _over() -> None:
-    """What closing does to a claim that is closed."""
 
 
 def layer_range(start: Any, stop: Any) -> range:

@@ -49,7 +49,7 @@ from kvxfer.copy.tables import SumTables, Tables
 from kvxfer.errors import ClosedError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.plan import SumPlan
-from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
+from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, resolve, settle
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
@@ -583,8 +583,8 @@ class Mover:
         """Nothing is awaited any more."""
         self._stopped_reading = True
         self._loop.remove_reader(self._machine.news)
-        if self._abandoning is not None and not self._abandoning.done():
-            self._abandoning.set_result(None)
+        if self._abandoning is not None:
+            resolve(self._abandoning, None)
         if self._query_timer is not None:
             self._query_timer.cancel()
 
@@ -938,8 +938,8 @@ class Mover:
     def _on_caught(self) -> None:
         """What was under way is given up."""
         caught, self._abandoning = self._abandoning, None
-        if caught is not None and not caught.done():
-            caught.set_result(None)
+        if caught is not None:
+            resolve(caught, None)
 
     def _free_slot(self, flow: Flow) -> None:
         """The machine has nothing of it any more, but for steps in doubt."""
@@ -1022,8 +1022,7 @@ class Mover:
                 flow.kept.clear()
             self._unreported -= 1
             if self._refusing and not self._unreported:
-                if not self._idle.done():
-                    self._idle.set_result(None)
+                resolve(self._idle, None)
                 if self._closing:
                     self._stop_reading()
                     self._machine.stop()

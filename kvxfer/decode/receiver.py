@@ -15,7 +15,7 @@ is through with, and quarantines what it may still write.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from operator import attrgetter
@@ -38,8 +38,9 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
+from kvxfer.runtime import Callback, no_op, resolve
 from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
-from kvxfer.site import Site, Tally, no_op, resolve
+from kvxfer.site import Site, Tally
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class _ActiveFlow(Struct, eq=False):
     first: int  # the first of them
     source: tuple[str, int]  # of what is read: the peer's agent, and what its memory is granted by
     copying: float = 0.0  # seconds that copying them took
-    withdraw_rebuild: Callable[[], None] = no_op  # wants no other agent any more, which would end what is in doubt
+    withdraw_rebuild: Callback = no_op  # wants no other agent any more, which would end what is in doubt
 
 
 class Receiver(Struct, eq=False):
@@ -320,8 +321,8 @@ class Receiver(Struct, eq=False):
     _has_news: bool = False  # whether there is news that `run` has not looked at
     _copies: int = 0  # of our own, in the caller's blocks
     _given_up: bool = False
-    _stop_polling: Callable[[], None] = no_op
-    _release_lane: Callable[[], None] = no_op
+    _stop_polling: Callback = no_op
+    _release_lane: Callback = no_op
 
     # --- what others ask
 

@@ -21,7 +21,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Opened, PeerInfo, Role, Session, State
-from kvxfer.runtime import TURN_SECONDS, Runtime
+from kvxfer.runtime import TURN_SECONDS, Runtime, resolve
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
@@ -287,8 +287,7 @@ class Link(asyncio.Protocol):
             )
         self._known = True
         self._handler.on_opened(self, found)
-        if not self.ready.done():
-            self.ready.set_result(self.peer)
+        resolve(self.ready, self.peer)
 
     def pause_writing(self) -> None:
         """The peer has yet to read what was written."""
@@ -301,8 +300,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
-        if not self._gone.done():
-            self._gone.set_result(None)
+        resolve(self._gone, None)
         if self.failure is not None and self._timer is not None:
             self._timer.cancel()
         why = f": {exc}" if exc else ""

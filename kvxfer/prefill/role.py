@@ -13,7 +13,8 @@ from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.transfer import Failure, Sending, build_result
-from kvxfer.site import Callback, Quota, Site, no_op
+from kvxfer.runtime import Callback, no_op
+from kvxfer.site import Quota, Site
 from kvxfer.telemetry import logger
 
 __all__ = ["Doubt", "Doubts", "Prefill"]

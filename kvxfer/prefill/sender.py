@@ -71,8 +71,9 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sending, SendState, added, is_token
+from kvxfer.runtime import Callback, no_op, resolve
 from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
-from kvxfer.site import Callback, Site, Tally, no_op, resolve
+from kvxfer.site import Site, Tally
 from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
 
 __all__ = ["RETRY_MS", "AcceptedPlan", "OfferSnapshot", "Sender", "plan_transfer"]

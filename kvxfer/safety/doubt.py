@@ -4,7 +4,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,9 +17,12 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import Capability, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import Failure
+from kvxfer.runtime import Callback, no_op, resolve
 from kvxfer.safety.fence import SHARED_GATE, Revoked
-from kvxfer.site import Callback, Site, no_op, resolve
 from kvxfer.telemetry import logger
+
+if TYPE_CHECKING:
+    from kvxfer.site import Site
 
 __all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "request_rebuild", "severed"]
 
@@ -42,11 +45,11 @@ _ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 class Exposure(Struct, eq=False):
     """Memory that one transfer lets a peer write or read, as granted on one control stream."""
 
-    site: Site
+    site: "Site"
     link: Link  # over which it is granted
     name: str  # of the transfer
     # called once if there is evidence, other than the peer's word, that nobody touches it any more
-    then: Callable[[], None] = no_op
+    then: Callback = no_op
     routes: Collection[Route] = ()  # those on which the peer may touch it
     gate: int = SHARED_GATE  # what every grant leads through; there is one from the first grant on
     fenced: bool | None = None  # whether the peer passes it by all grants; None if it touches nothing
@@ -239,7 +242,7 @@ class Rebuilding:
     bring it about must not be able to stop everybody else.
     """
 
-    def __init__(self, site: Site, roles: Sequence[Grantor], links: Collection[Link]) -> None:
+    def __init__(self, site: "Site", roles: Sequence[Grantor], links: Collection[Link]) -> None:
         self._site: Final = site
         self._roles: Final = roles
         self._links: Final = links
@@ -345,7 +348,7 @@ class Rebuilding:
             site.body[trusted] = encode_body(replace(told, metadata=metadata, renewals=site.rebuilds.count + 1))
 
 
-def request_rebuild(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
+def request_rebuild(site: "Site", peer: PeerInfo, *, urgent: bool) -> Callback:
     """A post of ours to or from a peer did not end, and the end of our agent would end it.
 
     Not where it may be a copy between GPUs of this host: that goes on without us.
@@ -356,11 +359,11 @@ def request_rebuild(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
     return no_op if may_outlive_agent(site, peer) else site.rebuilds.request(urgent=urgent)
 
 
-def may_outlive_agent(site: Site, peer: PeerInfo) -> bool:
+def may_outlive_agent(site: "Site", peer: PeerInfo) -> bool:
     """Whether a post of ours to or from a peer may be a copy between GPUs of this host, which needs no agent."""
     return site.geometry.kind == "cuda" and not elsewhere(peer.body.host)
 
 
-def severed(site: Site, peer: PeerInfo) -> bool:
+def severed(site: "Site", peer: PeerInfo) -> bool:
     """Whether memory that a peer was granted is out of its reach once the agent is made anew."""
     return elsewhere(peer.body.host) or site.processes.has_ended(peer)

@@ -19,6 +19,7 @@ from typing import Final
 from kvxfer.errors import FabricError
 from kvxfer.mapped.host import check_process, may_be_elsewhere, number_of, own_number, process_of, unlike
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.runtime import resolve
 from kvxfer.safety.fence import Lineage
 from kvxfer.telemetry import logger
 
@@ -156,8 +157,7 @@ class Processes:
         if process.survived:
             _log.warning("process_had_forked", peer=peer.name, reason="a child of it may keep its GPU at work")
         self._drop(process)
-        if not process.ended.done():
-            process.ended.set_result(None)
+        resolve(process.ended, None)
 
     def _prune(self, key: bytes, process: _Process) -> None:
         if not process.users and not process.wanted and self._processes.get(key) is process:

@@ -12,7 +12,7 @@ from inside import sessions
 from ownership import Ledger, watch
 from world import World
 
-from kvxfer.site import resolve
+from kvxfer.runtime import resolve
 from kvxfer.testing import simulate
 
 LIMIT = 60.0

@@ -904,12 +904,7 @@ class Config(BaseModel):
 
     @property
     def max_offers(self) -> int:
-        """Offers alive at most."""
-        return max(_MANY, 4 * self.max_transfers)
-
-    @property
-    def max_streams(self) -> int:
-        """Control streams that peers have opened at most; one more is turned away."""
+        """Offers alive at most, and control streams that peers have opened; one more is turned away."""
         return max(_MANY, 4 * self.max_transfers)
 
     def admits(self, endpoint: str) -> bool:

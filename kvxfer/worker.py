@@ -372,7 +372,14 @@ async def assemble(parts: Assembly) -> Site:
     except BaseException:
         await see_through(asyncio.create_task(parts.dismantle(fabric, mover, None), name="kvxfer abandon"))
         raise
-    (sending, receiving), tasks = staging.shares, Tasks()
+    (sending, receiving), tasks, exports = staging.shares, Tasks(), parts.exports
+
+    async def look(address: int, raised: bool) -> int:
+        return await runtime.in_thread(partial(mover.writers_inside, address, raised=raised))
+
+    def unmap(windows: Windows) -> None:
+        tasks.spawn(runtime.in_thread(windows.close), "kvxfer unmap")
+
     site = Site(
         config=config,
         runtime=runtime,
@@ -395,8 +402,8 @@ async def assemble(parts: Assembly) -> Site:
         staging=staging.receiving,
         sending=staging.sending,
         in_place=in_place,
-        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), key.incarnation),
-        gates=_gates(parts.exports, mover, runtime),
+        mappings=Mappings(geometry, runtime, unmap, key.incarnation),
+        gates=Gates(exports.gates, exports.locks, look),
         processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,
     )
@@ -415,24 +422,6 @@ def _observer(config: Config) -> Observer | None:
     from kvxfer.integrations.opentelemetry import Traces
 
     return Traces(config.engine, config.rank)
-
-
-def _gates(exports: Exports, mover: Mover, runtime: Runtime) -> Gates:
-    """The books of this worker's gates."""
-
-    async def look(address: int, raised: bool) -> int:
-        return await runtime.in_thread(lambda: mover.writers_inside(address, raised=raised))
-
-    return Gates(exports.gates, exports.locks, look)
-
-
-def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
-    """What unmaps windows off the loop."""
-
-    def unmap(windows: Windows) -> None:
-        tasks.spawn(runtime.in_thread(windows.close), "kvxfer unmap")
-
-    return unmap
 
 
 def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
@@ -699,7 +688,7 @@ class Service:
             BusyError: If there are as many streams as may be.
         """
         site, config = self.site, self.site.config
-        if link.role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_streams:
+        if link.role is Role.SERVER and admitted((*self.links, *self.greeting)) >= config.max_offers:
             raise BusyError(f"as many control streams are open as may (max_transfers={config.max_transfers})")
         secret = config.secret.get_secret_value().encode() if config.secret is not None else None
         trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
@@ -779,7 +768,8 @@ class Service:
 
         A stream on which it has proved who it is counts from then on: whoever is there could do so elsewhere with that.
         """
-        ours = (link for link in (*self.links, *self.greeting, *self.decode.links_in_use) if link.role is Role.CLIENT)
+        asked = (receiver.link for receiver in self.decode.incoming.values())  # on these; they may be gone
+        ours = (link for link in (*self.links, *self.greeting, *asked) if link.role is Role.CLIENT)
         return next((link.endpoint for link in ours if link.proved_to == incarnation), "")
 
     def _link(self, role: Role, endpoint: str) -> Link:
@@ -834,7 +824,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
         "claims": len(receiver.claims),
         "sending": len(sender.transfers),
         "receiving": len(receiver.fetches),
-        "in_doubt": receiver.doubtful,
+        "in_doubt": sum(fetch.done for fetch in receiver.fetches),
         "sent_in_doubt": len(sender.doubts),
         "places": len(sender.places),
         "transfers": [

@@ -316,11 +316,6 @@ class Decode:
         self.recoveries: Final = Recoveries(site, peers)
         self.claims: Final = Claims(site, peers)
 
-    @property
-    def doubtful(self) -> int:
-        """Fetches that ended while a peer's answer was missing."""
-        return sum(fetch.done for fetch in self.fetches)
-
     # --- what callers do
 
     def start(
@@ -610,11 +605,6 @@ class Decode:
                 fetch.close()
         if ends := self.outcomes():  # the worker waits for its tasks, bounded; those of fetches may outlast their ends
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
-
-    @property
-    def links_in_use(self) -> Iterable[Link]:
-        """Links on which something was asked for that has not ended; they may be gone."""
-        return (receiver.link for receiver in self.incoming.values())
 
     @property
     def exposed(self) -> bool:

@@ -600,8 +600,7 @@ class _Ported:
         del self._lists[made], self._places[made]
         return 0
 
-    def _make(self, agent: int, operation: int, near: int, far: int, peer: int, out: int, options: int) -> int:
-        del agent, options
+    def _make(self, _agent: int, operation: int, near: int, far: int, peer: int, out: int, _options: int) -> int:
         here, there = (
             Descriptors(_KINDS[kind], pieces[0][2], np.array(pieces, np.int64)[:, :2])
             for kind, pieces in (self._lists[near], self._lists[far])
@@ -611,8 +610,7 @@ class _Ported:
         ctypes.c_int64.from_address(out).value = made
         return 0
 
-    def _begin(self, agent: int, made: int, options: int) -> int:
-        del agent, options
+    def _begin(self, _agent: int, made: int, _options: int) -> int:
         request = self._requests[made]
         try:
             request.handle = self._transport.post(*request.moves)
@@ -622,8 +620,7 @@ class _Ported:
         request.posted = True
         return _UNDER_WAY
 
-    def _status(self, agent: int, made: int) -> int:
-        del agent
+    def _status(self, _agent: int, made: int) -> int:
         request = self._requests[made]
         try:
             return 0 if self._transport.poll(request.handle) else _UNDER_WAY
@@ -631,8 +628,7 @@ class _Ported:
             request.gone = error.disconnected
             raise
 
-    def _release(self, agent: int, made: int) -> int:
-        del agent
+    def _release(self, _agent: int, made: int) -> int:
         if self._requests[made].posted:
             self._transport.release(self._requests[made].handle)
         return 0
@@ -641,38 +637,31 @@ class _Ported:
         del self._requests[made], self._places[made]
         return 0
 
-    def _notices(self, agent: int, notices: int, options: int) -> int:
-        del agent, notices, options
+    def _notices(self, _agent: int, _notices: int, _options: int) -> int:
         self._transport.progress()
         for name, message in self._transport.heard():
             self._heard.setdefault(name.encode(), []).append(message)
         return 0
 
-    def _forget_notices(self, notices: int) -> int:
-        del notices
+    def _forget_notices(self, _notices: int) -> int:
         self._heard.clear()
         self._told.clear()
         return 0
 
-    def _notify(self, agent: int, peer: int, message: int, nbytes: int, options: int) -> int:
-        del agent, options
+    def _notify(self, _agent: int, peer: int, message: int, nbytes: int, _options: int) -> int:
         self._transport.notify(ctypes.string_at(peer).decode(), ctypes.string_at(message, nbytes))
         return 0
 
-    def _notice_agents(self, notices: int, out: int) -> int:
-        del notices
+    def _notice_agents(self, _notices: int, out: int) -> int:
         return self._out(out, len(self._heard))
 
-    def _notice_agent(self, notices: int, number: int, out: int) -> int:
-        del notices
+    def _notice_agent(self, _notices: int, number: int, out: int) -> int:
         return self._out(out, self._pointer(list(self._heard)[number]))
 
-    def _notice_count(self, notices: int, agent: int, out: int) -> int:
-        del notices
+    def _notice_count(self, _notices: int, agent: int, out: int) -> int:
         return self._out(out, len(self._heard[ctypes.string_at(agent)]))
 
-    def _notice(self, notices: int, agent: int, number: int, out: int, nbytes: int) -> int:
-        del notices
+    def _notice(self, _notices: int, agent: int, number: int, out: int, nbytes: int) -> int:
         message = self._heard[ctypes.string_at(agent)][number]
         self._out(nbytes, len(message))
         return self._out(out, self._pointer(message))
@@ -686,8 +675,7 @@ class _Ported:
         self._told.append(ctypes.create_string_buffer(text))
         return ctypes.addressof(self._told[-1])
 
-    def _cause(self, agent: int, number: int) -> int:
-        del agent
+    def _cause(self, _agent: int, number: int) -> int:
         found = next((one for at, one in self._requests.items() if self._places[at].value == number), None)
         return _GONE if found is not None and found.gone else 0
 

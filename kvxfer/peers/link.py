@@ -382,7 +382,7 @@ class Link(asyncio.Protocol):
 
 
 def admitted(links: Iterable[Link]) -> int:
-    """How many of these count as streams that peers opened: `Config.max_streams` bounds them."""
+    """How many of these count as streams that peers opened: `Config.max_offers` bounds them."""
     return sum(link.role is Role.SERVER and link.admitted for link in links)
 
 

@@ -549,16 +549,12 @@ class Session:
         ours = dict(self._terms.facts)
         different = {name: (ours[name], value) for name, value in facts if name in ours and ours[name] != value}
         able = {name for name, values in different.items() if name.endswith(_DTYPE) and convertible(*values)}
-        if self._asked_to_convert():
+        if self._hello is not None and Capability.CONVERT in Capability(self._hello.capabilities):
             different = {name: values for name, values in different.items() if name not in able}
         if different:
             shown = "; ".join(f"{name}: {mine!r} here, {their!r} there" for name, (mine, their) in different.items())
             advice = "; convert=True at the decode rank would convert it" if different.keys() <= able else ""
             raise MismatchError(f"the two engines differ in {shown}{advice}", fields=different)
-
-    def _asked_to_convert(self) -> bool:
-        """Whether the side that opened the stream asked for conversion of what it fetches."""
-        return self._hello is not None and Capability.CONVERT in Capability(self._hello.capabilities)
 
     # --- proofs
 

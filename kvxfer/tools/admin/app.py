@@ -48,20 +48,17 @@ def app(
 
     # plain functions: they wait for workers, so they run in threads, of which there are as many as starlette has
 
-    def metrics(request: Request) -> Response:
-        del request
+    def metrics(_: Request) -> Response:
         return Response(generate_latest(served), media_type=CONTENT_TYPE_LATEST, headers=_HEADERS)
 
-    def readyz(request: Request) -> Response:
-        del request
+    def readyz(_: Request) -> Response:
         found: dict[str, list[str]] = {}
         for one in look(watched, patience):  # several may have one name
             found.setdefault(f"{one.engine}[{one.rank}]", []).extend(one.reasons(bounds))
         ready = not any(found.values())
         return JSONResponse({"ready": ready, "reasons": found}, 200 if ready else 503, headers=_HEADERS)
 
-    def everything(request: Request) -> Response:
-        del request
+    def everything(_: Request) -> Response:
         return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
 
     page, dashboard = ((_HERE / name).read_text() for name in ("page.html", "grafana.json"))
@@ -79,8 +76,7 @@ def app(
 def _always(text: str, kind: str, headers: Mapping[str, str] = MappingProxyType({})) -> _Endpoint:
     """What answers so. A coroutine: it waits for nobody, so it answers though all threads wait for workers."""
 
-    async def answer(request: Request) -> Response:
-        del request
+    async def answer(_: Request) -> Response:
         # one for each: what an application puts around this one may change it, as what compresses it does
         return Response(text, media_type=kind, headers={**_HEADERS, **headers})
 

@@ -317,8 +317,7 @@ class Receiver(Struct, eq=False):
     _nbytes: int | None = None  # that the peer has moved, as it says
     _needs_plan: bool = True  # whether this side makes a plan of it
     _pending_accept: wire.Accept | None = None  # with which `run` has not begun yet
-    _news: asyncio.Future[None] | None = None
-    _has_news: bool = False  # whether there is news that `run` has not looked at
+    _news: asyncio.Future[None] | None = None  # which `run` waits for, or, done, has not looked at
     _copies: int = 0  # of our own, in the caller's blocks
     _given_up: bool = False
     _stop_polling: Callback = no_op
@@ -1090,10 +1089,9 @@ class Receiver(Struct, eq=False):
         """A chunk was announced, or has landed, or the last result is there."""
         if self._given_up:
             raise asyncio.CancelledError
-        if not self._has_news:
-            self._news = self.site.loop.create_future()
-            await self._news
-        self._has_news = False
+        self._news = news = self._news or asyncio.Future(loop=self.site.loop)
+        await news
+        self._news = None
 
     def _wake(self) -> None:
         """There is news. The first after the peer's answer begins `run`, which sees what there is."""
@@ -1102,9 +1100,9 @@ class Receiver(Struct, eq=False):
             name = f"kvxfer receive {self.exposure.name}"
             self.site.tasks.spawn(self.run(plan), name, self.fetch.on_error, spare=True)
             return
-        self._has_news = True
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        self._news = news = self._news or asyncio.Future(loop=self.site.loop)
+        if not news.done():
+            news.set_result(None)
 
     async def _wait_until_writable(self) -> None:
         """The caller's blocks may be written."""

@@ -229,11 +229,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 def _given(
     model: type[BaseModel], file: object, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """What file, environment and arguments give, nested by setting and not yet validated, and where; the best last.
-
-    Raises:
-        ConfigError: If a variable is not the name of a setting, or the file cannot be read.
-    """
+    """What file, environment and arguments give, nested by setting and not yet validated, and where; the best last."""
     if file is None:
         named = (value for name, value in os.environ.items() if name.upper() == _FILE_VARIABLE)
         file = parse_optional(next(named, None))
@@ -247,11 +243,7 @@ def _given(
 
 
 def _in_environment(model: type[BaseModel]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Every `KVXFER_*` variable. Names are compared without regard to case.
-
-    Raises:
-        ConfigError: If a variable is not the name of a setting, or is given twice in different case.
-    """
+    """Every `KVXFER_*` variable. Names are compared without regard to case."""
     known = {PREFIX + name.upper().replace(".", _NESTED): name for name, _ in leaves(model)}
     groups = {PREFIX + name.upper(): name for name, declared in model.model_fields.items() if _nested(declared)}
     seen: dict[str, str] = {}
@@ -280,11 +272,7 @@ def _in_environment(model: type[BaseModel]) -> Iterator[tuple[Mapping[str, Any],
 
 
 def _in_file(path: Path) -> dict[str, Any]:
-    """A TOML or JSON file (by its suffix).
-
-    Raises:
-        ConfigError: If the file cannot be read or parsed.
-    """
+    """A TOML or JSON file (by its suffix)."""
     try:
         text = _of_home(path).read_text(encoding="utf-8-sig")
         match path.suffix.lower():
@@ -394,9 +382,6 @@ def _lay_over(
     """Let what a better source gives win, one by one also within a group, and note where each setting was given.
 
     A nested model counts with the fields that were set on it.
-
-    Raises:
-        ConfigError: If a name is unknown.
     """
     for name, value in _by_field(model, given):
         declared = model.model_fields.get(name)

@@ -572,11 +572,7 @@ class Site:
         return acceptable(self.config.route, support)
 
     def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> NoReturn:
-        """Name why there is no route.
-
-        Raises:
-            MismatchError: Always.
-        """
+        """Name why there is no route."""
         here, there = (
             "an arena" if staged else "none"
             for staged in (self.staging, Capability.STAGED in Capability(peer.identity.capabilities))

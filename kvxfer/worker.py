@@ -183,11 +183,7 @@ def _shares(base: int, send_bytes: int, receive_bytes: int) -> tuple[Share, Shar
 
 
 def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
-    """Kinds to try, the best first.
-
-    Raises:
-        ConfigError: If copies of this cache cannot reach memory of the kind asked for.
-    """
+    """Kinds to try, the best first."""
     kind, device = config.arena_kind, "cuda" if geometry.kind == "cuda" else "cpu"
     if kind == "auto":
         return _KINDS[device]
@@ -1270,11 +1266,7 @@ class Worker:
     # --- inside
 
     def _enter(self) -> None:
-        """What it is made of serves once, also if it could not be opened.
-
-        Raises:
-            ClosedError: If it was entered before.
-        """
+        """What it is made of serves once, also if it could not be opened."""
         if self._entered:
             raise ClosedError("a worker is entered once: make another one")
         self._entered = True

@@ -1233,11 +1233,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _check(post: Post) -> None:
-    """See that the two sides fit.
-
-    Raises:
-        FabricError: They do not.
-    """
+    """See that the two sides fit."""
     near, far = post.local.pieces, post.remote.pieces
     for side in (post.local, post.remote):
         if side.kind not in _MEMORIES:

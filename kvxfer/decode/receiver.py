@@ -520,11 +520,7 @@ class Receiver(Struct, eq=False):
         return max(sum(map(len, theirs)), sum(map(len, ours)))
 
     def _plan(self, message: wire.Accept, source: BlockLists) -> BoundPlan:
-        """The plan that the peer has made. From any thread.
-
-        Raises:
-            RefusedError: If it is another one, or none can be made.
-        """
+        """The plan that the peer has made. From any thread."""
         # agreed upon with the answer, if that uses what was granted ahead; the peer may have said other things since
         fetch, agreed = self.fetch, self._grid
         try:

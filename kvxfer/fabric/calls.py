@@ -580,11 +580,7 @@ class Lanes:
 
 
 def _renew(lane: _Lane, renewals: int, metadata: bytes) -> None:
-    """The peer is reached so now, unless something later is known.
-
-    Raises:
-        ProtocolError: If too many of its agents are known already.
-    """
+    """The peer is reached so now, unless something later is known."""
     if renewals <= lane.renewals:
         return
     if len(lane.old) >= _MOST_OLD:

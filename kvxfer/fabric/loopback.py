@@ -849,11 +849,7 @@ def _part(handle: Handle) -> PostedPart:
 
 
 def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[MemorySpan, ...]], whose: str) -> frozenset[int]:
-    """Numbers of the registrations that hold these pieces.
-
-    Raises:
-        FabricError: A piece is not inside one of them.
-    """
+    """Numbers of the registrations that hold these pieces."""
     keys: set[int] = set()
     inside = np.zeros(len(pieces), dtype=np.bool_)
     for key, memories in registered.items():

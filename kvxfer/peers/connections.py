@@ -361,11 +361,7 @@ def _refusal(error: OSError, endpoint: str = "") -> str:
 
 @contextlib.asynccontextmanager
 async def _in_time(endpoint: str, seconds: float) -> AsyncGenerator[None, None]:
-    """Say what it means if a connection is not made.
-
-    Raises:
-        UnreachableError: If nobody answers within so many seconds, or the connection fails.
-    """
+    """Say what it means if a connection is not made."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -326,11 +326,7 @@ class Sending(Struct, eq=False):
         ]
 
     def _added(self, chunks: int) -> range:
-        """The chunks that a count adds.
-
-        Raises:
-            ProtocolError: If it adds none, or one that was not announced.
-        """
+        """The chunks that a count adds."""
         if not self.granted < chunks <= self.ready:
             said = f"{chunks} of {self.ready} chunks that were announced, and {self.granted} were before"
             raise ProtocolError(f"transfer {self.fetch.transfer} was moved on to {said}")

@@ -397,11 +397,11 @@ async def test_a_fabric_is_opened_once_and_closed_without_that_too(rig):
 # ---- made anew -------------------------------------------------------------------------------------------------------
 
 
-def write_back(rig: Rig, metadata: bytes, nbytes: int = SIZE) -> object:
+def write_back(rig: Rig, metadata: bytes) -> object:
     """Agent b writes into a's memory, by what it was told of it."""
     other = rig.others["b"]
     address = rig.source.ctypes.data
-    rows = [np.array([[base, nbytes]], dtype=np.int64) for base in (rig.memory["b"].ctypes.data, address)]
+    rows = [np.array([[base, SIZE]], dtype=np.int64) for base in (rig.memory["b"].ctypes.data, address)]
     here, there = (Descriptors("DRAM", 0, row) for row in rows)
     return other.post(other.connect(metadata), Operation.WRITE, here, there)
 

@@ -18,16 +18,16 @@ class Posting:
     """A flow that posts so many parts to a peer, or reads them from it; each has a lease of its own."""
 
     def __init__(
-        self, rig: Rig, *, way=None, width=2, allowed=STEPS, peer="b", doing=Operation.WRITE, leases=(1e9,) * STEPS
+        self, rig: Rig, *, way=None, width=2, allowed=STEPS, doing=Operation.WRITE, leases=(1e9,) * STEPS
     ) -> None:
         self.rig, self.counts, self.doing = rig, [], doing
         rig.results["x"] = []
         late = rig.late.append
-        common = Post(peer, doing, NO_PIECES, NO_PIECES, late=late)
+        common = Post("b", doing, NO_PIECES, NO_PIECES, late=late)
         steps = []
         for number, until in enumerate(leases):
-            here, there = rig.piece(PART, peer=peer, at=number * PART)
-            steps.append(CopyJob(NOTHING, nbytes=PART, until=until, post=Post(peer, doing, here, there, late=late)))
+            here, there = rig.piece(PART, peer="b", at=number * PART)
+            steps.append(CopyJob(NOTHING, nbytes=PART, until=until, post=Post("b", doing, here, there, late=late)))
         passage = way.passage if way else None
         job = CopyJob(NOTHING, rig.results["x"].append, until=1e9, passage=passage, owner="x", post=common)
         self.flow = rig.mover.flow(

@@ -235,8 +235,8 @@ def test_elements_that_are_converted_must_be_aligned() -> None:
 # scales, as a caller gives them
 
 
-def given_scale(scale: Any, dtype: torch.dtype = torch.float8_e4m3fn) -> TensorSpec:
-    tensor = torch.zeros(2, 4, 3, 8, dtype=dtype)
+def given_scale(scale: Any) -> TensorSpec:
+    tensor = torch.zeros(2, 4, 3, 8, dtype=torch.float8_e4m3fn)
     return CacheTensor(tensor, "block token head dim", layers=[0], heads=range(3), kv="k", scale=scale).spec()
 
 

@@ -727,11 +727,10 @@ def being_stopped(worker: Any) -> bool:
     return any(one.protocol.failure for one in (*receiving, *sending))
 
 
-def time_out(worker: Any, *, times: int = 1) -> Any:
-    """The time that the caller of its only fetch gave it is over, said so often; a future of how that ends."""
+def time_out(worker: Any) -> Any:
+    """The time that the caller of its only fetch gave it is over; a future of how that ends."""
     (fetch,) = worker._service.decode.fetches
-    for _ in range(times):
-        fetch._on_timeout()
+    fetch._on_timeout()
     return fetch.outcome
 
 

@@ -114,10 +114,9 @@ class Cache:
         where = torch.tensor([t - first for t in tokens], dtype=torch.int64)
         return torch.tensor(ids)[where // self.block_tokens], where % self.block_tokens
 
-    def logical(self, ids, tokens, heads=None, first=0):
-        block, slot = self.at(ids, tokens, first)
-        chosen = [self.heads.index(h) for h in (heads if heads is not None else self.heads)]
-        return torch.stack([self.view(layer)[:, block, slot][:, :, chosen] for layer in self.layers])
+    def logical(self, ids, tokens):
+        block, slot = self.at(ids, tokens)
+        return torch.stack([self.view(layer)[:, block, slot] for layer in self.layers])
 
 
 class Copied:

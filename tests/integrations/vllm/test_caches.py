@@ -34,10 +34,10 @@ def caches(shape, count=1, dtype=torch.float32):
     return {f"model.layers.{layer}.attn": torch.zeros(shape, dtype=dtype) for layer in range(count)}
 
 
-def described_all(views, config, place=None, heads=2, **how):
+def described_all(views, config):
     """With a layer of its own for each view."""
     layers = {name: layer(cache=view) for name, view in views.items()}
-    return describe(views, config, place or Place(0, 1), Model(4, heads), layers, **how)
+    return describe(views, config, Place(0, 1), Model(4, 2), layers)
 
 
 def described(one, shape, *, rank=0, ranks=1, heads=2, of=None, stores=None, seen=None, dtype=torch.float32, **how):

@@ -461,6 +461,12 @@ def test_a_malformed_address_is_refused(address):
         kvxfer.tools.admin.serve([], address=address)
 
 
+@pytest.mark.parametrize("given", [None, ["w"]])
+def test_what_nobody_could_look_at_is_refused(given):
+    with pytest.raises(RequestError, match="workers must be"):
+        kvxfer.tools.admin.serve(given)
+
+
 @pytest.mark.parametrize("package", ["prometheus_client", "starlette", "uvicorn"])
 def test_what_is_missing_is_named_with_its_remedy(package):
     code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.tools.admin"

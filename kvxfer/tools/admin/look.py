@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.errors import ConfigError, KvxferError, RequestError
 
 __all__ = ["PATIENCE_SECONDS", "Limits", "Look", "Watched", "given_workers", "look"]
 
@@ -92,8 +92,16 @@ class Look:
 
 
 def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
-    """One worker or several, as a list."""
-    return tuple(workers) if isinstance(workers, Iterable) else (workers,)
+    """One worker or several, as a list.
+
+    Raises:
+        RequestError: If one of them is something else.
+    """
+    found = tuple(workers) if isinstance(workers, Iterable) else (workers,)
+    for one in found:
+        if not hasattr(one, "describe_soon"):
+            raise RequestError(f"workers must be a kvxfer.Worker, a BlockingWorker, or several of them, not {one!r}")
+    return found
 
 
 def look(workers: Iterable[Watched], patience: float) -> list[Look]:

@@ -160,7 +160,6 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
 
 # --- to and from the wire
 
-_ID_BYTES: Final = 4
 _NO_SPANS: Final[BlockLists] = {}
 
 
@@ -213,7 +212,7 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
                 group=frame.group,
                 part=frame.part,
                 kv=tuple(frame.kv) or ("",),
-                layers=tuple(_ids(frame.layers)),
+                layers=tuple(unpack_u32(frame.layers)),
                 heads=range(frame.head_start, frame.head_stop),
                 axes=frame.axes,
                 shape=tuple(frame.shape),
@@ -247,7 +246,7 @@ def selection_to_wire(selection: Selection) -> wire.Selection:
 
 def selection_from_wire(selection: wire.Selection) -> Selection:
     """Inverse of `selection_to_wire`; whether both sides hold it is checked when the pair is planned."""
-    layers = tuple(_ids(selection.layers))
+    layers = tuple(unpack_u32(selection.layers))
     return Selection(selection.group, selection.part, selection.kv, layers, selection.head_start, selection.head_stop)
 
 
@@ -263,12 +262,10 @@ def decode_spans(spans: Sequence[wire.Span], *, follow: BlockLists = _NO_SPANS) 
     """Inverse of `encode_spans`; ids are checked when the plan is bound. Those of a group in `follow` come behind them.
 
     Raises:
-        ProtocolError: If packed ids are cut, a group is there twice, or a list grows beyond what a request can have.
+        ProtocolError: If a group is there twice, or a list grows beyond what a request can have.
     """
     decoded: dict[str, Span] = {}
     for span in spans:
-        if len(span.ids) % _ID_BYTES:
-            raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
         made = decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
         vars(made)["packed"] = span.ids  # as they came
         if (known := follow.get(span.group)) is not None:
@@ -279,13 +276,6 @@ def decode_spans(spans: Sequence[wire.Span], *, follow: BlockLists = _NO_SPANS) 
     if len(decoded) != len(spans):
         raise ProtocolError("a group has two block lists in one frame")
     return {**follow, **decoded}
-
-
-def _ids(packed: bytes) -> Sequence[int]:
-    try:
-        return unpack_u32(packed)
-    except ValueError as error:
-        raise ProtocolError(f"packed ids of {len(packed)} bytes are cut") from error
 
 
 # --- plans

@@ -147,12 +147,6 @@ class TestWaiting:
         take(share, "h", 4)
         assert "waited 4.000 s for the receive share" in str(share.expiry_error(ask(share, "c", 1), 4.0))
 
-    def test_released_extents_leave_no_trace(self):
-        share = make(4)
-        for _ in range(100):
-            share.release(take(share, "a", 2))
-        assert share.live == share.held == share._doubtful == {}
-
 
 class TestFairness:
     def test_peers_take_turns_and_a_peer_is_first_come_first_served(self):

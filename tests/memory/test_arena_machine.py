@@ -173,7 +173,7 @@ class Books(RuleBasedStateMachine):
         assert self.share.snapshot().waiting_requests == len(self.waiting)
 
     def teardown(self):
-        """Once extents are released, everybody who waits is served: nobody is forgotten, and no byte is lost."""
+        """Once extents are released, everybody who waits is served: nobody is forgotten, and no byte lost."""
         for _ in range(len(self.waiting) + 1):
             for extent, state in list(self.live.items()):
                 (self.share.settle if state is QUARANTINED else self.share.release)(extent)
@@ -182,6 +182,7 @@ class Books(RuleBasedStateMachine):
         assert not self.waiting
         assert not self.live
         assert self.share.snapshot().largest_gap_bytes == self.share.capacity
+        assert self.share.live == self.share.held == self.share._doubtful == {}
 
 
 TestBooks = Books.TestCase

@@ -1155,6 +1155,7 @@ class BlockingWorker:
             process lives, and their memory must not be used for anything else. Harmless if nothing is registered.
         """
         check_may_block()  # before the lock, which may be held by somebody who waits for that loop
+        self._check_process()
         with self._lifecycle:
             worker, self._worker = self._worker, None
             if worker is None:
@@ -1367,10 +1368,18 @@ class BlockingWorker:
         Raises:
             RequestError: If the time-out is no number.
             UsageError: If it would wait in the thread of a worker's loop, on which alone events come.
+            ForkedError: In a process that was forked off the one in which its worker runs.
         """
+        self._check_process()
         return self._outbox.take(given_seconds(timeout, 0.0))
 
     # --- inside
+
+    def _check_process(self) -> None:
+        """Refuse a forked process before it waits for a lock that a thread may hold which it has not."""
+        worker = self._worker
+        if worker is not None:
+            worker.thread.home.own(worker)
 
     @property
     def _open(self) -> ServedWorker:
@@ -1378,7 +1387,7 @@ class BlockingWorker:
         if worker is None:
             state = "was closed" if self._closed else "has no tensors: call register() first"
             raise ClosedError(f"this worker {state}")
-        return worker
+        return worker.thread.home.own(worker)
 
     def _begin(self, worker: ServedWorker, handle: _Handle, callback: Callable[[], None]) -> None:
         """Let a fetch or an offer begin."""

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import asyncio, os, sys, torch, warnings, kvxfer
+import asyncio, contextlib, os, signal, sys, threading, torch, warnings, kvxfer
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 cache = torch.zeros(8, 16, 2, 4)
@@ -26,8 +26,21 @@ def refused(call):
 def in_child(*calls):
     process = os.fork()
     if process == 0:
+        signal.alarm(20)
         os._exit(0 if all([refused(call) for call in calls]) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+def held_elsewhere(*locks):
+    held, over = threading.Event(), threading.Event()
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            held.set()
+            over.wait()
+    threading.Thread(target=hold).start()
+    held.wait()
+    return over
 
 def dropped(worker):
     with warnings.catch_warnings():
@@ -75,8 +88,11 @@ worker = kvxfer.BlockingWorker(config(), transport=transport)
 worker.register(tensors)
 held = worker.offer("held", [1], tokens=16, streaming=True)
 early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)
+over = held_elsewhere(worker._outbox._changed, worker._lifecycle)  # by a thread that the child has not
 print(in_child(
     lambda: dropped(worker),
+    worker.poll,
+    worker.unregister,
     lambda: worker.offer("r", [0], tokens=16, after=kvxfer.READY),
     worker.begin_drain,
     worker.close,
@@ -85,6 +101,7 @@ print(in_child(
     early.cancel,
     lambda: early.wait_layer(0),
 ))
+over.set()
 early.cancel()
 held.withdraw()
 worker.offer("r", [0], tokens=16, after=kvxfer.READY).withdraw()

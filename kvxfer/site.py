@@ -465,8 +465,7 @@ class Site:
     gates: Gates  # what keeps peers out of this rank's memory
     processes: Processes  # whether peers on this host are still there
     peer_gates: PeerGates = field(default_factory=PeerGates)  # what leads through the gates of peers
-    # by incarnation, whether a peer passes the gates that grants name: as it said last, or is taken to until then
-    fenced: dict[bytes, bool] = field(default_factory=dict[bytes, bool])
+    fenced: dict[bytes, bool] = field(default_factory=dict[bytes, bool])  # whether peers pass gates, by incarnation
     issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
     tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
     # tasks that look for evidence: closing does not wait for them, but has them look once more

@@ -1092,7 +1092,7 @@ class Worker:
         """Keep a request's lease while it waits for blocks here.
 
         A fetch that is cancelled or fails while the claim is open can be tried again. When the claim is closed after
-        that, the prefill engine frees the blocks.
+        that, the prefill engine frees the blocks, unless the fetch was to keep them.
 
         Raises:
             TicketError: If the ticket is malformed.

@@ -511,7 +511,6 @@ _LATE_SECONDS: Final = 0.05
 """A timer that is later than that may have been so for any time."""
 _RELEASED: Final = Released()
 _GONE: Final = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
-"""Why there is no offer any more, by how it ends."""
 _OVER: Final = Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released")
 
 

@@ -431,7 +431,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         waited, at = self.site.now() - self.began, self._stands()
         hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
         if at.step is Step.CONNECTING and at.peer:
-            hint = f"; {at.peer} has not answered"
+            hint = f"; {at.peer} has not answered, or not joined its engine"
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.request!r} did not end within {self.deadline - self.began:g} s ({waited:.3f} s "

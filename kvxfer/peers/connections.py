@@ -524,8 +524,9 @@ class Peers:
 
     @property
     def connecting(self) -> list[str]:
-        """Endpoints that are being connected."""
-        return list(self._opening)
+        """Endpoints that are being connected, or where a rank has yet to join its engine."""
+        unjoined = (endpoint for endpoint, link in self._links.items() if not _has_joined(link))
+        return [*self._opening, *unjoined]
 
     @property
     def unreachable(self) -> dict[str, float]:
@@ -535,6 +536,8 @@ class Peers:
 
     async def link(self, endpoint: str, epoch: bytes | None) -> Link:
         """The open link to an endpoint; many callers at once make one handshake.
+
+        A rank that has yet to join its engine is waited for, as long as a handshake may take.
 
         Raises:
             UnreachableError: If `allow_peers` excludes the endpoint, or nobody answers there.
@@ -552,18 +555,17 @@ class Peers:
                 link = await self._open(endpoint, epoch)
             except IdentityError as error:
                 link = await self._where_engaged(error, endpoint, epoch)
-        met = link.peer.identity
-        if epoch is not None and met.epoch == met.incarnation:
-            # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
-            link.close("to meet it again")
+        if epoch is not None and not _has_joined(link):  # as it does, it closes the stream
+            await link.wait_gone(self._site.config.handshake_timeout)
             link = await self._open(link.endpoint, epoch)
-        elif epoch not in (None, met.epoch) and self._site.now() > link.heard + _HEARTBEATS * link.heartbeat:
+        met = link.peer.identity.epoch
+        if epoch not in (None, met) and self._site.now() > link.heard + _HEARTBEATS * link.heartbeat:
             link = await self._open(link.endpoint, epoch)  # it may be gone without a word, and another one be there
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:
             raise MismatchError(
                 f"the ticket is of epoch {epoch.hex()}, but the engine at {endpoint} is of epoch {theirs.hex()}: "
-                "it has restarted, or was joined differently, or not yet",
+                "it has restarted, or was joined differently, or not in time",
                 peer=link.peer.name,
                 fields={"epoch": (epoch.hex(), theirs.hex())},
             )
@@ -634,3 +636,9 @@ class Peers:
         """A link is gone; the next caller opens a new one."""
         if self._links.get(link.endpoint) is link:
             del self._links[link.endpoint]
+
+
+def _has_joined(link: Link) -> bool:
+    """Whether a rank had joined its engine when it was met: until it has, it refuses everything."""
+    identity = link.peer.identity
+    return identity.epoch != identity.incarnation

@@ -6,10 +6,20 @@ import itertools
 import pytest
 from inside import cut, hear, sessions
 from stage import KEY, Cache, Copied, Gate, eventually, frames, quiet, raised
+from wire import virtual
 
-from kvxfer import Code, Interleave, KvxferError, MismatchError, Released, TicketError, UnreachableError
+from kvxfer import (
+    Code,
+    Interleave,
+    KvxferError,
+    MismatchError,
+    Released,
+    TicketError,
+    TransferTimeoutError,
+    UnreachableError,
+)
 from kvxfer.protocol.messages import Release
-from kvxfer.tickets import Issuer, Ticket
+from kvxfer.tickets import EngineCard, Issuer, Ticket
 
 HEADS = 8
 
@@ -103,32 +113,47 @@ async def test_nothing_goes_before_join(stage):
     with pytest.raises(TicketError, match=r"call worker\.join"):
         prefill[1].start_fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4))
     assert prefill[0].describe()["offers"] == 0
-    # a decode rank that comes too early is not shut out for good
-    with pytest.raises(MismatchError):
-        await decode.fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=5)
+    # a decode rank that comes too early waits, as one does that comes before its offer
+    transfer = decode.start_fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=20)
+    await eventually(lambda: decode.describe()["connecting"] == [rank.card.endpoint for rank in prefill])
     for rank in prefill:
+        assert not transfer.done
         rank.join(card, key=KEY)
     offers = [rank.offer("r", [0], tokens=4) for rank in prefill]
-    await decode.fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=5)
+    await transfer
+    assert not decode.describe()["connecting"]
     assert {type(await offer.released()) for offer in offers} == {Released}
+
+
+@virtual
+async def test_a_rank_that_never_joins_is_waited_for_as_long_as_a_handshake_may_take(one):
+    caches = [Cache(heads=heads) for heads in split(2)]
+    ranks = [await one.worker(f"p{rank}", cache, engine="p", rank=rank, world=2) for rank, cache in enumerate(caches)]
+    card = EngineCard.of([rank.card for rank in ranks])
+    ranks[0].join(card, key=KEY)
+    decode = await one.worker("d", Cache(heads=range(HEADS)))
+    ticket, at = Issuer(card, KEY).ticket("r"), ranks[1].card.endpoint
+    error, took = await one.timed(decode.start_fetch(ticket, [0], tokens=range(4), timeout=2))
+    assert isinstance(error, TransferTimeoutError)
+    assert f"{at} has not answered, or not joined its engine" in str(error)
+    assert took == pytest.approx(2, abs=0.1)
+    error, took = await one.timed(decode.start_fetch(ticket, [0], tokens=range(4)))
+    assert isinstance(error, MismatchError)
+    assert took == pytest.approx(30, abs=0.5)
 
 
 @pytest.mark.parametrize("turns", range(16))
 async def test_a_rank_may_join_while_it_is_met(stage, turns):
-    """Who asks in that moment is too early or is served, and nobody after him meets an endpoint left in peace."""
+    """Who asks in that moment is served."""
     prefill, card = await stage.engine("prefill", [Cache(heads=heads) for heads in split(2)], join=False)
     decode = await stage.worker("decode", Cache(heads=range(8)))
-    ticket, wanted = Issuer(card, KEY).ticket("r"), {"tokens": range(4), "timeout": 5}
-    early = decode.start_fetch(ticket, [0], keep=True, **wanted)
+    early = decode.start_fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=5)
     for _ in range(turns):
         await asyncio.sleep(0)
     for rank in prefill:
         rank.join(card, key=KEY)
     offers = [rank.offer("r", [0], tokens=4) for rank in prefill]
-    try:
-        await early
-    except MismatchError:
-        await decode.fetch(ticket, [0], **wanted)
+    await early
     assert {type(await offer.released()) for offer in offers} == {Released}
 
 

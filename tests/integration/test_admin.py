@@ -199,11 +199,20 @@ async def test_a_worker_is_ready_until_it_drains_and_of_several_each_must_be(sta
         assert (await asked(server, "healthz"))[0] == 200
 
 
-async def test_of_several_with_one_name_each_must_be_ready(stage):
-    workers = [await stage.worker(f"same{number}", Cache()) for number in range(2)]
+async def test_several_with_one_name_are_told_apart_and_each_must_be_ready(stage):
+    workers = [await stage.worker(f"same{number}", Cache()) for number in range(3)]
+    names = ["same", "same#2", "same#3"]
     async with kvxfer.tools.admin.serve(workers, address="127.0.0.1:0") as server:
-        workers[0].begin_drain()
-        assert await why(server) == ["it is draining"]
+        workers[1].begin_drain()
+        told = json.loads((await asked(server, "readyz"))[2])
+        assert told["reasons"] == {"same[0]": [], "same#2[0]": ["it is draining"], "same#3[0]": []}
+        assert [one["engine"] for one in json.loads((await asked(server, "status.json"))[2])["workers"]] == names
+        found = [
+            (sample.name, *sorted(sample.labels.items()))
+            for family in text_string_to_metric_families((await asked(server, "metrics"))[2])
+            for sample in family.samples
+        ]
+        assert len(found) == len(set(found)) > 0
 
 
 async def test_a_worker_that_closed_with_its_own_loop_is_said_to_be_closed(stage):

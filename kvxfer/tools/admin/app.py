@@ -52,9 +52,7 @@ def app(
         return Response(generate_latest(served), media_type=CONTENT_TYPE_LATEST, headers=_HEADERS)
 
     def readyz(_: Request) -> Response:
-        found: dict[str, list[str]] = {}
-        for one in look(watched, patience):  # several may have one name
-            found.setdefault(f"{one.engine}[{one.rank}]", []).extend(one.reasons(bounds))
+        found = {f"{one.engine}[{one.rank}]": one.reasons(bounds) for one in look(watched, patience)}
         ready = not any(found.values())
         return JSONResponse({"ready": ready, "reasons": found}, 200 if ready else 503, headers=_HEADERS)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Final, Protocol
 
 from kvxfer.config import Config
@@ -63,7 +64,7 @@ class Limits:
 class Look:
     """One worker at one moment."""
 
-    engine: str
+    engine: str  # its name, with a number behind it if another one here is called so
     rank: int
     state: Mapping[str, Any] | None  # as `describe` gives it; None if it did not answer
     why: str = ""
@@ -107,8 +108,16 @@ def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
 def look(workers: Iterable[Watched], patience: float) -> list[Look]:
     """Ask all of them, and wait `patience` seconds in all. Not to be called on a loop that is to go on."""
     asked = [(worker.config, _ask(worker)) for worker in workers]
-    until = time.monotonic() + patience
-    return [_answer(config, question, until, patience) for config, question in asked]
+    until, taken = time.monotonic() + patience, set[tuple[str, int]]()
+    return [_answer(*_name(config, taken), question, until, patience) for config, question in asked]
+
+
+def _name(config: Config, taken: set[tuple[str, int]]) -> tuple[str, int]:
+    """What to call a worker: what two of them say must not read as said twice by one."""
+    numbered = chain([config.engine], (f"{config.engine}#{number}" for number in count(2)))
+    name = next((engine, config.rank) for engine in numbered if (engine, config.rank) not in taken)
+    taken.add(name)
+    return name
 
 
 def _ask(worker: Watched) -> "Future[dict[str, Any]]":
@@ -120,11 +129,11 @@ def _ask(worker: Watched) -> "Future[dict[str, Any]]":
         return refused
 
 
-def _answer(config: Config, asked: "Future[dict[str, Any]]", until: float, patience: float) -> Look:
+def _answer(engine: str, rank: int, asked: "Future[dict[str, Any]]", until: float, patience: float) -> Look:
     try:
-        return Look(config.engine, config.rank, asked.result(max(0.0, until - time.monotonic())))
+        return Look(engine, rank, asked.result(max(0.0, until - time.monotonic())))
     except TimeoutError:
         asked.cancel()  # it is not run when the loop comes back: nobody would hear it
-        return Look(config.engine, config.rank, None, f"its event loop has not answered for {patience:g} s")
+        return Look(engine, rank, None, f"its event loop has not answered for {patience:g} s")
     except KvxferError as error:
-        return Look(config.engine, config.rank, None, str(error))
+        return Look(engine, rank, None, str(error))

@@ -429,9 +429,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def _on_timeout(self) -> None:
         waited, at = self.site.now() - self.began, self._stands()
-        hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
-        if at.step is Step.CONNECTING and at.peer:
-            hint = f"; {at.peer} has not answered, or not joined its engine"
+        hint = f", held up by {at.peer}" if at.peer else ""
+        hint += "; it may not be on offer there" if at.step is Step.ASKING else ""
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.request!r} did not end within {self.deadline - self.began:g} s ({waited:.3f} s "

@@ -164,7 +164,7 @@ async def test_who_has_not_answered_in_time_is_named(pair, tmp_path):
         deaf.bind(str(tmp_path / "deaf"))
         deaf.listen()
         error = await raised(decode.fetch(ticket, [1], tokens=range(4), timeout=0.2), TimeoutError)
-    assert f"; {where} has not answered" in str(error)
+    assert f", held up by {where};" in str(error)
     assert error.peer == error.report.peer == where
 
 

@@ -168,6 +168,7 @@ class Traces:
     def _about(self, key: RequestKey) -> dict[str, str | int]:
         return {**self._own, "kvxfer.request": key[0], "kvxfer.attempt": key[1]}
 
+    @_harmless  # by itself: a span that is not ended is never exported
     def _describe(self, span: Span, clock: _Clock, ended: Ended) -> None:
         """What became of a transfer, and a span below it of each stage."""
         stats = ended.stats

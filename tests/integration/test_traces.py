@@ -207,15 +207,20 @@ async def test_one_side_alone_may_trace(stage, spans, source, target, side):
     assert ("send" in spans.names, "fetch" in spans.names) == (side == "prefill", side == "decode")
 
 
-async def test_code_of_the_application_that_raises_harms_no_transfer(stage, spans, pair, caplog):
+@pytest.mark.parametrize("spared", [[], ["fetch", "offer", "send"]])
+async def test_code_of_the_application_that_raises_harms_no_transfer_and_no_span_but_its_own(
+    stage, spans, pair, caplog, spared
+):
     class Raising:
-        def start_span(self, *_, **__):
-            raise RuntimeError("a sampler")
+        def start_span(self, name, *arguments, **options):
+            if name.removeprefix("kvxfer.") not in spared:
+                raise RuntimeError("a sampler")
+            return trace.get_tracer("t").start_span(name, *arguments, **options)
 
     for worker in pair:
         trace_by(worker, Raising())
     await moved(stage, *pair)
-    assert spans.names == []
+    assert spans.names == spared
     assert {record.kvxfer["event"] for record in caplog.records if record.levelname == "ERROR"} == {"trace_failed"}
 
 

@@ -476,6 +476,13 @@ def test_what_nobody_could_look_at_is_refused(given):
         kvxfer.tools.admin.serve(given)
 
 
+@pytest.mark.parametrize("make", [kvxfer.tools.admin.serve, kvxfer.tools.admin.Collector])
+@pytest.mark.parametrize("patience", ["2s", float("inf")])
+def test_a_patience_that_nobody_has_is_refused_where_it_is_given(make, patience):
+    with pytest.raises(RequestError, match="patience must be a number of seconds"):
+        make([], patience=patience)
+
+
 @pytest.mark.parametrize("package", ["prometheus_client", "starlette", "uvicorn"])
 def test_what_is_missing_is_named_with_its_remedy(package):
     code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.tools.admin"

@@ -42,7 +42,7 @@ def app(
         limits: From when on a worker counts as not ready.
         patience: Seconds that a worker's loop may take to answer.
     """
-    watched, bounds = given_workers(workers), limits or Limits()
+    watched, bounds = given_workers(workers, patience), limits or Limits()
     served = CollectorRegistry()
     served.register(Collector(watched, limits=bounds, patience=patience))
 

@@ -1,5 +1,6 @@
 """Asks workers how they are, without waiting for one that does not answer, and whether each should be given work."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -92,12 +93,14 @@ class Look:
         return found
 
 
-def given_workers(workers: "Watched | Iterable[Watched]") -> Sequence[Watched]:
+def given_workers(workers: "Watched | Iterable[Watched]", patience: Any) -> Sequence[Watched]:
     """One worker or several, as a list.
 
     Raises:
-        RequestError: If one of them is something else.
+        RequestError: If one of them is something else, or nobody could wait for them so long.
     """
+    if not (isinstance(patience, int | float) and 0 <= patience <= threading.TIMEOUT_MAX):
+        raise RequestError(f"patience must be a number of seconds, not {patience!r}")
     found = tuple(workers) if isinstance(workers, Iterable) else (workers,)
     for one in found:
         if not hasattr(one, "describe_soon"):

@@ -133,7 +133,7 @@ class Collector(_Collector):
     def __init__(
         self, workers: Watched | Iterable[Watched], *, limits: Limits | None = None, patience: float = PATIENCE_SECONDS
     ) -> None:
-        self._workers: Final = given_workers(workers)
+        self._workers: Final = given_workers(workers, patience)
         self._limits: Final = limits or Limits()
         self._patience: Final = patience
 

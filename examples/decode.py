@@ -63,5 +63,5 @@ if __name__ == "__main__":
         sys.exit(0 if asyncio.run(decode(arguments.device, received(arguments.ticket))) else 1)
     except KeyboardInterrupt:
         sys.exit("decode: given up")
-    except kvxfer.KvxferError as error:
+    except (kvxfer.KvxferError, OSError, ValueError) as error:  # the last one: what is there is no JSON
         sys.exit(f"decode: {type(error).__name__}: {error}")

@@ -12,6 +12,8 @@ import asyncio
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,21 +31,27 @@ async def prefill(device: str, ticket_file: Path | None) -> None:
     async with kvxfer.Worker(tensors) as worker:
         after = torch.cuda.current_stream(device) if device != "cpu" else kvxfer.READY  # when blocks may be read
         offer = worker.offer("req-1", blocks, tokens=TOKENS, after=after, payload=digest(cache, blocks).encode())
-        publish(offer.ticket, ticket_file)
-        ending = await offer.released()  # from here on the blocks are ours again
+        with published(offer.ticket, ticket_file):
+            ending = await offer.released()  # from here on the blocks are ours again
         print(f"prefill: {type(ending).__name__}, {digest(cache, blocks)}", file=sys.stderr)
 
 
-def publish(ticket: dict[str, object], ticket_file: Path | None) -> None:
+@contextmanager
+def published(ticket: dict[str, object], ticket_file: Path | None) -> Iterator[None]:
     """Hand the ticket on, as a server would in its reply. Whoever holds it may fetch: it is a secret."""
     line = json.dumps(ticket)
     if ticket_file is None:
         print(line, flush=True)
-    else:
-        fresh = ticket_file.with_name(f"{ticket_file.name}.new")  # nobody reads half of it
-        fresh.touch(mode=0o600)
-        fresh.write_text(line + "\n")
-        fresh.replace(ticket_file)
+        yield
+        return
+    fresh = ticket_file.with_name(f"{ticket_file.name}.new")  # nobody reads half of it
+    fresh.touch(mode=0o600)
+    fresh.write_text(line + "\n")
+    fresh.replace(ticket_file)
+    try:
+        yield
+    finally:
+        ticket_file.unlink(missing_ok=True)
 
 
 def digest(cache: list[torch.Tensor], blocks: list[int]) -> str:
@@ -61,6 +69,5 @@ if __name__ == "__main__":
         asyncio.run(prefill(arguments.device, arguments.ticket))
     except KeyboardInterrupt:
         sys.exit("prefill: given up; the ticket is worth nothing any more")
-    finally:
-        if arguments.ticket:
-            arguments.ticket.unlink(missing_ok=True)
+    except (kvxfer.KvxferError, OSError) as error:
+        sys.exit(f"prefill: {type(error).__name__}: {error}")

@@ -111,6 +111,21 @@ def test_ctrl_c_ends_both_in_a_line_and_leaves_no_ticket(folder):
     assert list(folder.iterdir()) == []
 
 
+@nixl
+@pytest.mark.parametrize(("name", "ticket"), [("decode.py", '{"v": 1, "eng'), ("prefill.py", None)])
+def test_a_ticket_that_cannot_be_read_or_written_is_told_of_in_a_line(folder, name, ticket):
+    path = folder / "a-file" / "ticket.json"
+    if ticket is None:
+        path.parent.touch()
+    else:
+        path.parent.mkdir()
+        path.write_text(ticket)
+    with running(name, path, tmp_path=folder) as process:
+        code, out, err = outcome(process)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(rf"{name[:-3]}: \w+Error: [^\n]+\n", err), err
+
+
 def test_loopback(folder):
     assert run("loopback.py", folder) == [
         "whole blocks equal: True",

@@ -5,6 +5,7 @@ stderr and the exit code 2, never a traceback; what was looked at and found wron
 code 1.
 """
 
+import io
 import os
 import signal
 import sys
@@ -38,6 +39,8 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run the command; the entry point of the package."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # peers choose their names, and a terminal may not have the letters
+        sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportUnknownMemberType]
     before = signal.signal(signal.SIGTERM, _end)
     try:
         app()

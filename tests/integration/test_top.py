@@ -1,6 +1,7 @@
 """`kvxfer top`: what it draws is what workers say, whoever answers at the address."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -217,6 +218,15 @@ def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():
     assert (well.exit_code, gone.exit_code) == (0, 1)
     assert "no transfer is in flight" in well.output
     assert "no answer: " in gone.output
+
+
+def test_letters_that_a_terminal_does_not_have_end_nothing():
+    command = [sys.executable, "-m", "kvxfer.tools.cli", "top", "--once", "h\u00f6me:1"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "h?me:1" in done.stdout
 
 
 def test_in_a_pipe_one_look_stands_below_the_other_and_sigterm_ends_it():

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from stage import Cache, eventually
 import kvxfer.tools.admin
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NODE = shutil.which("node")
 PAGE = (Path(kvxfer.tools.admin.__file__).parent / "page.html").read_text()
 NAME = "<b>decode</b><img src=x onerror=document.body.dataset.harmed=1>"
 
@@ -20,6 +22,22 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert re.findall(r"https?://[^\"' )]+", PAGE) == ["http://www.w3.org/2000/svg"]  # a name, which nobody loads
     assert not re.search(r"<link|<img|<iframe|@import|url\(|\bsrc=|\bimport\(", PAGE)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", PAGE)
+
+
+STOPPED = """
+const news = { textContent: "live" }, soon = AbortSignal.timeout.bind(AbortSignal, 1);
+AbortSignal.timeout = soon;
+globalThis.document = { getElementById: () => news };
+globalThis.fetch = (_, { signal }) => new Promise((_, no) => signal?.addEventListener("abort", no));
+setTimeout(() => { console.log(news.textContent); process.exit(); }, 500);
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")
+def test_a_process_that_is_stopped_is_not_said_to_be_live():
+    code = STOPPED + re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]  # type: ignore[index]
+    done = subprocess.run([str(NODE), "-"], input=code, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("no answer: ")
 
 
 async def browse(url, folder):

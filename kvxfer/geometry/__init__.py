@@ -22,7 +22,7 @@ from kvxfer.geometry.copyplan import (
     Segment,
     sample,
 )
-from kvxfer.geometry.intersect import Selection, common, differences, resolve
+from kvxfer.geometry.intersect import Holders, Selection, common, differences, resolve
 from kvxfer.geometry.plan import (
     ChunkGrid,
     ChunkPlan,
@@ -52,6 +52,7 @@ __all__ = [
     "Damage",
     "Elements",
     "Group",
+    "Holders",
     "Interleave",
     "PairPlan",
     "Pieces",

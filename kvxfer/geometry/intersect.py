@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, product
 from math import gcd, prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Difference",
     "Folded",
+    "Holders",
     "SegmentClass",
     "SegmentKey",
     "Selection",
@@ -84,27 +85,47 @@ def resolve(need: "CacheGeometry", have: "Sequence[CacheGeometry]", *, rank: int
         MismatchError: If coordinates that `need` holds are on no rank. It names every class of which that is so, with
             what is held here and there.
     """
-    held, missing = _index(have), dict[str, tuple[str, str]]()
-    share: dict[tuple[tuple[_Holding, ...], int, int, Interleave], list[tuple[int, int, int]]] = {}
-    found: dict[tuple[int, str, str, str, int, int], list[int]] = {}
-    for spec in need.tensors:
-        for layer in spec.layers:
-            for kv in spec.kv:
-                holdings = held.get((spec.group, spec.part, kv, layer), ())
-                key = (holdings, spec.heads.start, spec.heads.stop, spec.tokens)
-                if key not in share:
-                    share[key] = _share(holdings, spec, rank)
-                for owner, start, stop in share[key]:
-                    if owner < 0:
-                        missing |= _missing(need, spec, kv, layer, held)
-                    found.setdefault((owner, spec.group, spec.part, kv, start, stop), []).append(layer)
-    if missing:
-        shown = "; ".join(f"{name}: {here} here, {there} there" for name, (here, there) in missing.items())
-        raise MismatchError(f"no prefill rank holds all that this one needs: {shown}", fields=missing)
-    result: list[list[Selection]] = [[] for _ in have]
-    for (owner, group, part, kv, start, stop), layers in found.items():
-        result[owner].append(Selection(group, part, kv, tuple(sorted(layers)), start, stop))
-    return [tuple(sorted(selections)) for selections in result]
+    return Holders(have).resolve(need, rank=rank)
+
+
+class Holders:
+    """Which ranks of a prefill engine hold what: found once for all decode ranks that ask."""
+
+    def __init__(self, have: "Sequence[CacheGeometry]") -> None:
+        held, known = dict[Place, list[_Holding]](), dict[tuple[_Holding, ...], tuple[_Holding, ...]]()
+        for rank, geometry in enumerate(have):
+            for spec in geometry.tensors:
+                holding = _Holding(rank, spec.heads.start, spec.heads.stop, spec.tokens)
+                for layer in spec.layers:
+                    for kv in spec.kv:
+                        held.setdefault((spec.group, spec.part, kv, layer), []).append(holding)
+        # equal ones become one object: they are compared once, however many layers and decode ranks there are
+        self._held: Final[_Held] = {place: known.setdefault(one := tuple(all_), one) for place, all_ in held.items()}
+        self._ranks: Final = len(have)
+
+    def resolve(self, need: "CacheGeometry", *, rank: int = 0) -> list[tuple[Selection, ...]]:
+        """See `resolve`."""
+        held, missing = self._held, dict[str, tuple[str, str]]()
+        share: dict[tuple[int, int, int, Interleave], list[tuple[int, int, int]]] = {}
+        found: dict[tuple[int, str, str, str, int, int], list[int]] = {}
+        for spec in need.tensors:
+            for layer in spec.layers:
+                for kv in spec.kv:
+                    holdings = held.get((spec.group, spec.part, kv, layer), ())
+                    key = (id(holdings), spec.heads.start, spec.heads.stop, spec.tokens)
+                    if key not in share:
+                        share[key] = _share(holdings, spec, rank)
+                    for owner, start, stop in share[key]:
+                        if owner < 0:
+                            missing |= _missing(need, spec, kv, layer, held)
+                        found.setdefault((owner, spec.group, spec.part, kv, start, stop), []).append(layer)
+        if missing:
+            shown = "; ".join(f"{name}: {here} here, {there} there" for name, (here, there) in missing.items())
+            raise MismatchError(f"no prefill rank holds all that this one needs: {shown}", fields=missing)
+        result: list[list[Selection]] = [[] for _ in range(self._ranks)]
+        for (owner, group, part, kv, start, stop), layers in found.items():
+            result[owner].append(Selection(group, part, kv, tuple(sorted(layers)), start, stop))
+        return [tuple(sorted(selections)) for selections in result]
 
 
 def common(src: "CacheGeometry", dst: "CacheGeometry") -> tuple[Selection, ...]:
@@ -158,17 +179,6 @@ def _runs(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
-
-
-def _index(have: "Sequence[CacheGeometry]") -> _Held:
-    held: dict[Place, list[_Holding]] = {}
-    for rank, geometry in enumerate(have):
-        for spec in geometry.tensors:
-            holding = _Holding(rank, spec.heads.start, spec.heads.stop, spec.tokens)
-            for layer in spec.layers:
-                for kv in spec.kv:
-                    held.setdefault((spec.group, spec.part, kv, layer), []).append(holding)
-    return {key: tuple(holdings) for key, holdings in held.items()}
 
 
 def _share(holdings: tuple[_Holding, ...], need: TensorSpec, turn: int) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
-from kvxfer.geometry import LAYOUTS, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
+from kvxfer.geometry import LAYOUTS, CopyPlan, Holders, PairPlan, TransferPlan, check_tokens, sample
 from kvxfer.names import MAX_ROWS
 from kvxfer.plans.pairs import LISTED, BoundPlan, choose_and_cut, fit, in_place_bytes, usual_chunks
 from kvxfer.plans.routes import Choice, Profile, RouteSupport, acceptable, choose
@@ -326,9 +326,9 @@ def forecast(
     dst = _engine("decode", model, decode, dtype, pool)
     src_spans = src.spans(tokens.stop, aligned=decode.block)
     dst_spans = dst.spans(tokens.stop, aligned=prefill.block, draw=1)
-    found: list[PairForecast] = []
+    found, holders = list[PairForecast](), Holders(src.ranks)
     for decode_rank, need in enumerate(dst.ranks):
-        for prefill_rank, selections in enumerate(resolve(need, src.ranks, rank=decode_rank)):
+        for prefill_rank, selections in enumerate(holders.resolve(need, rank=decode_rank)):
             if selections:
                 plan = PairPlan(src.ranks[prefill_rank], need, selections).bind(src_spans, dst_spans, tokens)
                 if plan.whole.bytes:  # interleaved tokens: a rank may hold none of a short request

@@ -7,7 +7,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import GeometryError, RefusedError, TokensError
-from kvxfer.geometry import PairPlan, Pieces, resolve
+from kvxfer.geometry import Holders, PairPlan, Pieces, resolve
 from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import EngineLayout, from_hf_config, read_model
@@ -54,6 +54,13 @@ def test_the_published_sizes_of_one_contiguous_piece(name, layout, per_layer, ac
             assert sizes.smallest == sizes.median == sizes.largest
             assert sizes.largest == pytest.approx(published, rel=0.002)  # one figure of the table is rounded
             assert sizes.count * sizes.largest == pair.bytes
+
+
+def test_what_the_prefill_ranks_hold_is_looked_up_once_for_all_that_fetch(monkeypatch):
+    made, begin = list[int](), Holders.__init__
+    monkeypatch.setattr(Holders, "__init__", lambda self, have: made.append(len(have)) or begin(self, have))
+    assert len(plan("Llama-3.1-8B", EngineLayout(tp=8)).pairs) == 8
+    assert made == [8]
 
 
 def test_where_every_token_is_held_only_state_is_left():

@@ -127,6 +127,7 @@ class LoopThread:
         self._lock: Final = threading.Lock()
         self._closed = False
         self._futures: Final[set[Future[Any]]] = set()  # a loop knows its tasks only weakly
+        self._finishing: Final[set[asyncio.Task[Any]]] = set()
         self._ended: Final[Future[None]] = Future()
         self._thread: Final = threading.Thread(target=self._run, name="kvxfer-loop", daemon=True)
         try:
@@ -142,9 +143,14 @@ class LoopThread:
         _running.loop = self
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._stop.wait())
+                runner.run(self._until_closed())
         finally:
             self._ended.set_result(None)
+
+    async def _until_closed(self) -> None:
+        await self._stop.wait()
+        while self._finishing:
+            await asyncio.wait(self._finishing)
 
     # --- ways in
 
@@ -204,14 +210,21 @@ class LoopThread:
         which finds what is done already: nobody knows whether it had been handed in.
 
         Returns:
-            The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
+            The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once; the work goes
+            on to its end all the same, though the loop be closed meanwhile.
         """
+
+        async def to_its_end() -> None:
+            self._finishing.add(task := asyncio.create_task(work()))
+            task.add_done_callback(self._finishing.discard)
+            await task
+
         try:
             try:
-                self.submit(work()).result()
+                self.submit(to_its_end()).result()
             except KeyboardInterrupt as interrupt:
                 self.post(hurry)
-                self.submit(work()).result()
+                self.submit(to_its_end()).result()
                 return interrupt
         except FutureCancelledError:
             raise _closed_error() from None
@@ -235,7 +248,9 @@ class LoopThread:
     # --- the end
 
     def close(self, timeout: float) -> bool:
-        """Run what was handed in, cancel what goes on after that, end the thread. Idempotent.
+        """Run what was handed in, what `finish` was given to its end, cancel what else goes on, end the thread.
+
+        Idempotent.
 
         Returns:
             False if the thread had not ended `timeout` seconds later.

@@ -322,6 +322,26 @@ def test_ctrl_c_where_nobody_can_tell_what_is_done_leaves_nothing(monkeypatch, w
     worker.close()
 
 
+def test_what_is_to_finish_comes_to_its_end_though_the_wait_is_interrupted_and_the_loop_closed(monkeypatch):
+    thread, may_end, ended, submit = blocking.LoopThread(), threading.Event(), [], blocking.LoopThread.submit
+
+    async def work():
+        await asyncio.to_thread(may_end.wait)
+        ended.append(True)
+
+    def interrupted(self, *given):
+        submit(self, *given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocking.LoopThread, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.finish(work, lambda: None)
+    assert not thread.close(0)
+    may_end.set()
+    assert thread.close(PATIENCE)
+    assert ended == [True, True]
+
+
 # --- failures
 
 

@@ -380,7 +380,7 @@ async def test_the_mounted_application_answers_on_the_worker_s_own_loop(stage):
     import httpx
 
     decode = await stage.worker("decode", Cache())
-    transport = httpx.ASGITransport(kvxfer.tools.admin.app(decode))
+    transport = httpx.ASGITransport(kvxfer.tools.admin.app(decode, patience=30))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         for path in ("/", "/metrics", "/healthz", "/readyz", "/status.json", "/grafana.json"):
             answer = await client.get(path)
@@ -388,7 +388,9 @@ async def test_the_mounted_application_answers_on_the_worker_s_own_loop(stage):
             assert answer.headers["cache-control"] == "no-store"
         assert (await client.post("/status.json")).status_code == 405
         assert (await client.get("/grafana.json")).json() == DASHBOARD
-        policy = (await client.get("/")).headers["content-security-policy"]
+        page = await client.get("/")
+        policy = page.headers["content-security-policy"]
+    assert '<body data-seconds="38">' in page.text, "longer than the worker may take to answer"
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
 

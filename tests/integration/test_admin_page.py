@@ -27,7 +27,7 @@ def test_the_page_needs_nothing_from_elsewhere():
 STOPPED = """
 const news = { textContent: "live" }, soon = AbortSignal.timeout.bind(AbortSignal, 1);
 AbortSignal.timeout = soon;
-globalThis.document = { getElementById: () => news };
+globalThis.document = { body: { dataset: {} }, getElementById: () => news };
 globalThis.fetch = (_, { signal }) => new Promise((_, no) => signal?.addEventListener("abort", no));
 setTimeout(() => { console.log(news.textContent); process.exit(); }, 500);
 """

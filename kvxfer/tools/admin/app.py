@@ -19,6 +19,8 @@ __all__ = ["app"]
 
 _Endpoint: TypeAlias = Callable[[Request], Response | Awaitable[Response]]
 _HERE: Final = Path(__file__).parent
+_MARGIN_SECONDS: Final = 8.0
+"""How long after its workers' patience the page still waits for what was asked."""
 _POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -60,6 +62,7 @@ def app(
         return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
 
     page, dashboard = ((_HERE / name).read_text() for name in ("page.html", "grafana.json"))
+    page = page.replace('data-seconds="10"', f'data-seconds="{patience + _MARGIN_SECONDS:g}"')
     paths: dict[str, _Endpoint] = {
         "/": _always(page, "text/html", {"Content-Security-Policy": _POLICY}),
         "/healthz": _always("ok\n", "text/plain"),

@@ -508,6 +508,7 @@ class Contexts:
 
     client: ssl.SSLContext
     server: ssl.SSLContext | None
+    stamps: list[object]  # of the files that they were made of
 
 
 class Credentials:
@@ -515,7 +516,6 @@ class Credentials:
 
     def __init__(self, config: TlsConfig) -> None:
         self._config: Final = config
-        self._stamps: list[object] = []
         self.contexts: Contexts | None = None  # those of the last `renew`
 
     def renew(self) -> Contexts:
@@ -524,16 +524,16 @@ class Credentials:
         Raises:
             ConfigError: If they have changed and cannot be used. `contexts` are those of before.
         """
-        stamps = [_stamp(path) for path in (self._config.authorities, self._config.certificate, self._config.key)]
-        if self.contexts is None or stamps != self._stamps:
-            self.contexts = _load(self._config)
-            self._stamps = stamps
-        return self.contexts
+        contexts = self.contexts
+        if contexts is None or contexts.stamps != _stamps(self._config):
+            contexts = self.contexts = _load(self._config)
+        return contexts
 
 
 def _load(config: TlsConfig) -> Contexts:
     if config.authorities is None:
         raise ConfigError("tls.authorities is not set")
+    stamps = _stamps(config)  # as they are before they are read: what is written meanwhile is seen next time
     _read_pem("authorities", config.authorities, _CERTIFICATE)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks names and demands a certificate
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -544,7 +544,7 @@ def _load(config: TlsConfig) -> Contexts:
         _translated(f"tls.authorities {config.authorities}", context.load_verify_locations, config.authorities)
         if config.certificate is not None:
             _load_chain(context, config.certificate, config.key)
-    return Contexts(client, server if config.certificate is not None else None)
+    return Contexts(client, server if config.certificate is not None else None, stamps)
 
 
 def _load_chain(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
@@ -586,6 +586,10 @@ def _translated(where: str, load: Callable[..., None], *arguments: Any) -> None:
         raise ConfigError(f"{where} cannot be used: {error.reason or error}; replace the file") from error
     except OSError as error:  # it went away since it was looked at
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}; correct the path") from error
+
+
+def _stamps(config: TlsConfig) -> list[object]:
+    return [_stamp(path) for path in (config.authorities, config.certificate, config.key)]
 
 
 def _stamp(path: Path | None) -> object:

@@ -556,10 +556,9 @@ class Peers:
             except IdentityError as error:
                 link = await self._where_engaged(error, endpoint, epoch)
         if epoch is not None and not _has_joined(link):  # as it does, it closes the stream
-            await link.wait_gone(self._site.config.handshake_timeout)
-            link = await self._open(link.endpoint, epoch)
-        met = link.peer.identity.epoch
-        if epoch not in (None, met) and self._site.now() > link.heard + _HEARTBEATS * link.heartbeat:
+            await asyncio.wait({link.gone}, timeout=self._site.config.handshake_timeout)
+        silent = self._site.now() > link.heard + _HEARTBEATS * link.heartbeat
+        if epoch not in (None, link.peer.identity.epoch) and (silent or link.gone.done()):
             link = await self._open(link.endpoint, epoch)  # it may be gone without a word, and another one be there
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:

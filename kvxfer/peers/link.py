@@ -77,7 +77,7 @@ class Link(asyncio.Protocol):
         self._writable = True  # the stream takes more
         self._slicing = False  # the loop has a turn before more is written
         self._end: KvxferError | None = None
-        self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
+        self.gone: Final[asyncio.Future[None]] = self._loop.create_future()  # resolves when the stream is
 
     @lazy
     def peer(self) -> PeerInfo:
@@ -174,8 +174,8 @@ class Link(asyncio.Protocol):
         """Wait until the stream of a closed link is gone; cut it if the peer does not take what is left to send."""
         if self._transport is None:
             return
-        await asyncio.wait({self._gone}, timeout=timeout)
-        if not self._gone.done():
+        await asyncio.wait({self.gone}, timeout=timeout)
+        if not self.gone.done():
             self._transport.abort()
 
     # --- asyncio.Protocol
@@ -300,7 +300,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
-        resolve(self._gone, None)
+        resolve(self.gone, None)
         if self.failure is not None and self._timer is not None:
             self._timer.cancel()
         why = f": {exc}" if exc else ""
@@ -372,7 +372,7 @@ class Link(asyncio.Protocol):
         elif self._transport is not None and self._session is None:
             self._transport.close()
         self._flush()
-        if self._transport is not None and not self._gone.done():
+        if self._transport is not None and not self.gone.done():
             self._timer = self._loop.call_later(_LEAVE_SECONDS, self._transport.abort)
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))

@@ -495,7 +495,8 @@ class Decode:
             return
         doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
         others = self._send_release(ticket, links, doubtful)
-        if soon := [one for one in others if one in self.peers.connecting]:  # in an order that a seed repeats
+        soon = [one for one in others if one in self.peers.connecting]  # in an order that a seed repeats
+        if soon and ticket.key not in self._later:  # once: a rank may be about to be there for good
             later = self._release_when_connected(ticket, soon)
             task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
             self._later[ticket.key] = task

@@ -144,6 +144,11 @@ async def test_a_rank_that_never_joins_is_waited_for_as_long_as_a_handshake_may_
     for error, took in await asyncio.gather(*waits):
         assert isinstance(error, MismatchError)
         assert took == pytest.approx(30, abs=0.5)
+    said = []
+    for _ in range(2):
+        await asyncio.sleep(90)
+        said.append(frames(ranks[0], "Release"))
+    assert said[0] == said[1]  # nor is it waited for again and again, to hear that nobody needs the request
 
 
 @pytest.mark.parametrize("turns", range(16))

@@ -5,6 +5,7 @@ what a decode engine needs to make tickets. Whoever reaches the server is told t
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -86,8 +87,7 @@ class Meeting:
         self._rooms: dict[str, int] = {}
         self._lock: Final = threading.Lock()
         handler = type("_Handler", (_Handler,), {"meeting": self})
-        self._server: Final = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
+        self._server: Final = _Server(host, port, handler)
         self._thread: Final = threading.Thread(target=self._server.serve_forever, name="kvxfer-sglang", daemon=True)
         self._thread.start()
 
@@ -132,6 +132,17 @@ class Meeting:
                 rooms = [str(room) for room in told["bootstrap_rooms"]]
                 return HTTPStatus.OK, {room: self._rooms[room] for room in rooms if room in self._rooms}
         return HTTPStatus.NOT_FOUND, {}
+
+
+class _Server(ThreadingHTTPServer):
+    """It is there for all ranks of all engines at once."""
+
+    daemon_threads = True
+    request_queue_size = 1024  # whoever finds no place is turned away after a second, or waits for several
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
 
 
 class _Handler(BaseHTTPRequestHandler):

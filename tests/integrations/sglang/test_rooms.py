@@ -1,9 +1,11 @@
 """What needs no engine: rows of metadata, pools as sglang tells of them, and the place where engines meet."""
 
+import contextlib
 import ctypes
 import importlib.util
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
@@ -219,6 +221,26 @@ def meeting():
 @pytest.fixture
 def address(meeting):
     return f"127.0.0.1:{meeting.port}"
+
+
+def test_all_ranks_may_come_at_once(meeting, monkeypatch):
+    """They look at the same time after a start, and each says where each request went: a rank waits meanwhile."""
+    full, take = threading.Event(), meeting._server.process_request
+    monkeypatch.setattr(meeting._server, "process_request", lambda *one: full.wait(20) and take(*one))
+    with contextlib.ExitStack() as ranks:
+        ranks.callback(full.set)
+        for _ in range(64):
+            ranks.enter_context(socket.create_connection(("127.0.0.1", meeting.port), timeout=1))
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_a_server_may_listen_on_version_6_alone(host):
+    meeting = Meeting(host, 0)
+    try:
+        register(f"[::1]:{meeting.port}", ENGINE)
+        assert ask(f"[::1]:{meeting.port}").engines == {0: ENGINE}
+    finally:
+        meeting.close()
 
 
 def test_engines_are_told_of_when_all_of_them_are_there(address):

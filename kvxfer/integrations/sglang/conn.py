@@ -372,6 +372,8 @@ def _check(parallel: Any) -> None:
     for field, kind in spread.items():
         if (size := getattr(parallel, field)) > 1:
             raise ConfigError(f"{kind} parallelism cannot be handed over by kvxfer yet: {field} is {size}")
+    if parallel.enable_kv_cache_sharding:
+        raise ConfigError("--enable-kv-cache-sharding is not supported by kvxfer: each rank has some pages alone")
     policy = get_disagg().disaggregation_decode_allocation_policy
     if policy != "early":
         raise ConfigError(

@@ -107,6 +107,7 @@ class Rank:
             pp_size=told["pp_size"],
             attn_cp_size=1,
             attn_dcp_size=1,
+            enable_kv_cache_sharding=told["sharded"],
             load_balance_method=told["load_balance"],
             dist_init_addr=None,
         )

@@ -27,6 +27,7 @@ USUAL = {
     "deferred": True,
     "force_query": False,
     "staging": False,
+    "sharded": False,
     "state_types": [],
     "port": 0,
 }
@@ -268,6 +269,7 @@ def test_pages_of_another_kind_are_not_fetched_and_end_nothing(pair):
         ({"state_types": ["mamba"]}, "recurrent state"),
         ({"policy": "prefill_complete"}, "allocation-policy"),
         ({"staging": True}, "SGLANG_DISAGG_STAGING_BUFFER"),
+        ({"sharded": True, "latent": True}, "--enable-kv-cache-sharding"),
     ],
     ids=str,
 )

@@ -292,12 +292,12 @@ class Sending:
         self._reason = self._reason or reason
         if self._end is None:
             self._end = Poll.FAILED
-            if self._offer is not None and not self._over:
-                self._offer.withdraw()
+            with suppress(ClosedError):  # asleep: the lease ends it
+                offer = self._offer or self._rooms.worker.offer(self._name, streaming=True)
+                offer.withdraw()  # so whoever waits for its first page, or comes later, hears of it
 
     def _make_safe(self) -> None:
         if self._offer is not None:
-            self._offer.withdraw()
             self._rooms.wait(lambda: self._over, lambda: self._doubt, self._room)
             self._rooms.forget(self._offer)
 

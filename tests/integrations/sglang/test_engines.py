@@ -168,10 +168,11 @@ def test_an_abort_while_the_prompt_is_computed(pair, deferred):
     pair.serves(72)
 
 
-def test_a_prompt_that_is_aborted_between_chunks_fails_its_fetch(pair):
+@pytest.mark.parametrize("pages", [0, 2])
+def test_a_prompt_that_is_aborted_between_chunks_fails_its_fetch(pair, pages):
     pair.open(chunk=4, decode={"tp": 2})
-    pair.add(81, 32)
-    pair.run(lambda p, d: pair.prefill.sent(81) >= 8)
+    pair.add(81, 32, prefill={"hold": not pages})
+    pair.run(lambda p, d: pair.prefill.sent(81) >= 4 * pages and pair.decode.fetches(81))
     pair.prefill.abort(81)
     pair.finish(81)
     assert pair.prefill.state(81) == ("failed", "room 81: it was aborted")

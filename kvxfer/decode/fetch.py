@@ -415,13 +415,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """The worker is closing."""
         self._stop(ClosedError(f"the worker was closed before the fetch of {self.request!r} had ended"))
 
-    def abandon(self) -> None:
-        """The worker is closing and cannot wait any longer."""
-        if not self.done:
-            if self._error is None:
-                self._note_failure(ClosedError(f"the fetch of {self.request!r} was abandoned"))
-            self._stop_waiting()
-
     def on_error(self, error: BaseException) -> None:
         """A task of it was cancelled, or met a defect."""
         text = f"fetch of {self.request!r} could not go on: {error!r}"
@@ -475,7 +468,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
         if self._revoke is not None:
             return
-        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_waiting)
+        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self.abandon)
         # of damage only the rank that sent it is told, and by now has been
         code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
         failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
@@ -483,13 +476,12 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if not receiver.blocks_safe:
                 receiver.stop(failure)
 
-    def _stop_waiting(self) -> None:
-        """Nobody is waited for any longer."""
+    def abandon(self) -> None:
+        """It has a reason to end, and nobody is waited for any longer."""
         silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self.site.config.revoke_timeout:g} s")
         for receiver in self.receivers:
             if not receiver.blocks_safe:
                 receiver.on_link_lost(silent)
-        self._collect_failures()
         if self._error is not None:
             self._end_failed(self._error)
 
@@ -524,7 +516,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
 
     def leave_in_doubt(self) -> None:
         """The worker is closed: there will be no evidence any more. The memory is left to the process's end."""
-        if not self._settled.done:
-            self._settled.end(
-                ClosedError(f"the worker was closed while blocks of {self.id} were in doubt: never reuse them")
-            )
+        self._settled.end(
+            ClosedError(f"the worker was closed while blocks of {self.id} were in doubt: never reuse them")
+        )

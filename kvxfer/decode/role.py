@@ -582,12 +582,12 @@ class Decode:
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
         for fetch in list(self.fetches):
-            fetch.abandon()
+            if not fetch.done:
+                fetch.abandon()
 
     def close(self) -> None:
         """Say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
-        for fetch in list(self.fetches):
-            fetch.abandon()
+        for fetch in self.fetches:
             fetch.leave_in_doubt()
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":

@@ -1140,15 +1140,13 @@ class Receiver(Struct, eq=False):
         self._reclaim()
 
     def resume(self, link: Link) -> None:
-        """The same incarnation is back: ask what became of the transfer."""
+        """The incarnation that was lost is back: ask what became of the transfer."""
         self.link = link
         self.exposure.on_renewals(link.renewals)
-        if self.is_lost:
-            if self.route is not Route.PULL and not self.finished:
-                self._keep_polling()
-            if messages := self.protocol.resume(reading=self.reading):
-                self.link.send(*messages)
-            self._reclaim()
+        if self.route is not Route.PULL and not self.finished:
+            self._keep_polling()
+        self.link.send(*self.protocol.resume(reading=self.reading))
+        self._reclaim()
 
     def _keep_polling(self) -> None:
         """Make progress for what the peer posts: over TCP the target moves the data."""

@@ -260,13 +260,10 @@ class Entry:
 
     def leave_in_doubt(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""
-        if self.state is OfferState.ENDED:
-            return
         self._keep_in_doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
-        if not self._quiescent.done:
-            self._quiescent.end(
-                ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
-            )
+        self._quiescent.end(
+            ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
+        )
 
     def block_ids(self) -> dict[str, tuple[int, ...]]:
         """Its blocks by group."""

@@ -598,8 +598,6 @@ class Sender(Struct, eq=False):
             else:
                 await self._take_lane_and_staging(active, bound)
         while self._active is active and protocol.state is SendState.MOVING:
-            if not self._granted or self._granted[0] is not terms:
-                return
             if active.finished and active.allowed < terms.stop:  # it was concluded meanwhile, without these
                 return
             if active.stop >= terms.stop:

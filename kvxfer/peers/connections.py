@@ -551,15 +551,12 @@ class Peers:
             )
         link = self._links.get(endpoint)
         if link is None or not link.is_open:
-            try:
-                link = await self._open(endpoint, epoch)
-            except IdentityError as error:
-                link = await self._where_engaged(error, endpoint, epoch)
+            link = await self._meet(endpoint, epoch)
         if epoch is not None and not _has_joined(link):  # as it does, it closes the stream
             await asyncio.wait({link.gone}, timeout=self._site.config.handshake_timeout)
         silent = self._site.now() > link.heard + _HEARTBEATS * link.heartbeat
         if epoch not in (None, link.peer.identity.epoch) and (silent or link.gone.done()):
-            link = await self._open(link.endpoint, epoch)  # it may be gone without a word, and another one be there
+            link = await self._meet(link.endpoint, epoch)  # it may be gone without a word, and another one be there
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:
             raise MismatchError(
@@ -569,6 +566,13 @@ class Peers:
                 fields={"epoch": (epoch.hex(), theirs.hex())},
             )
         return link
+
+    async def _meet(self, endpoint: str, epoch: bytes | None) -> Link:
+        """A new link to an endpoint, or one that leads to the same worker."""
+        try:
+            return await self._open(endpoint, epoch)
+        except IdentityError as error:
+            return await self._where_engaged(error, endpoint, epoch)
 
     async def _where_engaged(self, refused: IdentityError, endpoint: str, epoch: bytes | None) -> Link:
         """The link to where something with a worker is open, or in doubt, that is said to be elsewhere as well.

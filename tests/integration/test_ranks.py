@@ -166,6 +166,26 @@ async def test_a_rank_may_join_while_it_is_met(stage, turns):
     assert {type(await offer.released()) for offer in offers} == {Released}
 
 
+@virtual
+async def test_a_rank_may_join_while_it_is_met_by_another_name(one):
+    """Who asks by the one is led to the stream that leads to the other."""
+    caches = [Cache(heads=heads) for heads in split(2)]
+    ranks = [await one.worker(f"p{rank}", cache, engine="p", rank=rank, world=2) for rank, cache in enumerate(caches)]
+    card, decode = EngineCard.of([rank.card for rank in ranks]), await one.worker("d", Cache(heads=range(HEADS)))
+    names = {"prefix": "", "parts": [(await one.wire_to(ranks[0])).endpoint, ranks[1].card.endpoint]}
+    issuer = Issuer(card, KEY)
+    first = decode.start_fetch(issuer.ticket("r"), [0], tokens=range(4))
+    await asyncio.sleep(1)
+    second = decode.start_fetch(issuer.ticket("s") | {"endpoints": names}, [1], tokens=range(4))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    for rank in ranks:
+        rank.join(card, key=KEY)
+        rank.offer("r", [0], tokens=4)
+        rank.offer("s", [0], tokens=4)
+    await asyncio.gather(first, second)
+
+
 async def test_join_refuses_what_is_not_its_engine(stage):
     prefill, card = await stage.engine("prefill", [Cache(), Cache()], join=False)
     one = await stage.worker("other", Cache())

@@ -399,6 +399,7 @@ def _settings(server_args: Any, parallel: Any, dp_rank: int, patience: float, pr
         "engine": f"sglang-{role}-{dp_rank}",
         "model": server_args.model_path,
         "unclaimed_timeout": patience,  # a fetch waits here while its prompt is in sglang's queue
+        "max_transfers": 16_384,  # and a decode engine may have 4,096 of them wait
     }
     given = {name: value for name, value in usual.items() if known[name] == "default"}
     return Config.load(**given, rank=parallel.attn_tp_rank, world=parallel.attn_tp_size)

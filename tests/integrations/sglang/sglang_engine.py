@@ -205,6 +205,9 @@ class Engine:
         """Whether a line of this process's log holds this."""
         return any(what in line for line in LOG)
 
+    def setting(self, name: str) -> Any:
+        return getattr(self.ranks[0].manager.rooms.worker.config, name)
+
     def port(self) -> int:
         return self.told["port"]
 

@@ -133,6 +133,12 @@ def test_a_prompt_waits_until_its_decode_engine_has_a_place(pair):
     assert pair.prefill.state(41) == ("live", "")
 
 
+def test_as_many_prompts_may_wait_as_sglang_keeps_pages_for(pair):
+    """A fetch waits for as long as its prompt; three quarters of these may be one decode engine's."""
+    pair.open()
+    assert all(engine.setting("max_transfers") * 3 // 4 > 4096 for engine in (pair.prefill, pair.decode))
+
+
 def test_an_abort_before_there_is_a_place_fails_the_other_side(pair):
     pair.open()
     pair.add(51, 16, decode={"hold": True})

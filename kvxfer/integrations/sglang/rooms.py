@@ -365,21 +365,20 @@ class Receiving:
         rooms.begun(self._transfer, self)
 
     def abort(self) -> None:
-        """Give up. It has failed once nobody writes its pages any more; without any, at once."""
+        """Give up, also what has arrived and was not taken yet. It has failed once nobody writes its pages any more."""
         self._reason = self._reason or "it was aborted"
-        if self._transfer is None:
+        if self._transfer is None or self._over:
             self.fail(self._reason)
-        elif not self._over:
+        else:
             self._transfer.cancel()
 
     def fail(self, reason: str) -> None:
         """It has failed: the prefill engine need not go on."""
         self._reason = self._reason or reason
-        if self._end is None:
-            self._end = Poll.FAILED
-            if self._ticket is not None:
-                with suppress(ClosedError):  # asleep: the lease ends it
-                    self._rooms.worker.decline(self._ticket)
+        if self._end is None and self._ticket is not None:
+            with suppress(ClosedError):  # asleep: the lease ends it
+                self._rooms.worker.decline(self._ticket)
+        self._end = Poll.FAILED
 
     def failed(self) -> Exception:
         """Why it failed; another rank did if it has not, and may have found that the prefill engine is gone."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvxfer import errors
-from kvxfer.blocking import FetchFailed, OfferInDoubt, OfferSettled
+from kvxfer.blocking import Fetched, FetchFailed, OfferInDoubt, OfferSettled
 from kvxfer.integrations import sglang
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
@@ -166,6 +166,19 @@ def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_decode_engine(r
     worker.events = [FetchFailed("r", worker.begun[0], errors.TransferFailedError("gone"))]
     assert first.poll() is Poll.FAILED
     assert receiving(rooms).poll() is Poll.BOOTSTRAPPING, "the first one is over"
+
+
+def test_what_is_aborted_when_it_has_arrived_is_not_decoded(rooms):
+    """sglang may look at it later: behind retracted requests, or when its own caches have given what they have."""
+    room, worker = receiving(rooms), rooms.worker
+    room.begin({"of": "it"})
+    room.fetch([1], None, 0)
+    worker.events = [Fetched("r", worker.begun[0], cast("Any", SimpleNamespace(payload=b"")))]
+    assert room.poll() is Poll.SUCCESS
+    room.abort()
+    assert (room.poll(), room.over, worker.declined) == (Poll.FAILED, True, [])
+    with pytest.raises(RoomFailedError, match="it was aborted"):
+        raise room.failed()
 
 
 def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_prefill_engine(rooms):

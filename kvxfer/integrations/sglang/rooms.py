@@ -267,10 +267,10 @@ class Sending:
                 self._end = Poll.SUCCESS
 
     def _released(self) -> None:
-        if self._finished:
-            self._end = self._end or Poll.SUCCESS
-        elif self._wanted:
+        if not self._finished and self._wanted:
             self._fail("the decode engine gave it up")
+        elif self._finished and self._end is None:
+            self._end = Poll.SUCCESS
 
     def _look(self) -> None:
         """Whether the decode engine has said what it lacks, and still wants it."""

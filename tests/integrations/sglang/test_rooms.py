@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvxfer import errors
-from kvxfer.blocking import Fetched, FetchFailed, OfferInDoubt, OfferSettled
+from kvxfer.blocking import Fetched, FetchFailed, OfferInDoubt, OfferReleased, OfferSettled
 from kvxfer.integrations import sglang
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
@@ -222,6 +222,15 @@ def test_pages_in_doubt_may_be_known_to_be_safe_before_long(rooms):
     assert room.poll() is Poll.FAILED
     with pytest.raises(RoomFailedError, match="silent"):
         raise room.failed()
+
+
+def test_a_prompt_that_was_aborted_stays_so_though_it_was_fetched_meanwhile(rooms):
+    room = Sending(rooms, 7)
+    room.begin(1, None)
+    room.send([1])
+    rooms.worker.events = [OfferReleased("r", rooms.worker.begun[0], ())]
+    room.abort()
+    assert room.poll() is Poll.FAILED
 
 
 @pytest.fixture

@@ -79,7 +79,6 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.says_where = self.dp_size > 1 and asked_where and parallel.attn_tp_rank == 0
         self._queries: Final = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="kvxfer-sglang-query")
         self._registering: threading.Thread | None = None
-        self._held: dict[int, Receiving] = {}  # that have failed, and whose pages sglang keeps meanwhile
         device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
         total = 0 if is_mla_backend else _total_heads(args, server_args)
         place = Place(parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -146,26 +145,14 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.prefill_info_table[bootstrap_addr] = found
         return True
 
-    def hold(self, room: int, receiving: Receiving) -> None:
-        """A request has failed, and sglang asks until its pages are safe."""
-        if not receiving.over:
-            self._held[room] = receiving
-
-    def let_go(self, room: int, receiving: Receiving) -> None:
-        """Its pages are given to others; another request of that room keeps its own."""
-        if self._held.get(room) is receiving:
-            del self._held[room]
-
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nobody writes the pages of a request that has failed."""
         del required_acks  # kvxfer counts by itself
         self.rooms.pump()
-        held = self._held.get(bootstrap_room)
-        return held is None or held.over
+        return not self.rooms.is_taken(bootstrap_room)
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """Its pages are given to others."""
-        self._held.pop(bootstrap_room, None)
+        """Nothing: its receiver is told to clear next."""
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: Any) -> None:
         """Refused: a room that was used stands for one computation of a prompt."""
@@ -315,7 +302,6 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
     def clear(self) -> None:
         """Its pages are given to others."""
         self._inner.clear()
-        self.kv_mgr.let_go(self.bootstrap_room, self._inner)
 
     def abort(self) -> None:
         """Give up; it has failed when its pages are safe."""
@@ -327,7 +313,6 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
         del force_arm
         self._inner.abort()
         self.abort_notified = True
-        self.kv_mgr.hold(self.bootstrap_room, self._inner)
 
     def _lost(self) -> None:
         self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)

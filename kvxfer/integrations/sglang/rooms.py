@@ -101,11 +101,15 @@ class Rooms:
 
         A number is the request's name to the other engine: with the same one, each would get the other's pages.
         """
-        other = self._taken.get(number)
-        if other is not None and other.under_way:
+        if self.is_taken(number):
             return f"another request with bootstrap_room {number} is under way"
         self._taken[number] = room
         return ""
+
+    def is_taken(self, number: int) -> bool:
+        """Whether a request has it that is under way."""
+        room = self._taken.get(number)
+        return room is not None and room.under_way
 
     def begun(self, handle: BlockingOffer | BlockingTransfer, room: Room) -> None:
         """What becomes of an offer or a fetch is told to this request."""

@@ -27,7 +27,15 @@ from kvxfer.blocking import (
     OfferSettled,
     PollEvent,
 )
-from kvxfer.errors import ClosedError, FabricError, KvxferError, MemoryInDoubtError, PeerError, TransferFailedError
+from kvxfer.errors import (
+    ClosedError,
+    FabricError,
+    KvxferError,
+    MemoryInDoubtError,
+    PeerError,
+    RefusedError,
+    TransferFailedError,
+)
 from kvxfer.geometry import Span
 from kvxfer.integrations.sglang.caches import Rows
 from kvxfer.telemetry import TransferStats
@@ -411,7 +419,7 @@ class Receiving:
             case FetchFailed():
                 self._doubt = isinstance(event.error, MemoryInDoubtError)
                 self._over = not self._doubt
-                if isinstance(event.error, PeerError):
+                if isinstance(event.error, PeerError) and not isinstance(event.error, RefusedError):
                     self._lost()
                 self.fail(str(event.error))
             case _:

@@ -168,6 +168,17 @@ def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_decode_engine(r
     assert receiving(rooms).poll() is Poll.BOOTSTRAPPING, "the first one is over"
 
 
+@pytest.mark.parametrize(("error", "lost"), [(errors.RefusedError, 0), (errors.PeerLostError, 1)])
+def test_a_prefill_server_is_asked_for_anew_where_it_is_gone(rooms, error, lost):
+    """Not where it lives and has refused one prompt: to ask holds up the scheduler."""
+    asked = []
+    room = Receiving(rooms, 7, lambda: asked.append(1))
+    room.begin({"of": "it"})
+    room.fetch([1], None, 0)
+    rooms.worker.events = [FetchFailed("r", rooms.worker.begun[0], error("it is so"))]
+    assert (room.poll(), len(asked)) == (Poll.FAILED, lost)
+
+
 def test_what_is_aborted_when_it_has_arrived_is_not_decoded(rooms):
     """sglang may look at it later: behind retracted requests, or when its own caches have given what they have."""
     room, worker = receiving(rooms), rooms.worker

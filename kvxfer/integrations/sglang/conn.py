@@ -75,8 +75,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.dp_size = parallel.attn_dp_size if whole else parallel.dp_size
         self.dp_rank = parallel.attn_dp_rank if whole else args.system_dp_rank or 0
         self._by_room = parallel.load_balance_method == "follow_bootstrap_room"
-        asked_where = not self._by_room or envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
-        self.says_where = self.dp_size > 1 and asked_where and parallel.attn_tp_rank == 0
+        self.is_asked = not self._by_room or envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
+        self.says_where = self.dp_size > 1 and self.is_asked and parallel.attn_tp_rank == 0
         self._queries: Final = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="kvxfer-sglang-query")
         self._registering: threading.Thread | None = None
         device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
@@ -182,13 +182,17 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
         self.bootstrap_room = bootstrap_room
         self._early_send_wait_event: Any = None  # sglang sets it before it sends what is still being computed
         self._inner: Final = Sending(mgr.rooms, bootstrap_room)
-        if mgr.says_where and not req_has_disagg_prefill_dp_rank:
+        told, by_room = req_has_disagg_prefill_dp_rank, bootstrap_room % mgr.dp_size
+        if not (told or mgr.is_asked) and by_room != mgr.dp_rank:  # a client has named this rank
+            self._inner.fail(
+                f"its decode engine asks data-parallel rank {by_room} for it, as its room says: "
+                "set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 on both sides"
+            )
+        elif mgr.says_where and not told:
             try:
                 register_room(bootstrap_addr, bootstrap_room, mgr.dp_rank)
-            except UnreachableError as error:  # this request alone is lost: nobody will ask for it
-                _log.warning(
-                    "room_not_registered", address=bootstrap_addr, request=request_of(bootstrap_room), error=str(error)
-                )
+            except UnreachableError as error:
+                self._inner.fail(str(error))  # nobody will ask for it
 
     def init(self, num_kv_indices: int, aux_index: Any = None) -> None:
         """So many pages will be sent, and this row of metadata."""

@@ -213,7 +213,16 @@ class Sending:
         try:
             self._send(pages, after)
         except KvxferError as error:
-            self._fail(str(error))
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """It has failed: the decode engine need not wait."""
+        self._reason = self._reason or reason
+        if self._end is None:
+            self._end = Poll.FAILED
+            with suppress(ClosedError):  # asleep: the lease ends it
+                offer = self._offer or self._rooms.worker.offer(self._name, streaming=True)
+                offer.withdraw()  # so whoever waits for its first page, or comes later, hears of it
 
     def abort(self) -> None:
         """Give up. Blocks until nobody reads its pages.
@@ -221,7 +230,7 @@ class Sending:
         Raises:
             FabricError: If a silent peer may still read them: sglang has no way to spare them.
         """
-        self._fail("it was aborted")
+        self.fail("it was aborted")
         self._make_safe()
 
     def failed(self) -> Exception:
@@ -231,7 +240,7 @@ class Sending:
             FabricError: See `abort`.
         """
         reason = self._reason
-        self._fail("")
+        self.fail("")
         self._make_safe()
         return failure(self._room, reason)
 
@@ -245,7 +254,7 @@ class Sending:
         match event:
             case OfferInDoubt():
                 self._doubt = True
-                self._fail(str(event.error))
+                self.fail(str(event.error))
                 return
             case OfferSettled():
                 self._doubt = False
@@ -253,11 +262,11 @@ class Sending:
                 self.stats = event.stats
                 self._released()
             case OfferExpired():
-                self._fail(event.reason)
+                self.fail(event.reason)
             case OfferFailed():
-                self._fail(str(event.error))
+                self.fail(str(event.error))
             case _:
-                self._fail("it was withdrawn")
+                self.fail("it was withdrawn")
         self._over = True
 
     def _send(self, pages: Sequence[int], after: Any) -> None:
@@ -280,7 +289,7 @@ class Sending:
 
     def _released(self) -> None:
         if not self._finished and self._wanted:
-            self._fail("the decode engine gave it up")
+            self.fail("the decode engine gave it up")
         elif self._finished and self._end is None:
             self._end = Poll.SUCCESS
 
@@ -289,24 +298,16 @@ class Sending:
         try:
             seen = self._rooms.worker.awaited(self._name)
         except ClosedError as error:
-            self._fail(str(error))
+            self.fail(str(error))
             return
         if seen is not None and seen.declined:
-            self._fail("the decode engine gave it up")
+            self.fail("the decode engine gave it up")
         elif seen is not None:
             self._first, self._wanted = seen.first_token or 0, seen.first_token is not None
         elif self._first is not None:
-            self._fail("the decode engine does not wait for it any more")
+            self.fail("the decode engine does not wait for it any more")
         elif time.monotonic() - self._since >= self._rooms.patience:
-            self._fail(f"no decode engine asked for it within {self._rooms.patience:g} s")
-
-    def _fail(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        if self._end is None:
-            self._end = Poll.FAILED
-            with suppress(ClosedError):  # asleep: the lease ends it
-                offer = self._offer or self._rooms.worker.offer(self._name, streaming=True)
-                offer.withdraw()  # so whoever waits for its first page, or comes later, hears of it
+            self.fail(f"no decode engine asked for it within {self._rooms.patience:g} s")
 
     def _make_safe(self) -> None:
         if self._offer is not None:

@@ -244,6 +244,17 @@ def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, balance):
     pair.serves(room)
 
 
+def test_a_prompt_that_another_rank_is_asked_for_fails_at_once(pair):
+    """A client may name the data-parallel rank, and sglang then does not look at the room."""
+    pair.open(prefill={"dp_size": 2, "dp_rank": 1})
+    pair.prefill.add(136, 16)
+    pair.prefill.step()
+    state, why = pair.prefill.state(136)
+    assert state == "failed"
+    assert "asks data-parallel rank 0 for it" in why
+    assert "FORCE_QUERY" in why
+
+
 def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
     """A client may name any address as its bootstrap server."""
     pair.open(prefill={"dp_size": 2, "load_balance": "round_robin"})
@@ -252,7 +263,7 @@ def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
         pair.add(133, 16, prefill={"address": nonsense}, decode={"address": nonsense})
         pair.prefill.step()
         pair.decode.step()
-    pair.prefill.abort(133)
+    assert "does not answer" in pair.prefill.state(133)[1]
     pair.decode.abort(133)
     pair.add(134, 16)
     pair.serves(134)

@@ -155,6 +155,8 @@ class WorkerSide:
             MemoryInDoubtError: If a silent peer may still read them: vLLM has no way to spare them.
             FabricError: If that cannot be found out in time.
         """
+        # vLLM's runner V1 leaves that out where it speculates, in all stages but the last
+        self.end_step()
         for request in orders.preempted:
             sending = self._sending[request]
             if request not in orders.withdraws:  # it goes on, with another offer; else the end of this one is told

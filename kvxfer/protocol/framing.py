@@ -16,13 +16,11 @@ from kvxfer.errors import ProtocolError
 from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
 
 __all__ = [
-    "CONTAINERS",
     "HANDSHAKE_FRAME_LIMIT",
     "LENGTH",
     "MAX_DEPTH",
     "SESSION_FRAME_LIMIT",
     "FrameReader",
-    "ScanError",
     "decode",
     "decode_body",
     "encode",
@@ -30,95 +28,47 @@ __all__ = [
     "encode_in_parts",
     "encoder",
     "fits",
-    "head",
     "peek_tag",
 ]
 
 # --- MessagePack, walked without building values
 #
 # Used where a decoder cannot help: to bound the nesting of a hostile frame, and to read the tag of a message that this
-# version does not know. `kvxfer inspect` also finds the byte by it at which a damaged frame goes wrong.
+# version does not know.
 
-CONTAINERS: Final = ("array", "map")
-# first byte -> (kind, width of the size or value that follows); the ranges with a size in the first byte are below
-_WIDE: Final = {
-    0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4),
-    0xC7: ("ext", 1), 0xC8: ("ext", 2), 0xC9: ("ext", 4),
-    0xD9: ("str", 1), 0xDA: ("str", 2), 0xDB: ("str", 4),
-    0xDC: ("array", 2), 0xDD: ("array", 4),
-    0xDE: ("map", 2), 0xDF: ("map", 4),
-}  # fmt: skip
-_INTEGERS: Final = {0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
-# first byte -> (kind, value, bytes in all)
+# first byte -> bytes that follow it
 _PLAIN: Final = {
-    0xC0: ("nil", 0, 1), 0xC2: ("bool", 0, 1), 0xC3: ("bool", 1, 1), 0xCA: ("float", 4, 5), 0xCB: ("float", 8, 9),
-    0xD4: ("ext", 1, 3), 0xD5: ("ext", 2, 4), 0xD6: ("ext", 4, 6), 0xD7: ("ext", 8, 10), 0xD8: ("ext", 16, 18),
+    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
 }  # fmt: skip
+# first byte -> bytes of the size that follows it, and how many bytes or values there are for each that it counts
+_BYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_VALUES: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_EXTENSIONS: Final = range(0xC7, 0xCA)
 
 
-class ScanError(ValueError):
-    """The bytes are no MessagePack."""
-
-    def __init__(self, message: str, offset: int) -> None:
-        super().__init__(message)
-        self.offset: Final = offset  # where the reader could not go on
-
-
-def head(data: bytes | memoryview, at: int) -> tuple[str, int, int]:
-    """Read one value's head.
-
-    Returns:
-        Its kind: `array`, `map`, `int`, `str`, `bin`, `ext`, `float`, `bool` or `nil`; the number of an `int` (and of a
-        `bool`), the entries of an `array` or a `map`, else the length of the data in bytes; and where the next value
-        begins (after a container's head: its first entry).
+def _step(data: bytes | memoryview, at: int) -> tuple[int | None, int]:
+    """How many values the one that begins here holds, None unless it is an array or a map, and where to go on.
 
     Raises:
-        ScanError: If the bytes end too early, or no value begins so.
+        ValueError: If the bytes end too early, or no value begins so.
     """
-    if at >= len(data):
-        raise ScanError("the bytes end where a value should begin", at)
-    first = data[at]
-    kind, value, end = _head(data, at, first)
-    if end > len(data):
-        raise ScanError(f"{kind} of {end - at} bytes, but only {len(data) - at} are left", at)
-    return kind, value, end
-
-
-def _head(data: bytes | memoryview, at: int, first: int) -> tuple[str, int, int]:
-    if first < 0xC0 or first >= 0xE0:
-        return _short(at, first)
-    if first in _WIDE:
-        return _wide(data, at, first)
-    if first in _INTEGERS:
-        form = struct.Struct(_INTEGERS[first])
-        if at + 1 + form.size > len(data):
-            raise ScanError("the bytes end inside an int", at)
-        return "int", int(form.unpack_from(data, at + 1)[0]), at + 1 + form.size
-    if first not in _PLAIN:
-        raise ScanError(f"{first:#04x} begins no value", at)
-    kind, value, size = _PLAIN[first]
-    return kind, value, at + size
-
-
-def _short(at: int, first: int) -> tuple[str, int, int]:
-    """A value whose first byte says all: a small int, or a small size."""
-    if first < 0x80 or first >= 0xE0:
-        return "int", first if first < 0x80 else first - 0x100, at + 1
-    if first < 0xA0:
-        return CONTAINERS[first < 0x90], first & 0x0F, at + 1
-    return "str", first & 0x1F, at + 1 + (first & 0x1F)
-
-
-def _wide(data: bytes | memoryview, at: int, first: int) -> tuple[str, int, int]:
-    """A value whose size follows."""
-    kind, width = _WIDE[first]
-    start = at + 1 + width
-    if start > len(data):
-        raise ScanError(f"the bytes end inside the size of a {kind}", at)
-    size = int.from_bytes(data[at + 1 : start], "big")
-    if kind in CONTAINERS:
-        return kind, size, start
-    return kind, size, start + size + (kind == "ext")
+    first, at, inside = data[at] if at < len(data) else 0xC1, at + 1, None
+    if 0x80 <= first < 0xA0:
+        inside = (first & 0x0F) * (2 if first < 0x90 else 1)
+    elif 0xA0 <= first < 0xC0:
+        at += first & 0x1F
+    elif first in _VALUES:
+        width, times = _VALUES[first]
+        inside, at = int.from_bytes(data[at : at + width], "big") * times, at + width
+    elif first in _BYTES:
+        width = _BYTES[first]
+        at += width + int.from_bytes(data[at : at + width], "big") + (first in _EXTENSIONS)
+    elif 0xC0 <= first < 0xE0:
+        at += _PLAIN.get(first, len(data))
+    if at > len(data):
+        raise ValueError("this is no MessagePack")
+    return inside, at
 
 
 def fits(data: bytes | memoryview, *, depth: int, items: int) -> bool:
@@ -134,13 +84,13 @@ def fits(data: bytes | memoryview, *, depth: int, items: int) -> bool:
                 left.pop()
                 continue
             left[-1] -= 1
-            kind, value, at = head(data, at)
+            inside, at = _step(data, at)
             items -= 1
-            if kind in CONTAINERS:
-                left.append(value * 2 if kind == "map" else value)
+            if inside is not None:
+                left.append(inside)
             if items < 0 or len(left) > depth + 1:
                 return False
-    except ScanError:
+    except ValueError:
         pass
     return True
 
@@ -320,14 +270,14 @@ def decode(payload: bytes | memoryview) -> Message | None:
 
 def peek_tag(payload: bytes | memoryview) -> int | None:
     """The integer tag of a MessagePack array without decoding the rest, or None."""
-    try:
-        kind, entries, at = head(payload, 0)
-        if kind != "array" or not entries:
-            return None
-        kind, tag, _ = head(payload, at)
-    except ScanError:
+    if not payload or not (0x90 < payload[0] < 0xA0 or payload[0] in {0xDC, 0xDD}):
         return None
-    return tag if kind == "int" else None
+    try:
+        _, begin = _step(payload, 0)
+        _, end = _step(payload, begin)
+        return msgspec.msgpack.decode(payload[begin:end], type=int)
+    except (ValueError, msgspec.MsgspecError):
+        return None
 
 
 def _refuse_nesting(payload: bytes | memoryview) -> None:

@@ -10,30 +10,18 @@ Sans-I/O; works on hostile bytes.
 """
 
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, cast, get_args
 
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.framing import (
-    CONTAINERS,
-    MAX_DEPTH,
-    SESSION_FRAME_LIMIT,
-    ScanError,
-    decode,
-    decode_body,
-    head,
-    peek_tag,
-)
-from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_f32, unpack_u32
+from kvxfer.protocol.framing import LENGTH, SESSION_FRAME_LIMIT, decode, decode_body, peek_tag
+from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, AgentBody, Capability, Message, unpack_f32, unpack_u32
 
-__all__ = ["Item", "find", "frames", "from_hex", "registry_name", "scan"]
+__all__ = ["frames", "from_hex", "registry_name"]
 
-_LENGTH: Final = struct.Struct("<I")
 _SHOWN_RANGES: Final = 8
 _SHOWN_ITEMS: Final = 64
 _WIDTH: Final = 18
@@ -43,66 +31,7 @@ _ADDRESSES: Final = frozenset({"address", "base"})
 _UNITS: Final = {"_ms": "ms", "_us": "us", "_bytes": "bytes"}
 _BYTE_COUNTS: Final = frozenset({"bytes", "length"})
 _HEX: Final = re.compile(r"(?:0[xX])?([0-9a-fA-F]*)")
-_PATH: Final = re.compile(r"at `\$((?:\[\d+\])+)`")
-
-
-# --- MessagePack, value by value
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One value as it stands in the bytes."""
-
-    offset: int  # its first byte
-    depth: int  # containers around it
-    index: int  # its position in the container around it; keys and values of a map count each
-    kind: str  # as `framing.head` says, as is
-    value: int
-
-
-def scan(data: bytes | memoryview) -> Iterator[Item]:
-    """Yield the first value, and everything in it, in the order of the bytes.
-
-    Raises:
-        ScanError: Where the bytes are no MessagePack.
-    """
-    at, left, indices = 0, [1], [0]  # entries still to come, and the next index, of every open container
-    while left:
-        if not left[-1]:
-            left.pop()
-            indices.pop()
-            continue
-        left[-1] -= 1
-        kind, value, end = head(data, at)
-        yield Item(at, len(left) - 1, indices[-1], kind, value)
-        indices[-1] += 1
-        at = end
-        if kind in CONTAINERS:
-            left.append(value * 2 if kind == "map" else value)
-            indices.append(0)
-
-
-def find(data: bytes | memoryview, path: Sequence[int]) -> Item | None:
-    """The value at a path of indices from the outermost container, or None.
-
-    Raises:
-        ScanError: If the bytes before it are no MessagePack.
-    """
-    matched = 0
-    for item in scan(data):
-        if item.depth == 0:
-            if not path:
-                return item
-        elif item.depth <= matched:
-            return None
-        elif item.depth == matched + 1 and item.index == path[matched]:
-            matched += 1
-            if matched == len(path):
-                return item
-    return None
-
-
-# --- frames
+_FIELD: Final = re.compile(r"at `\$\[(\d+)\]")
 
 
 def registry_name(message: type[Any]) -> str:
@@ -146,11 +75,11 @@ def frames(data: bytes) -> Iterator[tuple[list[str], bool]]:
     at = number = 0
     while at < len(data):
         left = len(data) - at
-        if left < _LENGTH.size:
+        if left < LENGTH.size:
             yield [f"frame {number} at byte {at}: cut short: {left} of the 4 bytes of its length"], False
             return
-        (size,) = _LENGTH.unpack_from(data, at)
-        begin = at + _LENGTH.size
+        (size,) = LENGTH.unpack_from(data, at)
+        begin = at + LENGTH.size
         payload = data[begin : begin + size]
         title = f"frame {number} at byte {at}: {size} bytes, {_title(payload)}"
         if size > SESSION_FRAME_LIMIT:
@@ -160,7 +89,7 @@ def frames(data: bytes) -> Iterator[tuple[list[str], bool]]:
         if len(payload) < size:
             yield [title, f"  ! cut short at byte {len(data)}: {len(payload)} of {size} bytes are there"], False
             return
-        lines, whole = _frame(payload, begin)
+        lines, whole = _frame(payload)
         yield [title, *lines], whole
         at = begin + size
         number += 1
@@ -178,34 +107,40 @@ def _title(payload: bytes) -> str:
     )
 
 
-def _frame(payload: bytes, begin: int) -> tuple[list[str], bool]:
-    """The lines of one whole frame whose payload begins at byte `begin` of the input; whether all of it was decoded."""
+def _frame(payload: bytes) -> tuple[list[str], bool]:
+    """The lines of one whole frame; whether all of it was decoded."""
     try:
         message = decode(payload)
     except ProtocolError as error:
-        return [f"  ! {_explain(payload, error, begin)}"], False
+        kind = _TYPES.get(peek_tag(payload) or 0)
+        return [f"  ! {_explain(error, ('', *kind.__struct_fields__) if kind else ())}"], False
     if message is None:
         return [], True
-    _, entries, _ = head(payload, 0)
-    lines = list(_struct(message, payload, entries - 1, (1,), "  "))
+    lines = list(_struct(message, payload, 1, "  "))
     if not isinstance(message, Agent):
         return lines, True
     body = bytes(message.body)
     try:
         decoded = decode_body(body)
-        _, entries, _ = head(body, 0)
     except ProtocolError as error:
-        return [*lines, f"    ! {_explain(body, error, 0)} of the body"], False
-    return [*lines, *_struct(decoded, body, entries, (0,), "    ")], True
+        return [*lines, f"    ! the body {_explain(error, AgentBody.__struct_fields__)}"], False
+    return [*lines, *_struct(decoded, body, 0, "    ")], True
 
 
-def _struct(value: msgspec.Struct, data: bytes, present: int, first: tuple[int, ...], indent: str) -> Iterator[str]:
-    """One line a field; `first` is the path of the first field in `data`, `present` counts those that are there."""
+def _explain(error: ProtocolError, fields: Sequence[str]) -> str:
+    """Why bytes are no message, with the field in which they go wrong, of those that the array should have."""
+    reason = str(error.__cause__ or error)
+    found = _FIELD.search(reason)
+    at = int(found[1]) if found else len(fields)
+    return f"cannot be decoded{f' (field `{fields[at]}`)' if at < len(fields) and fields[at] else ''}: {reason}"
+
+
+def _struct(value: msgspec.Struct, data: bytes, before: int, indent: str) -> Iterator[str]:
+    """One line a field of the array in `data`, which begins with so many entries that are no fields."""
     fields = value.__struct_fields__
+    raw = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[before:]
     for number, name in enumerate(fields):
-        path = (*first[:-1], first[-1] + number)
         item: object = getattr(value, name)
-        absent = " (absent, default)" if number >= present else ""
         structs = _structs(item)
         if structs:
             yield f"{indent}{name:<{_WIDTH}}{len(structs)} {'entry' if len(structs) == 1 else 'entries'}"
@@ -213,10 +148,12 @@ def _struct(value: msgspec.Struct, data: bytes, present: int, first: tuple[int, 
                 yield f"{indent}  [{index}] {_inline(entry)}"
             if len(structs) > _SHOWN_ITEMS:
                 yield f"{indent}  ... and {len(structs) - _SHOWN_ITEMS} more"
+        elif number < len(raw):
+            yield f"{indent}{name:<{_WIDTH}}{_value(name, item, raw[number])}"
         else:
-            yield f"{indent}{name:<{_WIDTH}}{_value(name, item, data, path)}{absent}"
-    if present > len(fields):
-        yield f"{indent}({present - len(fields)} unknown tail fields, ignored)"
+            yield f"{indent}{name:<{_WIDTH}}{_value(name, item)} (absent, default)"
+    if len(raw) > len(fields):
+        yield f"{indent}({len(raw) - len(fields)} unknown tail fields, ignored)"
 
 
 def _structs(value: object) -> list[msgspec.Struct]:
@@ -230,7 +167,8 @@ def _inline(value: msgspec.Struct) -> str:
     return " ".join(f"{name}={_value(name, getattr(value, name))}" for name in value.__struct_fields__)
 
 
-def _value(name: str, value: object, data: bytes = b"", path: tuple[int, ...] = ()) -> str:
+def _value(name: str, value: object, raw: msgspec.Raw | None = None) -> str:
+    """A value in words; `raw` are the bytes that it was decoded from, where they are known."""
     match value:
         case bytes():
             shown = _bytes(name, value)
@@ -239,20 +177,21 @@ def _value(name: str, value: object, data: bytes = b"", path: tuple[int, ...] = 
         case bool():
             shown = "yes" if value else "no"
         case IntEnum():
-            shown = _enum(value, data, path)
+            shown = _enum(value, raw)
         case int():
             shown = _number(name, value)
         case msgspec.Struct():
             shown = _inline(value)
         case list() | tuple():
-            shown = _sequence(name, cast("Sequence[object]", value), data, path)
+            shown = _sequence(name, cast("Sequence[object]", value), raw)
         case _:
             shown = repr(value)  # repr, so that a peer's text cannot steer a terminal
     return shown
 
 
-def _sequence(name: str, value: Sequence[object], data: bytes, path: tuple[int, ...]) -> str:
-    shown = [_value(name, entry, data, (*path, index)) for index, entry in enumerate(value[:_SHOWN_ITEMS])]
+def _sequence(name: str, value: Sequence[object], raw: msgspec.Raw | None) -> str:
+    parts = msgspec.msgpack.decode(raw, type=list[msgspec.Raw]) if raw and value else [None] * len(value)
+    shown = [_value(name, *both) for both in zip(value[:_SHOWN_ITEMS], parts, strict=False)]
     more = f", ... and {len(value) - _SHOWN_ITEMS} more" if len(value) > _SHOWN_ITEMS else ""
     return f"[{', '.join(shown)}{more}]"
 
@@ -271,12 +210,9 @@ def _bytes(name: str, value: bytes) -> str:
     return value.hex()
 
 
-def _enum(value: IntEnum, data: bytes, path: tuple[int, ...]) -> str:
-    if value or not data:
-        return f"{value.name} ({value:d})"
-    item = find(data, path)  # none where the field is absent
-    raw = item.value if item is not None and item.kind == "int" else 0
-    return "UNKNOWN (0)" if raw == 0 else f"UNKNOWN ({raw}, not known to this version)"
+def _enum(value: IntEnum, raw: msgspec.Raw | None) -> str:
+    number = msgspec.msgpack.decode(raw) if raw and not value else int(value)
+    return f"{value.name} ({number})" if number == value else f"{value.name} ({number}, not known to this version)"
 
 
 def _number(name: str, value: int) -> str:
@@ -315,48 +251,3 @@ def _numbers(numbers: Sequence[float]) -> str:
     shown = ", ".join(f"{number:g}" for number in numbers[:_SHOWN_RANGES])
     more = f", ... {len(numbers) - _SHOWN_RANGES} more" if len(numbers) > _SHOWN_RANGES else ""
     return f"{shown}{more}" or "none (1)"
-
-
-def _explain(payload: bytes, error: ProtocolError, begin: int) -> str:
-    """Why a payload is no message, with the byte of the input at which it goes wrong."""
-    last = deep = torn = None
-    try:
-        for last in scan(payload):
-            if last.depth > MAX_DEPTH and deep is None:
-                deep = last
-            if last.kind == "str" and torn is None and not _is_text(payload, last):
-                torn = last
-    except ScanError as damage:
-        return f"no MessagePack at byte {begin + damage.offset}: {damage}"
-    end = head(payload, last.offset)[2] if last else 0
-    if end < len(payload):
-        return f"{len(payload) - end} bytes too many, from byte {begin + end}"
-    cause = error.__cause__
-    if isinstance(cause, UnicodeDecodeError) and torn is not None:
-        return f"a string that is not UTF-8 at byte {begin + torn.offset}"
-    if not isinstance(cause, msgspec.MsgspecError) and deep is not None:
-        return f"nested deeper than {MAX_DEPTH} containers from byte {begin + deep.offset}"
-    item, field = _culprit(payload, str(cause or error))
-    return f"cannot be decoded at byte {begin + (item.offset if item else 0)}{field}: {cause or error}"
-
-
-def _is_text(payload: bytes, item: Item) -> bool:
-    end = head(payload, item.offset)[2]
-    try:
-        payload[end - item.value : end].decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _culprit(payload: bytes, reason: str) -> tuple[Item | None, str]:
-    """The value that a decoder's error names by its path, and the message's field in which it lies."""
-    found = _PATH.search(reason)
-    if found is None:
-        return None, ""
-    path = [int(index) for index in re.findall(r"\d+", found.group(1))]
-    kind = _TYPES.get(peek_tag(payload) or 0)
-    field = ""
-    if kind is not None and 1 <= path[0] <= len(kind.__struct_fields__):
-        field = f" (field `{kind.__struct_fields__[path[0] - 1]}`)"
-    return find(payload, path), field

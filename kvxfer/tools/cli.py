@@ -6,7 +6,6 @@ code 1.
 """
 
 import io
-import os
 import signal
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ __all__ = ["app", "main"]
 
 _FAILED: Final = 2
 _LISTED: Final = 8
-_PIPED_COLUMNS: Final = 200  # a pipe has no width, nor has what is closed; rows should stay whole there
 
 app: Final = typer.Typer(
     name="kvxfer",
@@ -96,32 +94,30 @@ def config(
 
 
 def _print_tables(effective: "Config") -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from kvxfer.config import leaves
+    from kvxfer.tools.shown import console, table
 
-    settings = Table(box=None, pad_edge=False)
-    for heading in ("setting", "value", "source"):
-        settings.add_column(heading, overflow="fold")
+    settings = table("setting", "value", "source")
     declared = dict(leaves(type(effective)))
     for setting in effective.effective():
         shown = "none" if setting.value is None else _with_unit(setting.value, declared[setting.name])
         style = "" if setting.source == "default" else "bold"
         settings.add_row(Text(setting.name, style), Text(shown, style), Text(setting.source, style))
-    bounds = Table("failure", "heard of within", box=None, pad_edge=False)
+    bounds = table("failure", "heard of within")
     for kind, seconds in effective.bounds().items():
         bounds.add_row(kind, f"{seconds:g} s")
-    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS)
-    console.print(settings)
-    console.print()
-    console.print(bounds)
+    out = console()
+    out.print(settings)
+    out.print()
+    out.print(bounds)
 
 
 def _with_unit(value: object, declared: Any) -> str:
     """A value as it may be set, with the unit in which settings of its kind are read."""
     from kvxfer.config import parse_duration, parse_size
+    from kvxfer.tools.shown import parsed_size, size
 
     said = [*declared.metadata, *(one for kind in get_args(declared.annotation) for one in get_args(kind))]
     readers = {getattr(one, "func", None) for one in said}
@@ -129,10 +125,8 @@ def _with_unit(value: object, declared: Any) -> str:
         return f"{value:g} s" if isinstance(value, int | float) else str(value)
     if parse_size not in readers or not isinstance(value, int):
         return str(value)
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value and value % (1 << power) == 0:
-            return f"{value >> power} {unit}"
-    return f"{value} B"
+    shown = size(value)
+    return shown if parsed_size(shown) == value else f"{value} B"
 
 
 @app.command()
@@ -186,12 +180,9 @@ def plan(
 
 
 def _print_forecast(found: "Forecast") -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from kvxfer.tools.shown import console, duration, size, table
 
-    from kvxfer.tools.plan import shown_size, shown_time
-
-    rows = Table(box=None, pad_edge=False)
+    rows = table()
     for heading in ("pair", "bytes", "pieces", "smallest", "median", "largest", "chunks", "route", "time"):
         rows.add_column(heading, justify="left" if heading in {"pair", "route"} else "right", no_wrap=True)
     rows.add_column("why", overflow="fold")
@@ -199,19 +190,19 @@ def _print_forecast(found: "Forecast") -> None:
         pieces, about = pair.pieces, "~" if pair.pieces.sampled else ""
         rows.add_row(
             f"{pair.prefill_rank} -> {pair.decode_rank}",
-            shown_size(pair.bytes),
+            size(pair.bytes),
             f"{about}{pieces.count}",
-            *(shown_size(size) for size in (pieces.smallest, pieces.median, pieces.largest)),
+            *map(size, (pieces.smallest, pieces.median, pieces.largest)),
             str(pair.chunks),
             pair.choice.route.name.lower(),
-            shown_time(pair.predicted_s),
+            duration(pair.predicted_s),
             "; ".join(filter(None, (pair.choice.why, pair.choice.fallback))),
         )
-    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
+    out = console()
     for line in found.summary():
-        console.print(line, markup=False)
-    console.print()
-    console.print(rows)
+        out.print(line, markup=False)
+    out.print()
+    out.print(rows)
 
 
 @app.command()
@@ -255,24 +246,24 @@ def top(
     """Show workers live: what they move, what is in flight, who is not ready and why. Ctrl-C ends it."""
     import time
 
-    from rich.console import Console
     from rich.live import Live
 
+    from kvxfer.tools.shown import console
     from kvxfer.tools.top import Top
 
-    console, view = Console(width=None if os.isatty(1) else _PIPED_COLUMNS), Top(addresses or ["127.0.0.1:9471"])
+    out, view = console(), Top(addresses or ["127.0.0.1:9471"])
     if once:
         sights = view.look()
-        console.print(view.draw(sights))
+        out.print(view.draw(sights))
         if not all(sight.ready for sight in sights):
             raise typer.Exit(1)
         return
-    if not console.is_terminal:  # there one look stands below the other
+    if not out.is_terminal:  # there one look stands below the other
         while True:
-            console.print(view.draw(view.look()))
-            console.file.flush()
+            out.print(view.draw(view.look()))
+            out.file.flush()
             time.sleep(every)
-    with Live(view.draw(view.look()), console=console, auto_refresh=False, screen=True) as live:
+    with Live(view.draw(view.look()), console=out, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(every)
             live.update(view.draw(view.look()), refresh=True)
@@ -326,10 +317,9 @@ def doctor(
         raise UsageError("give --listen on one host and --peer on the other one, not both")
     import json
 
-    from rich.console import Console
-
     from kvxfer.tools.doctor.examination import Examination
-    from kvxfer.tools.doctor.findings import progress, table, verdict
+    from kvxfer.tools.doctor.findings import progress, shown, verdict
+    from kvxfer.tools.shown import console
 
     examination = Examination(progress, device=device)
     if listen is not None:
@@ -341,9 +331,9 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(examination.to_json(), indent=2))
     else:
-        console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
-        console.print(table(examination.found))
-        console.print(f"\n{verdict(examination.found)}", markup=False)
+        out = console()
+        out.print(shown(examination.found))
+        out.print(f"\n{verdict(examination.found)}", markup=False)
     if examination.exit_code:
         raise typer.Exit(examination.exit_code)
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.config import Config, parse_size
+from kvxfer.config import Config
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, CopyPlan, Holders, PairPlan, TransferPlan, check_tokens, sample
 from kvxfer.names import MAX_ROWS
@@ -19,6 +19,7 @@ from kvxfer.plans.pairs import LISTED, BoundPlan, choose_and_cut, fit, in_place_
 from kvxfer.plans.routes import Choice, Profile, RouteSupport, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
+from kvxfer.tools.shown import parsed_size, size
 
 __all__ = [
     "Forecast",
@@ -28,8 +29,6 @@ __all__ = [
     "nearest",
     "parse_engine",
     "parse_tokens",
-    "shown_size",
-    "shown_time",
     "with_bandwidths",
 ]
 
@@ -105,7 +104,7 @@ def with_bandwidths(profile: Profile, text: str) -> Profile:
     for term in text.split(","):
         name, separator, value = (part.strip() for part in term.rpartition("="))
         try:
-            given = int(str(parse_size(value)))
+            given = parsed_size(value)
         except ValueError as error:
             raise ConfigError(f"--bandwidth {text}: {value!r} is not bytes a second: {error}") from error
         for one in [name] if separator else by_nixl:
@@ -249,28 +248,13 @@ class Forecast:
         lines = [
             f"{model.model_type}: {len(model.layers)} layers, {self.prefill.dtype}, "
             + (f"tokens {start} to {stop - 1}" if start < stop else f"no tokens of {stop}, all are held already"),
-            f"{shown_size(self.bytes)} between {len(self.pairs)} pairs of ranks",
+            f"{size(self.bytes)} between {len(self.pairs)} pairs of ranks",
         ]
         for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
             layout = engine.layout
             lines.append(f"{side}: {len(engine.ranks)} ranks, blocks of {layout.block} tokens: {layout.axis_string}")
         lines.append(f"times are predictions for a pair that is alone; measured on {self.profile.hardware}")
         return [*lines, *(f"note: {note}" for note in model.notes)]
-
-
-def shown_size(nbytes: int) -> str:
-    """Bytes for people: three figures and a binary unit."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
-
-
-def shown_time(seconds: float) -> str:
-    """Seconds for people."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _engine_json(engine: Engine) -> dict[str, Any]:

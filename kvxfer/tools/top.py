@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from kvxfer.telemetry import printable
 from kvxfer.tools.jsonhttp import NoAnswerError, json_from
+from kvxfer.tools.shown import size, table
 
 __all__ = ["Sight", "Top", "url_of"]
 
@@ -69,7 +69,7 @@ class Top:
 
     def draw(self, sights: Iterable[Sight]) -> Group:
         """The tables of one look."""
-        workers = _table("worker", "state", "in/s", "out/s", "in", "out", "ok", "failed", "moving", "arena", "lag 60 s")
+        workers = table("worker", "state", "in/s", "out/s", "in", "out", "ok", "failed", "moving", "arena", "lag 60 s")
         moving: list[tuple[float, list[str]]] = []
         under_way, self._before, self._now = 0, self._now, {}
         for sight in sights:
@@ -88,7 +88,7 @@ class Top:
                 workers.add_row(_text(sight.address), _text(f"is no admin page of kvxfer: {error!r}", "red"), *[""] * 9)
         if not moving:
             return Group(workers, Text("\nno transfer is in flight", "dim"))
-        transfers = _table("for", "worker", "", "request", "peers", "route", "step", "chunks", "bytes")
+        transfers = table("for", "worker", "", "request", "peers", "route", "step", "chunks", "bytes")
         moving.sort(key=lambda row: -row[0])
         for _, cells in moving[:_TRANSFERS]:
             transfers.add_row(*map(_text, cells))
@@ -111,8 +111,8 @@ class Top:
         return [
             name,
             how,
-            *(Text("-" if rate is None else _size(rate)) for rate in rates),
-            *(Text(_size(total)) for total in totals),
+            *(Text("-" if rate is None else size(rate)) for rate in rates),
+            *(Text(size(total)) for total in totals),
             _text(f"{succeeded[0]}+{succeeded[1]}"),
             _text(str(failed), "red" if failed else ""),
             _text(f"{state['receiving']}+{state['sending']}"),
@@ -162,7 +162,7 @@ def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
                 str(one["route"]) or "-",
                 f"{one['step']}{', in doubt' if one['in_doubt'] else ''}",
                 f"{one['chunks_done']}/{one['chunks'] or '?'}",
-                _size(one["bytes"]),
+                size(one["bytes"]),
             ],
         )
         for one in heapq.nlargest(_TRANSFERS, _transfers(worker), key=lambda one: float(one["seconds"]))
@@ -174,10 +174,10 @@ def _arena(arena: Mapping[str, Any]) -> Text:
     text = Text()
     for side in ("receive", "send"):
         share = arena[side]
-        size = share["capacity_bytes"] or 1
-        text.append(f"{'+' if text else ''}{1 - share['free_bytes'] / size:.0%}")
+        capacity = share["capacity_bytes"] or 1
+        text.append(f"{'+' if text else ''}{1 - share['free_bytes'] / capacity:.0%}")
         if share["quarantined_bytes"]:
-            text.append(f" ({share['quarantined_bytes'] / size:.0%} in quarantine)", "red")
+            text.append(f" ({share['quarantined_bytes'] / capacity:.0%} in quarantine)", "red")
     return text
 
 
@@ -189,18 +189,3 @@ def _text(value: str, style: str = "") -> Text:
 
 def _name(worker: Mapping[str, Any]) -> str:
     return f"{worker['engine']}[{worker['rank']}]"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.errors import UnreachableError, UsageError
 from kvxfer.tools.doctor import examination, remote
 from kvxfer.tools.doctor.examination import Examination
-from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, table, warn
+from kvxfer.tools.doctor.findings import Status, fail, ok, shown, skipped, warn
 from kvxfer.tools.doctor.machine import Machine
 
 
@@ -42,7 +42,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_says():
     from rich.console import Console
 
     console = Console(width=80, file=(printed := io.StringIO()))
-    console.print(table([fail("peer", "\x1b[2J\x07 here", "mend it")]))
+    console.print(shown([fail("peer", "\x1b[2J\x07 here", "mend it")]))
     assert "?[2J? here" in printed.getvalue()
 
 

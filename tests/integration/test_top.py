@@ -42,7 +42,7 @@ async def test_it_shows_workers_and_what_is_under_way(stage):
         assert first[0].ready
         text = drawn(top, first)
         assert row(text, "decode[0]").split()[:4] == ["decode[0]", "ready", "-", "-"]  # no rate before a second look
-        assert f"{moved / 1024:.1f} KiB" in row(text, "decode[0]")
+        assert f"{moved / 1024:.4g} KiB" in row(text, "decode[0]")
         listed = [line for line in text.splitlines() if " later " in line]
         assert len(listed) == 2
         assert all("asking" in line and "0/?" in line for line in listed)
@@ -91,7 +91,7 @@ def test_rates_are_those_between_two_looks():
     top = Top(["x:1"])
     drawn(top, said(10.0, metrics=moving(1024, 0)))
     cells = row(drawn(top, said(14.0, metrics=moving(5 * 1024, 4))), "e[3]").split()
-    assert " ".join(cells) == "e[3] ready 1.0 KiB 1 B 5.0 KiB 4 B 7+1 2 0+0 75%+75% 500 ms"
+    assert " ".join(cells) == "e[3] ready 1 KiB 1 B 5 KiB 4 B 7+1 2 0+0 75%+75% 500 ms"
     anew = row(drawn(top, said(15.0, metrics=moving(0, 0), incarnation="b")), "e[3]").split()
     assert anew[2:4] == ["-", "-"]  # it began anew: nothing was taken back
 

@@ -9,6 +9,7 @@ import torch
 import kvxfer
 from kvxfer.errors import FabricError, UsageError
 from kvxfer.memory.device import Backing, allocate
+from kvxfer.tools.shown import size
 
 __all__ = [
     "Buffer",
@@ -18,12 +19,14 @@ __all__ = [
     "device_names",
     "empty",
     "index_of",
+    "lacking",
     "make_current",
     "sides",
     "synchronize",
 ]
 
 Kind = Literal["cpu", "cuda"]
+_ROOM: Final = 1 << 30
 
 
 def choose(wanted: str) -> Kind:
@@ -83,6 +86,12 @@ def available_bytes(device: str) -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - Linux's own
         found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return found["MemAvailable"] * 1024
+
+
+def lacking(nbytes: int, free: int) -> str:
+    """Why a benchmark of so many bytes cannot run, beside some room for what is compared; empty if it can."""
+    needed = nbytes + _ROOM
+    return f"it needs {size(needed)} of memory, and {size(free)} are free" if needed > free else ""
 
 
 def device_names(kind: Kind) -> list[str]:

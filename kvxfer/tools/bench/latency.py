@@ -19,9 +19,10 @@ from kvxfer.tools.bench.layouts import Layout, plain
 from kvxfer.tools.bench.matrix import routes, stages
 from kvxfer.tools.bench.prefill import Prefill, ask, measure, opened, refer
 from kvxfer.tools.bench.reference import Target, kind_for
-from kvxfer.tools.bench.report import Report, shown_route, shown_seconds
+from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
+from kvxfer.tools.shown import duration, size
 
 __all__ = ["BLOCKS", "Latency"]
 
@@ -58,7 +59,7 @@ async def _decode(side: Side, spec: Latency) -> None:
     slab = Slab(side.device, pools, source=False)
     for layout in BLOCKS:
         for route in spec.routes:
-            side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
+            side.report(Step(f"{route}, one block of {size(layout.block_bytes)}"))
             side.report(await _measure(side, spec, layout, route, slab, target))
     await side.ask(None)
     await target.close()
@@ -121,11 +122,11 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
     rows = [
         [
             shown_route(one),
-            f"{one['request_bytes'] // KIB} KiB",
-            *(shown_seconds(one[f"{name}_s"]) for name in ("p50", "p90", "p99", "min", "max")),
-            f"{shown_seconds(one['reference']['p50_s'])} ({one['reference']['kind']})",
-            shown_seconds(one["loop_cpu_s"]["decode"]),
-            shown_seconds(one["loop_cpu_s"]["prefill"]),
+            size(one["request_bytes"]),
+            *(duration(one[f"{name}_s"]) for name in ("p50", "p90", "p99", "min", "max")),
+            f"{duration(one['reference']['p50_s'])} ({one['reference']['kind']})",
+            duration(one["loop_cpu_s"]["decode"]),
+            duration(one["loop_cpu_s"]["prefill"]),
             f"{one['per_second']:.0f}",
             "yes" if one["verified"] else "NO",
         ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.errors import UsageError
+from kvxfer.tools.shown import parsed_size, size
 
 __all__ = ["DIM", "ITEM_BYTES", "NAMED", "PIECES", "SMALLEST_REQUEST", "Layout", "parse_layout", "plain"]
 
@@ -96,16 +97,10 @@ def plain(piece_bytes: int) -> Layout:
         )
     layers = min(_LAYERS, SMALLEST_REQUEST // (2 * piece_bytes))
     tokens = piece_bytes // row
+    name = size(piece_bytes).replace(" ", "")
     if not layers:
-        return Layout(_name(piece_bytes), piece_bytes, 1, heads, tokens, _LATENT, _LATENT)
-    return Layout(_name(piece_bytes), piece_bytes, layers, heads, tokens)
-
-
-def _name(piece_bytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if piece_bytes % unit == 0:
-            return f"{piece_bytes // unit}{name}"
-    return f"{piece_bytes}B"
+        return Layout(name, piece_bytes, 1, heads, tokens, _LATENT, _LATENT)
+    return Layout(name, piece_bytes, layers, heads, tokens)
 
 
 NAMED: Final = {
@@ -124,12 +119,10 @@ def parse_layout(text: str) -> Layout:
     Raises:
         UsageError: If there is none.
     """
-    from kvxfer.config import parse_size
-
     if text in NAMED:
         return NAMED[text]
     try:
-        nbytes = parse_size(text)
+        nbytes = parsed_size(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is neither a size of pieces ({error}) nor one of {', '.join(NAMED)}") from error
-    return plain(int(str(nbytes)))
+    return plain(nbytes)

@@ -16,11 +16,12 @@ from typing import Any, Final
 import kvxfer
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
-from kvxfer.tools.bench.device import Kind, available_bytes
+from kvxfer.tools.bench.device import Kind, available_bytes, lacking
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.prefill import AHEAD, Lateness, Prefill, ask, measure, opened
-from kvxfer.tools.bench.report import Report, shown_seconds
+from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples, rate
+from kvxfer.tools.shown import duration, size
 
 __all__ = ["SIZES", "Load"]
 
@@ -32,7 +33,6 @@ _LAYOUT: Final = Layout("64KiB", 8 * KIB, 4, 8, 4)
 """A block of all layers has 64 KiB."""
 _IDLE_SECONDS: Final = 0.5
 _FETCH_SECONDS: Final = 120.0
-_ROOM: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,16 @@ class Load:
 async def _decode(side: Side, spec: Load) -> None:
     """Fetch from many slots at once, once for each route and concurrency."""
     free = available_bytes(side.device)
-    needed = {slots: (spec.pool(slots) + spec.largest) * _LAYOUT.block_bytes + _ROOM for slots in spec.concurrency}
-    pools = [(_LAYOUT, spec.pool(slots)) for slots in spec.concurrency if needed[slots] <= free]
+    lack = {slots: lacking((spec.pool(slots) + spec.largest) * _LAYOUT.block_bytes, free) for slots in spec.concurrency}
+    pools = [(_LAYOUT, spec.pool(slots)) for slots, reason in lack.items() if not reason]
     await ask(side, Prefill.begin, [(_LAYOUT, spec.largest)])
     slab = Slab(side.device, pools, source=False)
     for route in spec.routes:
         for slots in spec.concurrency:
             side.report(Step(f"{route}, {slots} fetches at once"))
             named: dict[str, Any] = {"route": route, "concurrency": slots, "device": spec.device}
-            if needed[slots] > free:
-                reason = f"it needs {needed[slots] // MIB} MiB of memory, and {free // MIB} MiB are free"
-                side.report({**named, "skipped": reason})
+            if lack[slots]:
+                side.report({**named, "skipped": lack[slots]})
                 continue
             side.report(named | await _measure(side, spec, route, slots, slab))
     await side.ask(None)
@@ -155,16 +154,16 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
             f"{one['route']}, {one['concurrency']}" if first else "",
             f"{one['fetches_per_s']:.0f}" if first else "",
             f"{one['gbps']:.2f}" if first else "",
-            f"{size['request_bytes'] // KIB} KiB",
-            str(size["repetitions"]),
-            shown_seconds(size["p50_s"]),
-            shown_seconds(size["p99_s"]),
+            size(row["request_bytes"]),
+            str(row["repetitions"]),
+            duration(row["p50_s"]),
+            duration(row["p99_s"]),
             _lag(one["lag"]["decode"], one["lag"]["decode_idle"]) if first else "",
             _lag(one["lag"]["prefill"], one["lag"]["prefill_idle"]) if first else "",
             ("yes" if one["verified"] else "NO") if first else "",
         ]
         for one in cells
-        for first, size in ((size is one["sizes"][0], size) for size in one["sizes"])
+        for first, row in ((row is one["sizes"][0], row) for row in one["sizes"])
     ]
     headings = ["route, at once", "fetches/s", "GB/s", "size", "fetches", "p50", "p99", "decode loop late p50/p99/max",
                 "prefill loop late", "verified"]  # fmt: skip

@@ -22,20 +22,20 @@ from kvxfer.errors import UsageError
 from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
-from kvxfer.tools.bench.device import Kind, available_bytes
+from kvxfer.tools.bench.device import Kind, available_bytes, lacking
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
 from kvxfer.tools.bench.prefill import Pool, Prefill, Tickets, ask, measure, opened, refer
 from kvxfer.tools.bench.reference import ReferenceKind, Target, kind_for
 from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
+from kvxfer.tools.shown import size
 
 __all__ = ["SIZES", "Matrix", "draw_unwritten", "known_routes", "routes", "stages"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
 _FETCH_SECONDS: Final = 300.0
-_ROOM: Final = 1 << 30
 _WARMUPS: Final = 2
 """The first one connects and compiles; after two every block of the decode side was written, and has its pages."""
 
@@ -87,9 +87,9 @@ class Matrix:
     def cells(self) -> "tuple[_Cell, ...]":
         """In the order in which they are shown: by layout, then size, then route."""
         return tuple(
-            _Cell(route, layout, size, ctas)
+            _Cell(route, layout, nbytes, ctas)
             for layout in self.layouts
-            for size in self.sizes
+            for nbytes in self.sizes
             for route in self.routes
             for ctas in self.ctas or (None,)
         )
@@ -128,20 +128,18 @@ class _Cell:
     def lacks(self, device: str, free: int) -> str:
         """Why it cannot be measured; empty if it can.
 
-        Both sides may lie on one GPU, as they do in one host's memory: two caches, the buffers of the references, and
-        some room for what is compared.
+        Both sides may lie on one GPU, as they do in one host's memory: two caches, and the buffers of the references.
         """
         layout = self.layout
         if not self.blocks:
             return f"the request is smaller than one block of all layers ({layout.block_bytes} bytes)"
         if self.ctas is not None and device == "cpu":
             return "thread blocks are a setting of GPUs"
-        needed = self.pool[1] * (layout.block_bytes + layout.source_block_bytes) + 3 * self.nbytes + _ROOM
-        return f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free" if needed > free else ""
+        return lacking(self.pool[1] * (layout.block_bytes + layout.source_block_bytes) + 3 * self.nbytes, free)
 
     def __str__(self) -> str:
         ctas = "" if self.ctas is None else f", {self.ctas} CTAs"
-        return f"{self.route}, {self.layout.name} pieces, {self.request_bytes >> 20} MiB{ctas}"
+        return f"{self.route}, {self.layout.name} pieces, {size(self.request_bytes)}{ctas}"
 
 
 def draw_unwritten(seed: int, pool: int, blocks: int, unwritten: set[int]) -> Request:
@@ -317,7 +315,7 @@ def _report(found: "Sequence[tuple[_Cell, dict[str, Any]]]") -> Report:
         [
             shown_route(cell) + ("" if cell["ctas"] is None else f" {cell['ctas']}"),
             cell["layout"],
-            f"{cell['request_bytes'] / MIB:g} MiB",
+            size(cell["request_bytes"]),
             f"{cell['median_s'] * 1e3:.2f}",
             f"{cell['gbps']:.2f}",
             cell["reference"]["kind"],

@@ -11,15 +11,14 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.machine import headline
+from kvxfer.tools.shown import console, table
 
-__all__ = ["Report", "check", "finish", "progress", "shown_route", "shown_seconds"]
+__all__ = ["Report", "check", "finish", "progress", "shown_route"]
 
 _SCHEMA: Final = 1
-_PIPED_COLUMNS: Final = 200  # a pipe has no width, nor has what is closed; rows should stay whole there
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,6 @@ class Report:
     rows: Sequence[Sequence[str]]  # the first column is flush left, all others flush right
     notes: Sequence[str]  # lines below the table
     failures: Sequence[str]  # what was measured and found wrong
-
-
-def shown_seconds(seconds: float) -> str:
-    """Seconds with three figures and a unit."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    return ""
 
 
 def shown_route(cell: Mapping[str, Any]) -> str:
@@ -99,16 +90,16 @@ def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | No
     Raises:
         UsageError: If the file cannot be written.
     """
-    drawn = Table(box=None, pad_edge=False)
+    drawn = table()
     for number, heading in enumerate(report.headings):
         drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in report.rows:
         drawn.add_row(*row)
     failures = [f"FAILED: {failure}" for failure in report.failures]
     above = [f"kvxfer bench {name}: {headline(head)}", "", report.title]
-    console = Console(width=None if os.isatty(1) else _PIPED_COLUMNS, highlight=False)
+    out = console()
     for part in (*above, drawn, *report.notes, *failures):
-        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        out.print(part, markup=False, soft_wrap=isinstance(part, str))
     if json_file is not None:
         whole = {"schema": _SCHEMA, "benchmark": name, **head, **report.data, "failures": list(report.failures)}
         try:

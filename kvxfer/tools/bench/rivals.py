@@ -25,7 +25,7 @@ import kvxfer
 from kvxfer.errors import UsageError
 from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache, draw
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
-from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides
+from kvxfer.tools.bench.device import Kind, available_bytes, empty, lacking, sides
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
 from kvxfer.tools.bench.report import Report
@@ -37,7 +37,6 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 PIECES: Final = (8 * KIB, 32 * KIB, 2 * MIB)
 _ROW: Final = DIM * ITEM_BYTES
-_ROOM: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +98,7 @@ class Rivals:
             raise BenchFailedError(f"{task.variant}: {error}") from error
 
     def _lacks_memory(self) -> str:
-        needed = 4 * self.size + _ROOM
-        free = available_bytes(sides(self.device)["prefill"])
-        return f"it needs {needed // MIB} MiB of memory, and {free // MIB} MiB are free" if needed > free else ""
+        return lacking(4 * self.size, available_bytes(sides(self.device)["prefill"]))
 
 
 def find(given: Path | None) -> Path:

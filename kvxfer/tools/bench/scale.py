@@ -27,8 +27,9 @@ from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout
-from kvxfer.tools.bench.report import Report, shown_seconds
+from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples
+from kvxfer.tools.shown import duration
 
 __all__ = ["PEERS", "Relay", "Scale"]
 
@@ -304,12 +305,12 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
             _kib(one["memory_bytes"]["a_connection"]),
             _count_of(one["open_files"]["an_open_worker"]),
             _count_of(one["open_files"]["a_connection"]),
-            shown_seconds(one["first_fetch"]["p50_s"]) if one["first_fetch"] else "-",
-            shown_seconds(one["first_fetch_loop_cpu_s"]["hub"]) if one["first_fetch_loop_cpu_s"] else "-",
-            shown_seconds(one["fetch"]["p50_s"]),
-            shown_seconds(one["fetch"]["p99_s"]),
-            shown_seconds(one["loop_cpu_s"]["hub"]),
-            shown_seconds(one["loop_cpu_s"]["peer"]),
+            duration(one["first_fetch"]["p50_s"]) if one["first_fetch"] else "-",
+            duration(one["first_fetch_loop_cpu_s"]["hub"]) if one["first_fetch_loop_cpu_s"] else "-",
+            duration(one["fetch"]["p50_s"]),
+            duration(one["fetch"]["p99_s"]),
+            duration(one["loop_cpu_s"]["hub"]),
+            duration(one["loop_cpu_s"]["peer"]),
             f"{one['idle']['hub_cpu']:.2%}",
             "yes" if one["verified"] else "NO",
         ]

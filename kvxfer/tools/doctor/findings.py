@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxfer.telemetry import printable
+from kvxfer.tools.shown import table
 
 __all__ = [
     "Check",
@@ -21,8 +22,8 @@ __all__ = [
     "ok",
     "progress",
     "said",
+    "shown",
     "skipped",
-    "table",
     "verdict",
     "warn",
     "words",
@@ -95,9 +96,9 @@ def words(error: BaseException) -> str:
 _STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.SKIPPED: "dim"}
 
 
-def table(findings: Iterable[Finding]) -> Table:
+def shown(findings: Iterable[Finding]) -> Table:
     """One row each, with the remedy below what was seen."""
-    rows = Table(box=None, pad_edge=False)
+    rows = table()
     for heading in ("check", "", "seen"):
         rows.add_column(heading, overflow="fold", no_wrap=heading != "seen")
     for finding in findings:

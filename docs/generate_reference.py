@@ -183,7 +183,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> str:
         names = given or [f"--{name.replace('_', '-')}"]
     else:
         names = [(said.metavar or name.upper()).replace("|", r"\|")]
-    takes = "" if kind is bool else f" {_named(kind).replace(', `none`', '')}"
+    takes = "" if kind is bool else f" {_named(kind).replace(', `none`', '') or str(said.metavar).lower()}"
     shown = "" if default in (None, False, "") else f" Default `{default}`."
     if default is inspect.Parameter.empty:
         shown = " Required."

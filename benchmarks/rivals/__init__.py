@@ -3,7 +3,6 @@
 Each module is one rival and has
 
     VARIANTS             names, one a way to use it
-    PROCESSES            2, or 1 where one process does everything
     missing(variant, device) -> str
                          why it cannot run here; empty if it can
     class Rival(variant, side, source, sink, piece_bytes)
@@ -18,4 +17,4 @@ Each module is one rival and has
         close()          undo what was set up
 """
 
-MODULES = ("nixl_pieces", "mooncake", "nccl", "index_copy")
+MODULES = ("nixl_pieces", "mooncake", "nccl")

@@ -7,7 +7,6 @@ from typing import Any
 
 Numbers = Any  # int64 array
 VARIANTS = ("mooncake",)
-PROCESSES = 2
 _HOST = "127.0.0.1"
 
 

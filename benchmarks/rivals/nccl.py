@@ -7,7 +7,6 @@ import torch.distributed
 
 Numbers = Any  # int64 array
 VARIANTS = ("nccl, packed",)
-PROCESSES = 2
 
 
 def missing(variant: str, device: str) -> str:

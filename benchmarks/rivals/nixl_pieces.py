@@ -14,7 +14,6 @@ import numpy as np
 
 Numbers = Any  # int64 array
 VARIANTS = ("nixl, as engines run it", "nixl, no progress thread", "nixl, no progress thread, SGL")
-PROCESSES = 2
 _STEP_SECONDS = 0.001
 
 

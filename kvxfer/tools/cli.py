@@ -9,7 +9,7 @@ import io
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
 
@@ -271,8 +271,12 @@ def top(
 
 @app.command()
 def demo(
-    route: Annotated[str, typer.Option(help="mapped, staged, direct, pull or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, or cuda (prefill on GPU 0, decode on GPU 1 or the same).")] = "cpu",
+    route: Annotated[
+        Literal["auto", "mapped", "staged", "direct", "pull"], typer.Option(help="As the setting.")
+    ] = "auto",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="cuda: prefill on GPU 0, decode on GPU 1 or the same.")
+    ] = "cpu",
     sabotage: Annotated[
         str, typer.Option(help="Damage the received cache to see the checks fail: zero-block, swap-blocks, ...")
     ] = "none",
@@ -287,10 +291,6 @@ def demo(
     from kvxfer.tools.demo.run import run
     from kvxfer.tools.demo.script import Sabotage, Script
 
-    if route not in ("auto", "mapped", "staged", "direct", "pull") or device not in ("cpu", "cuda"):
-        raise UsageError(
-            f"--route {route} --device {device}: routes are auto, mapped, staged, direct, pull; devices cpu, cuda"
-        )
     try:
         damage = Sabotage(sabotage)
     except ValueError as error:
@@ -301,7 +301,7 @@ def demo(
 
 @app.command()
 def doctor(
-    device: Annotated[str, typer.Option(help="Where caches of probes lie: auto, cuda, cpu.")] = "auto",
+    device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where caches of probes lie.")] = "auto",
     listen: Annotated[
         str | None,
         typer.Option(help="Wait for another host's doctor at tcp:HOST:PORT or unix:/path, and probe with it."),

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from kvxfer.errors import UsageError
 from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.bench.matrix import routes
@@ -62,11 +61,23 @@ def test_damage_is_seen(bench, sabotage):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--device", "tpu"], ["--routes", "staged,fast"], ["--sizes", "2Mb,x"], ["--ctas", "0"], ["--pieces", "3"]],
+    [
+        ["matrix", "--device", "tpu"],
+        ["matrix", "--routes", "staged,fast"],
+        ["matrix", "--sizes", "2Mb,x"],
+        ["matrix", "--ctas", "0"],
+        ["matrix", "--pieces", "3"],
+        ["matrix", "--repetitions", "0"],
+        ["matrix", "--sabotage", "all"],
+        ["latency", "--beside", "nobody"],
+        ["rivals", "--size", "2MiB,4MiB"],
+        ["scale", "--route", "mapped"],
+    ],
 )
 def test_values_that_do_not_exist_are_refused(bench, arguments):
-    with pytest.raises(UsageError):
-        bench("matrix", *arguments)
+    code, output, found = bench(*arguments)
+    assert (code, found) == (2, None)
+    assert f"Invalid value for '{arguments[1]}'" in output
 
 
 def test_a_child_that_fails_is_named_and_the_exit_code_is_1(bench, monkeypatch):

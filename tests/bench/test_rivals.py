@@ -8,7 +8,6 @@ from kvxfer.tools.bench import rivals
 pytestmark = pytest.mark.usefixtures("quick_processes")
 SMALL = ["rivals", "--device", "cpu", "--pieces", "32KiB", "--size", "2MiB", "--routes", "staged", "--repetitions", "1"]
 HERE = ["nixl, as engines run it", "nixl, no progress thread", "nixl, no progress thread, SGL"]
-TORCH = "torch index_select + copy + index_copy_"
 
 
 def test_everybody_does_the_same_work(bench):
@@ -17,9 +16,9 @@ def test_everybody_does_the_same_work(bench):
     cells = {cell["rival"]: cell for cell in found["cells"]}
     absent = {one["rival"]: one["reason"] for one in found["skipped"]}
     assert "gloo" in absent["nccl, packed"]
-    assert set(cells) | set(absent) == {"kvxfer staged", *HERE, TORCH, "mooncake", "nccl, packed"}
+    assert set(cells) | set(absent) == {"kvxfer staged", *HERE, "mooncake", "nccl, packed"}
     assert not set(cells) & set(absent)
-    assert {"kvxfer staged", *HERE, TORCH} <= set(cells)
+    assert {"kvxfer staged", *HERE} <= set(cells)
     assert all(absent.values())
     for cell in cells.values():
         assert cell["verified"] is True
@@ -31,12 +30,32 @@ def test_everybody_does_the_same_work(bench):
     assert output.count("skipped: ") == len(absent)
 
 
-@pytest.mark.parametrize(("rival", "sabotage"), [(HERE[1], "byte"), (TORCH, "outside")])  # one comparison for all
-def test_damage_is_seen(bench, rival, sabotage):
-    code, _, found = bench(*SMALL, "--only", rival, "--sabotage", sabotage)
+IDLE = """
+VARIANTS = ("idle",)
+
+def missing(variant, device):
+    return ""
+
+class Rival:
+    TIMED = "source"
+
+    def __init__(self, *_):
+        self.move = self.serve = lambda sources, sinks: None
+
+    def close(self):
+        pass
+"""
+
+
+def test_one_that_moves_nothing_is_wrong(bench, tmp_path):
+    folder = tmp_path / "idlers"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('MODULES = ("idle",)')
+    (folder / "idle.py").write_text(IDLE)
+    code, output, found = bench(*SMALL, "--rivals-dir", str(folder))
     assert code == 1
-    assert [(cell["rival"], cell["verified"]) for cell in found["cells"]] == [("kvxfer staged", False), (rival, False)]
-    assert len(found["failures"]) == 2
+    assert [(cell["rival"], cell["verified"]) for cell in found["cells"]] == [("kvxfer staged", True), ("idle", False)]
+    assert "FAILED: idle, 32768 bytes: layer 0, block " in output
 
 
 def test_a_rival_that_does_not_exist_is_refused(bench):

@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvxfer.errors import UsageError
-
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
 
@@ -41,11 +39,6 @@ def test_peers_over_nixl(bench):
     assert one["open_files"]["a_connection"] > 2, "NIXL's connections are files as well"
 
 
-def test_a_route_that_needs_two_processes_is_refused(bench):
-    with pytest.raises(UsageError, match="staged and direct"):
-        bench("scale", "--route", "mapped")
-
-
 @pytest.mark.parametrize("place", ["file/results.json", "folder"])
 def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch, command, tmp_path, place):
     (tmp_path / "file").write_text("")
@@ -53,4 +46,6 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch
     monkeypatch.setattr("kvxfer.tools.bench.scale.Scale.run", lambda *_: pytest.fail("it ran"))
     code, out, err = command("bench", "scale", "--quick", "--json", str(tmp_path / place))
     assert (code, out) == (2, "")
-    assert f"--json {tmp_path / place} cannot be written" in err
+    assert str(tmp_path / place.partition("/")[0]) in "".join(err.replace("│", "").split()), (
+        "in a box, which breaks lines"
+    )

@@ -137,7 +137,6 @@ def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):
     ("arguments", "said"),
     [
         (["--listen", "unix:/x", "--peer", "y"], "not both"),
-        (["--device", "tpu"], "one of auto, cpu, cuda"),
         (["--peer", "nonsense"], "paste what the listening side has printed"),
         (["--peer", "code@tcp:x"], "an endpoint is"),
         (["--listen", "tcp:127.0.0.1"], "an endpoint is"),

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import kvxfer
@@ -20,6 +20,7 @@ from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import plain
+from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import Prefill, Tickets, ask, measure, opened
 from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import rate
@@ -38,7 +39,7 @@ class Interference:
     """What to measure."""
 
     device: Kind
-    routes: tuple[str, ...]
+    routes: tuple[str, ...] = field(default_factory=routes)
     ctas: tuple[int, ...] = CTAS  # on a CPU there are none
     request_bytes: int | None = None  # 512 MiB, on a CPU 32 MiB
     seconds: float = 2.0  # how long a victim's speed is taken, each time

@@ -7,7 +7,7 @@ meanwhile; what an offer costs is said beside it. Fetches follow one another wit
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import kvxfer
@@ -40,7 +40,7 @@ class Latency:
     """What to measure."""
 
     device: Kind
-    routes: tuple[str, ...]
+    routes: tuple[str, ...] = field(default_factory=routes)
     fetches: int = 1000  # of each kind
     uvloop: bool = False
     beside: str = ""

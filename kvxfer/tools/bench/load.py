@@ -9,7 +9,7 @@ once under load.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
 from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import AHEAD, Lateness, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples, rate
@@ -40,7 +41,7 @@ class Load:
     """What to measure."""
 
     device: Kind
-    routes: tuple[str, ...]
+    routes: tuple[str, ...] = field(default_factory=routes)
     concurrency: tuple[int, ...] = CONCURRENCY  # each number is a run of its own
     sizes: tuple[int, ...] = SIZES  # slots take them in turn
     seconds: float = 10.0
@@ -88,14 +89,14 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
     seed, counts = time.time_ns(), list(map(spec.blocks, range(slots)))
     ids = [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
     took: dict[int, list[float]] = {}
-    routes: set[str] = set()
+    taken: set[str] = set()
 
     async def fetch(slot: int) -> None:
         ticket, tokens = tickets.next(slot), range(counts[slot] * _LAYOUT.block_tokens)
         began = time.perf_counter()
         result = await worker.fetch(ticket, list(ids[slot]), tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         took.setdefault(counts[slot], []).append(time.perf_counter() - began)
-        routes.add(result.stats.route)
+        taken.add(result.stats.route)
 
     async def each() -> None:
         async with asyncio.TaskGroup() as group:
@@ -131,7 +132,7 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
         difference = await asyncio.to_thread(cache.difference, *(Request(seed, tuple(one)) for one in ids))
     fetches = sum(map(len, timed.values()))
     return {
-        "routes_taken": sorted(routes),
+        "routes_taken": sorted(taken),
         "seconds": elapsed,
         "fetches": fetches,
         "fetches_per_s": fetches / elapsed,

@@ -18,7 +18,6 @@ import numpy as np
 
 import kvxfer
 from kvxfer.config import Config
-from kvxfer.errors import UsageError
 from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
@@ -31,7 +30,7 @@ from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import beside
 from kvxfer.tools.shown import size
 
-__all__ = ["SIZES", "Matrix", "draw_unwritten", "known_routes", "routes", "stages"]
+__all__ = ["SIZES", "Matrix", "draw_unwritten", "routes", "stages"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
@@ -44,18 +43,6 @@ def routes() -> tuple[str, ...]:
     """Every route that the setting knows; those whose caches lie in shared memory on a CPU are the last."""
     known: tuple[str, ...] = get_args(Config.model_fields["route"].annotation)
     return tuple(sorted(known, key=in_shared_memory))
-
-
-def known_routes(text: str | None) -> tuple[str, ...]:
-    """The routes that a text names, separated by commas; all without one.
-
-    Raises:
-        UsageError: If the setting knows one of them not.
-    """
-    named = tuple(text.split(",")) if text else routes()
-    if unknown := sorted(set(named) - set(routes())):
-        raise UsageError(f"--routes: {unknown[0]!r} is none of {', '.join(routes())}")
-    return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +59,6 @@ class Matrix:
     uvloop: bool = False
     beside: str = ""  # what runs in a thread of each process meanwhile: see `Victim`
     sabotage: str = ""  # `byte` changes one byte of what was received, `outside` one beside it: the checks must notice
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be measured.
-
-        Raises:
-            UsageError: Naming it.
-        """
-        if not self.routes or not self.layouts or not self.sizes or min(self.sizes) < 1 or self.repetitions < 1:
-            raise UsageError("a matrix needs at least one route, one layout, one size, and one repetition")
-        if self.sabotage not in {"", "byte", "outside"}:
-            raise UsageError(f"--sabotage {self.sabotage}: byte or outside")
 
     def cells(self) -> "tuple[_Cell, ...]":
         """In the order in which they are shown: by layout, then size, then route."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvxfer.errors import UsageError
 from kvxfer.tools.bench.machine import headline
 from kvxfer.tools.shown import console, table
 
-__all__ = ["Report", "check", "finish", "progress", "shown_route"]
+__all__ = ["Report", "finish", "progress", "shown_route"]
 
 _SCHEMA: Final = 1
 
@@ -37,27 +35,6 @@ def shown_route(cell: Mapping[str, Any]) -> str:
     """The route that was set, and the one that was taken if it is another."""
     route, taken = str(cell["route"]), cell["route_taken"]
     return route if taken == route else f"{route} > {taken}"
-
-
-# --- a run
-
-
-def check(json_file: Path | None) -> None:
-    """Find out before a run, which may take hours, whether its results can be written, and make the folder.
-
-    Raises:
-        UsageError: If the file cannot be written.
-    """
-    if json_file is None:
-        return
-    if json_file.is_dir():
-        raise UsageError(f"--json {json_file} cannot be written: it is a folder")
-    try:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=json_file.parent):
-            pass
-    except OSError as error:
-        raise UsageError(f"--json {json_file} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -84,12 +61,8 @@ def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None
         yield step
 
 
-def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | None) -> int:
-    """Print a report and write it behind its head, see `machine.describe`; the exit code.
-
-    Raises:
-        UsageError: If the file cannot be written.
-    """
+def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | None) -> None:
+    """Print a report and write it behind its head, see `machine.describe`."""
     drawn = table()
     for number, heading in enumerate(report.headings):
         drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
@@ -102,8 +75,4 @@ def finish(name: str, head: dict[str, Any], report: Report, json_file: Path | No
         out.print(part, markup=False, soft_wrap=isinstance(part, str))
     if json_file is not None:
         whole = {"schema": _SCHEMA, "benchmark": name, **head, **report.data, "failures": list(report.failures)}
-        try:
-            json_file.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {json_file} cannot be written: {error.strerror}") from error
-    return 1 if failures else 0
+        json_file.write_text(json.dumps(whole, indent=1, default=str) + "\n", encoding="utf-8")

@@ -29,7 +29,8 @@ from kvxfer.tools.bench.device import Kind, available_bytes, empty, lacking, sid
 from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
 from kvxfer.tools.bench.report import Report
-from kvxfer.tools.bench.samples import Samples
+from kvxfer.tools.bench.samples import Samples, measured
+from kvxfer.tools.shown import size
 
 __all__ = ["Rivals", "find"]
 
@@ -51,7 +52,6 @@ class Rivals:
     only: tuple[str, ...] = ()  # names of rivals; empty for all
     repetitions: int = 5
     seconds: float = 30.0  # when one piece size of a rival has taken so long, it is not repeated further
-    sabotage: str = ""  # as in the matrix
 
     def run(self, on_step: Callable[[str, int, int], None]) -> Report:
         """Measure kvxfer, then one rival after the other, each in processes of its own.
@@ -73,7 +73,6 @@ class Rivals:
             sizes=(self.size,),
             repetitions=self.repetitions,
             cell_seconds=self.seconds,
-            sabotage=self.sabotage,
         ).run(lambda label, cells, _: on_step(label, cells, total))
         done = len(self.routes) * len(self.pieces)
         found: list[dict[str, Any]] = []
@@ -86,12 +85,12 @@ class Rivals:
                 if reason := module.missing(variant, self.device) or self._lacks_memory():
                     skipped.append({"rival": variant, "reason": reason})
                 else:
-                    found += self._measure(_Task(self, name, variant, module.PROCESSES))
+                    found += self._measure(_Task(self, name, variant))
                 done += len(self.pieces)
         return _report(ours.data, found, skipped)
 
     def _measure(self, task: "_Task") -> list[dict[str, Any]]:
-        bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
+        bodies = {"prefill": _source, "decode": _sink}
         try:
             return collect(bodies, task, len(self.pieces), lambda label, done, total: None, devices=sides(self.device))
         except BenchFailedError as error:
@@ -124,7 +123,6 @@ class _Task:
     spec: Rivals
     module: str
     variant: str
-    processes: int
 
     def load(self) -> ModuleType:
         """Its module, in this process."""
@@ -167,52 +165,38 @@ def _pool(piece: int, count: int, device: str, *, source: bool) -> Cache:
 async def _source(side: Side, task: _Task) -> None:
     """Lead: each piece size, and of each all repetitions."""
     spec, module = task.spec, task.load()
-    both = task.processes == 1
     for piece in spec.pieces:
         side.report(Step(f"{task.variant}, {piece} bytes"))
         count = max(1, spec.size // piece)
         pool = count + max(1, count // 2)
         source = _pool(piece, pool, side.device, source=True)
-        sink = _pool(piece, pool, sides(spec.device)["decode"], source=False) if both else None
-        if not both:
-            side.send((piece, pool))
-        rival = module.Rival(task.variant, side, _flat(source), None if sink is None else _flat(sink), piece)
+        side.send((piece, pool))
+        rival = module.Rival(task.variant, side, _flat(source), None, piece)
         took: list[float] = []
         difference, until = "", time.monotonic() + spec.seconds
         for number in range(spec.repetitions + 1):
             work = _Work(random.SystemRandom().getrandbits(62), count, pool)
             source.write(draw(work.seed, pool, count, source=True))
-            if sink is not None:
-                sink.scrub()
-            seconds, differs = _turn(side, spec, rival, work, sink)
+            seconds, differs = _turn(side, rival, work)
             difference = difference or differs
             if number:
                 took.append(seconds)
                 if time.monotonic() >= until:
                     break
-        if not both:
-            side.send(None)
+        side.send(None)
         rival.close()
         side.report(_row(task, piece, count, Samples(took, 1), difference))
-        del rival, source, sink
-    if not both:
-        side.send(None)
+        del rival, source
+    side.send(None)
 
 
-def _turn(side: Side, spec: Rivals, rival: Any, work: _Work, sink: Cache | None) -> tuple[float, str]:
+def _turn(side: Side, rival: Any, work: _Work) -> tuple[float, str]:
     """One repetition: seconds, and what is wrong with the sink."""
-    if sink is not None:
-        began = time.perf_counter()
-        rival.move(*work.ids)
-        seconds = time.perf_counter() - began
-        return seconds, _check(sink, work, spec.sabotage)
     side.send(work)
     side.receive()  # the sink has poisoned its pool
     sources, sinks = work.ids
     side.send("go")
-    began = time.perf_counter()
-    rival.move(sources, sinks)
-    seconds = time.perf_counter() - began
+    seconds = measured(lambda: rival.move(sources, sinks))
     side.send("done")
     theirs, difference = side.receive()
     return (seconds if theirs is None else theirs), difference
@@ -220,7 +204,7 @@ def _turn(side: Side, spec: Rivals, rival: Any, work: _Work, sink: Cache | None)
 
 async def _sink(side: Side, task: _Task) -> None:
     """Follow: a pool for each piece size, and a check of each repetition."""
-    module, spec = task.load(), task.spec
+    module = task.load()
     while (sizes := side.receive()) is not None:
         piece, pool = sizes
         sink = _pool(piece, pool, side.device, source=False)
@@ -230,21 +214,13 @@ async def _sink(side: Side, task: _Task) -> None:
             sources, sinks = work.ids
             side.send("ready")
             side.receive()  # "go"
-            began = time.perf_counter()
-            rival.serve(sources, sinks)  # ends when the other side is done, or when everything has arrived
-            seconds = time.perf_counter() - began if rival.TIMED == "sink" else None
+            # which ends when the other side is done, or when everything has arrived
+            seconds = measured(lambda: rival.serve(sources, sinks))  # noqa: B023 - called at once
             side.receive()  # "done"
-            side.send((seconds, _check(sink, work, spec.sabotage)))
+            request = draw(work.seed, pool, work.count, source=False)
+            side.send((seconds if rival.TIMED == "sink" else None, sink.difference(request)))
         rival.close()
         del rival, sink
-
-
-def _check(sink: Cache, work: _Work, sabotage: str) -> str:
-    request = draw(work.seed, work.pool, work.count, source=False)
-    if sabotage:
-        outside = min(set(range(work.pool)) - set(request.ids))
-        sink.corrupt(request.ids[0] if sabotage == "byte" else outside)
-    return sink.difference(request)
 
 
 def _flat(cache: Cache) -> Any:
@@ -284,11 +260,11 @@ def _report(ours: dict[str, Any], found: list[dict[str, Any]], skipped: list[dic
     names = list(dict.fromkeys(one["rival"] for one in cells))
     at = {(one["rival"], one["piece_bytes"]): one for one in cells}
     rows = [[name, *(_shown(at.get((name, piece))) for piece in pieces)] for name in names]
-    size = max((one["request_bytes"] for one in cells), default=0)
+    nbytes = max((one["request_bytes"] for one in cells), default=0)
     notes = ["in brackets: times the fastest rival at this piece size; kvxfer is the whole `await fetch`"]
     notes += [f"skipped: {one['rival']}: {one['reason']}" for one in skipped]
     notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours["skipped"]]
-    title = f"{size // MIB} MiB in scattered pieces, GB/s, median"
+    title = f"{size(nbytes)} in scattered pieces, GB/s, median"
     headings = ["", *(_named(piece) for piece in pieces)]
     wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped, "skipped_cells": ours["skipped"], "noise": ours["noise"]}

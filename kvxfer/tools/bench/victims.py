@@ -9,10 +9,9 @@ from typing import Final
 
 import torch
 
-from kvxfer.errors import UsageError
 from kvxfer.tools.bench.device import make_current
 
-__all__ = ["KINDS", "Victim", "beside", "known_victim"]
+__all__ = ["KINDS", "Victim", "beside"]
 
 KINDS: Final = ("python", "engine")
 """What runs beside transfers on any machine; `matmul` needs a GPU."""
@@ -101,17 +100,6 @@ class Victim:
             done.record()
             done.synchronize()  # of this stream alone: a wait for the device would wait for the transfers too
             self._went_round(_BATCH)
-
-
-def known_victim(kind: str) -> str:
-    """A kind as it was asked for; empty for none.
-
-    Raises:
-        UsageError: If there is none of this name.
-    """
-    if kind and kind not in KINDS:
-        raise UsageError(f"--beside {kind}: one of {', '.join(KINDS)}")
-    return kind
 
 
 @asynccontextmanager

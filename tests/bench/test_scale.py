@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("quick_processes")
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 def test_peers_by_number(bench, route):
-    code, output, found = bench("scale", "--peers", "1,3", "--transfers", "5", "--route", route)
+    code, output, found = bench("scale", "--peers", "1,3,3", "--transfers", "5", "--route", route)
     assert code == 0
     assert [(one["peers"], one["added"]) for one in found["cells"]] == [(1, 1), (3, 2)]
     for one in found["cells"]:

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import anyio
+from anyio.abc import ByteStream
+
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
@@ -29,9 +32,9 @@ from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import Layout
 from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples
-from kvxfer.tools.shown import duration
+from kvxfer.tools.shown import duration, size
 
-__all__ = ["PEERS", "Relay", "Scale"]
+__all__ = ["Scale"]
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -42,7 +45,6 @@ _IDLE_SECONDS: Final = 2.0
 _COUNTED: Final = 50
 _FETCH_SECONDS: Final = 60.0
 _SEED: Final = 1
-_READ_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ async def measure(side: Side, spec: Scale) -> None:
     async with AsyncExitStack() as stack:
         place, peers = _Place(side, spec, stack), list[_Peer]()
         hub = await _Hub.open(place)
-        for count in sorted(spec.peers):
+        for count in sorted(set(spec.peers)):
             side.report(Step(f"{count} peers"))
             side.report(await _grow(place, hub, peers, count))
 
@@ -168,68 +170,46 @@ class _Peer:
 
 async def _count(place: _Place) -> dict[str, Any]:
     """Frames and bytes of a warm transfer with one peer, on a stream that a relay counts."""
-    relay, listen = Relay(), place.folder / "relay.sock"
-    await place.stack.enter_async_context(relay.serving(listen, place.folder / "hub.sock"))
+    listen = place.folder / "relay.sock"
+    passed = await place.stack.enter_async_context(_relayed(listen, place.folder / "hub.sock"))
     hub = await _Hub.open(place, advertise=f"unix:{listen}")
     peer = await _Peer.open(place, 0)
     first, *tickets = hub.offer(1 + _COUNTED)
     await peer.fetch(first)
-    handshake, before = (relay.sent, relay.answered), hub.frames()
+    handshake, before = Counter(passed), hub.frames()
     for ticket in tickets:
         await peer.fetch(ticket)
     frames = hub.frames() - before
     return {
-        "first_fetch_bytes": {"to_hub": handshake[0], "from_hub": handshake[1]},
-        "bytes_a_transfer": {
-            "to_hub": (relay.sent - handshake[0]) / _COUNTED,
-            "from_hub": (relay.answered - handshake[1]) / _COUNTED,
-        },
+        "first_fetch_bytes": handshake,
+        "bytes_a_transfer": {way: (passed[way] - handshake[way]) / _COUNTED for way in handshake},
         "frames_a_transfer": {name: count / _COUNTED for name, count in sorted(frames.items())},
         "transfers": _COUNTED,
         "request_bytes": place.spec.layout.block_bytes,
     }
 
 
-class Relay:
-    """Listens at one Unix socket, passes everything on to another one and back, and counts the bytes."""
+@asynccontextmanager
+async def _relayed(listen: Path, target: Path) -> AsyncGenerator[Counter[str], None]:
+    """Listen at one Unix socket, and pass everything on to another one and back: the bytes each way so far."""
+    passed = Counter[str]()
 
-    def __init__(self) -> None:
-        self.sent = 0
-        self.answered = 0
+    async def pump(source: ByteStream, sink: ByteStream, way: str) -> None:
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            async for data in source:
+                passed[way] += len(data)
+                await sink.send(data)
+        await sink.aclose()
 
-    @asynccontextmanager
-    async def serving(self, listen: Path, target: Path) -> AsyncGenerator[None, None]:
-        """Pass on inside; streams that are still open are cut at the end."""
-        streams: set[asyncio.Task[None]] = set()
+    async def serve(stream: ByteStream) -> None:
+        async with stream, await anyio.connect_unix(target) as hub, anyio.create_task_group() as ways:
+            ways.start_soon(pump, stream, hub, "to_hub")
+            ways.start_soon(pump, hub, stream, "from_hub")
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            if task is not None:
-                streams.add(task)
-            there, back = await asyncio.open_unix_connection(target)
-            with suppress(ConnectionError):
-                await asyncio.gather(self._pass(reader, back, up=True), self._pass(there, writer, up=False))
-
-        server = await asyncio.start_unix_server(serve, listen)
-        try:
-            yield
-        finally:
-            server.close()
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
-        try:
-            while data := await reader.read(_READ_BYTES):
-                if up:
-                    self.sent += len(data)
-                else:
-                    self.answered += len(data)
-                writer.write(data)
-                await writer.drain()
-        finally:
-            writer.close()
+    async with await anyio.create_unix_listener(listen) as listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, serve)
+        yield passed
+        group.cancel_scope.cancel()
 
 
 async def _grow(place: _Place, hub: _Hub, peers: list[_Peer], count: int) -> dict[str, Any]:
@@ -258,8 +238,8 @@ async def _grow(place: _Place, hub: _Hub, peers: list[_Peer], count: int) -> dic
         "difference": difference,
         "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
         "open_files": _each(before.files, opened.files, connected.files, len(new)),
-        "first_fetch": Samples(first).percentiles() if new else None,
-        "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
+        "first_fetch": Samples(first).percentiles(),
+        "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()},
         "fetch": Samples(took).percentiles(),
         "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
         "idle": await _idle(hub, count, spec.idle_seconds),
@@ -289,10 +269,8 @@ class _Held:
         return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - a count
 
 
-def _each(before: int, opened: int, connected: int, workers: int) -> dict[str, float | None]:
+def _each(before: int, opened: int, connected: int, workers: int) -> dict[str, float]:
     """How much of it a worker took when it opened, and its connection to the hub when they met."""
-    if not workers:
-        return {"an_open_worker": None, "a_connection": None}
     return {"an_open_worker": (opened - before) / workers, "a_connection": (connected - opened) / workers}
 
 
@@ -301,12 +279,10 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
     rows = [
         [
             str(one["peers"]),
-            _kib(one["memory_bytes"]["an_open_worker"]),
-            _kib(one["memory_bytes"]["a_connection"]),
-            _count_of(one["open_files"]["an_open_worker"]),
-            _count_of(one["open_files"]["a_connection"]),
-            duration(one["first_fetch"]["p50_s"]) if one["first_fetch"] else "-",
-            duration(one["first_fetch_loop_cpu_s"]["hub"]) if one["first_fetch_loop_cpu_s"] else "-",
+            *(size(one["memory_bytes"][what]) for what in ("an_open_worker", "a_connection")),
+            *(f"{one['open_files'][what]:.1f}" for what in ("an_open_worker", "a_connection")),
+            duration(one["first_fetch"]["p50_s"]),
+            duration(one["first_fetch_loop_cpu_s"]["hub"]),
             duration(one["fetch"]["p50_s"]),
             duration(one["fetch"]["p99_s"]),
             duration(one["loop_cpu_s"]["hub"]),
@@ -316,7 +292,7 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
         ]
         for one in cells
     ]
-    headings = ["peers", "KiB an open worker", "KiB a connection", "files a worker", "files a connection",
+    headings = ["peers", "an open worker", "a connection", "files a worker", "files a connection",
                 "first fetch", "hub loop for it", "fetch p50", "p99", "hub loop a transfer", "peer loop a transfer",
                 "hub loop idle", "verified"]  # fmt: skip
     to_hub, from_hub = (counted["bytes_a_transfer"][way] for way in ("to_hub", "from_hub"))
@@ -333,14 +309,5 @@ def _report(found: Sequence[dict[str, Any]]) -> Report:
         f"and of the first fetch: {first['to_hub']} to the hub, {first['from_hub']} back",
     ]
     wrong = [f"{one['peers']} peers: {one['difference']}" for one in cells if one["difference"]]
-    block = counted["request_bytes"] // KIB
-    title = f"one hub, warm transfers of one block of {block} KiB, one at a time"
+    title = f"one hub, warm transfers of one block of {size(counted['request_bytes'])}, one at a time"
     return Report({"control": counted, "cells": cells}, title, headings, rows, notes, wrong)
-
-
-def _kib(nbytes: float | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / KIB:.0f}"
-
-
-def _count_of(number: float | None) -> str:
-    return "-" if number is None else f"{number:.1f}"

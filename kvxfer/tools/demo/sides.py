@@ -17,12 +17,10 @@ from kvxfer.tools.demo.script import (
     PREFILL_BLOCK_TOKENS,
     Decoded,
     Fetched,
-    LayerLanded,
-    LayerReady,
+    Layer,
     Offered,
     Prefilled,
     Reference,
-    Sabotage,
     Script,
 )
 from kvxfer.transfers import FetchResult
@@ -64,7 +62,7 @@ async def prefill(side: Side, script: Script) -> None:
             def ready(layer: int, after: Any) -> None:
                 if offer.state is OfferState.LIVE:  # when this process ends early the model's thread still runs
                     offer.ready(layers=[layer], after=after)
-                    side.report(LayerReady(prompt, layer))
+                    side.report(Layer(prompt, layer, landed=False))
 
             def on_layer(layer: int, _: Sequence) -> None:  # in the model's thread
                 after = torch.cuda.current_stream(cache.device).record_event() if cache.device.type == "cuda" else READY
@@ -103,7 +101,7 @@ async def decode(side: Side, script: Script) -> None:
         async with worker.start_fetch(offered.ticket, ids, tokens=tokens, after=after) as transfer:
             for layer in range(script.layers):
                 await transfer.layers(layer, layer + 1)
-                side.report(LayerLanded(offered.prompt, layer))
+                side.report(Layer(offered.prompt, layer, landed=True))
             return await transfer
 
     async def serve(offered: Offered) -> None:
@@ -112,13 +110,13 @@ async def decode(side: Side, script: Script) -> None:
         cache.scrub(sequence.block_ids)  # stale data must not pass for received data
         result = await fetch(offered, sequence)
         side.report(Fetched(prompt, result.stats))
-        damaged = _damage(script.sabotage, cache, sequence)
+        _damage(script.sabotage, cache, sequence)
         theirs = (await expected[prompt]).digests
         async with compute:
             difference = first_difference(theirs, await asyncio.to_thread(token_digests, cache, sequence))
             first = int.from_bytes(result.payload, "little")
             following = await asyncio.to_thread(llama.decode, model, cache, sequence, first, script.steps)
-        side.report(Decoded(prompt, [first, *following], difference, damaged))
+        side.report(Decoded(prompt, [first, *following], difference))
         cache.free(sequence.block_ids)
 
     async with (
@@ -134,21 +132,19 @@ async def decode(side: Side, script: Script) -> None:
                     expected[prefilled.prompt].set_result(prefilled)
 
 
-def _damage(sabotage: Sabotage, cache: PagedCache, sequence: Sequence) -> bool:
-    """Do to the received cache what a wrong copy would do; False if that changed nothing of this prompt."""
+def _damage(sabotage: str, cache: PagedCache, sequence: Sequence) -> None:
+    """Do to the received cache what a wrong copy would do."""
     ids = sequence.block_ids
     tail = sequence.tokens % DECODE_BLOCK_TOKENS
-    before = [tensor[:, ids].clone() for tensor in cache.tensors]  # [kv, block, head, token, dim]
-    for tensor in cache.tensors:
+    for tensor in cache.tensors:  # [kv, block, head, token, dim]
         match sabotage:
-            case Sabotage.NONE:
-                return False
-            case Sabotage.ZERO_BLOCK:
+            case "zero-block":
                 tensor[:, ids[len(ids) // 2]] = 0
-            case Sabotage.SWAP_BLOCKS:  # the prompts of one block stay as they are
+            case "swap-blocks":  # the prompts of one block stay as they are
                 tensor[:, ids[:2]] = tensor[:, ids[:2]].flip(1)
-            case Sabotage.SWAP_HEADS:
+            case "swap-heads":
                 tensor[:, ids, :2] = tensor[:, ids, :2].flip(2)
-            case Sabotage.CUT_TAIL:  # those that end with a block stay as they are
+            case "cut-tail":  # those that end with a block stay as they are
                 tensor[:, ids[-1], :, :tail] = torch.randn_like(tensor[:, ids[-1], :, :tail])
-    return not all(torch.equal(tensor[:, ids], old) for tensor, old in zip(cache.tensors, before, strict=True))
+            case _:
+                pass

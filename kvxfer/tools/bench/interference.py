@@ -15,13 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import kvxfer
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind
 from kvxfer.tools.bench.layouts import plain
 from kvxfer.tools.bench.matrix import routes
-from kvxfer.tools.bench.prefill import Prefill, Tickets, ask, measure, opened
+from kvxfer.tools.bench.prefill import Opened, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import rate
 from kvxfer.tools.bench.victims import KINDS, Victim
@@ -31,7 +30,6 @@ __all__ = ["CTAS", "Interference"]
 MIB: Final = 1 << 20
 CTAS: Final = (8, 16, 24, 32, 64, 132)
 _LAYOUT: Final = plain(32 << 10)
-_FETCH_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +74,17 @@ async def _decode(side: Side, spec: Interference) -> None:
     for route in spec.routes:
         for ctas in spec.settings:
             request = Request(time.time_ns(), tuple(range(spec.blocks)))
-            async with opened(side, slab, source, target, route, ctas) as (worker, cache, tickets):
+            async with opened(side, slab, source, target, route, ctas) as here:
                 await ask(side, Prefill.write, request)
                 await ask(side, Prefill.keep, 1, request.ids, spec.blocks * _LAYOUT.block_tokens)
-                traffic = _Traffic(worker, tickets, request)
+                traffic = _Traffic(here, request)
                 await traffic.fetch()
                 for kind, where in spec.victims:
                     side.report(Step(f"{route}, {ctas or 'no'} CTAs, {kind} in {where}"))
                     values = await _suffer(side, spec, traffic, kind, where)
-                    await asyncio.to_thread(cache.scrub)
+                    await asyncio.to_thread(here.cache.scrub)
                     await traffic.fetch()
-                    difference = await asyncio.to_thread(cache.difference, request)
+                    difference = await asyncio.to_thread(here.cache.difference, request)
                     named = {"route": route, "route_taken": traffic.route, "device": spec.device, "ctas": ctas}
                     checked = {"verified": not difference, "difference": difference}
                     side.report({**named, "victim": kind, "side": where, **values, **checked})
@@ -130,18 +128,15 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
 class _Traffic:
     """Fetches that follow one another."""
 
-    worker: kvxfer.Worker
-    tickets: Tickets
+    here: Opened
     request: Request  # whose blocks are the same on both sides; the last one of this cache is for nobody
     gbps: float = 0.0  # while they last flowed
     route: str = ""  # that the last one took
 
     async def fetch(self) -> None:
         """One of them."""
-        ids, ticket = list(self.request.ids), self.tickets.next(0)
-        tokens = range(len(ids) * _LAYOUT.block_tokens)
-        result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        self.route = result.stats.route
+        _, stats = await self.here.fetch(self.here.tickets.next(0), list(self.request.ids))
+        self.route = stats.route
 
     @asynccontextmanager
     async def flowing(self) -> AsyncGenerator[None, None]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-import kvxfer
 from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Slab, draw
 from kvxfer.tools.bench.children import Side, Step
@@ -32,7 +31,6 @@ BLOCKS: Final = (Layout("64KiB", 8 * KIB, 4, 8, 4), plain(32 * KIB))
 _POOL: Final = 16
 _WARMUPS: Final = 20
 _REFERENCES: Final = 50
-_FETCH_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +66,29 @@ async def _decode(side: Side, spec: Latency) -> None:
 async def _measure(side: Side, spec: Latency, layout: Layout, route: str, slab: Slab, target: Target) -> dict[str, Any]:
     seed, number = time.time_ns(), _WARMUPS + spec.fetches
     source, request = (draw(seed, _POOL, 1, source=at) for at in (True, False))
-    ids, tokens = list(request.ids), range(layout.block_tokens)
+    ids = list(request.ids)
     names = [str(each) for each in range(number)]
     seconds: list[float] = []
     last: TransferStats | None = None
     pool = layout, _POOL
-    async with opened(side, slab, pool, pool, route, max_transfers=number) as (worker, cache, tickets):
-        await asyncio.to_thread(cache.scrub)
+    async with opened(side, slab, pool, pool, route, max_transfers=number) as here:
+        await asyncio.to_thread(here.cache.scrub)
         await ask(side, Prefill.write, source)
         offering = await ask(side, Prefill.offer, *((name, source.ids, layout.block_tokens) for name in names))
-        waiting = [tickets.of(name) for name in names]
+        waiting = [here.tickets.of(name) for name in names]
         for ticket in waiting[:_WARMUPS]:
-            await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+            await here.fetch(ticket, ids)
         await ask(side, Prefill.disturb, spec.beside)
-        there = await ask(side, Prefill.cpu)  # of the loop, and nothing else
+        theirs = await ask(side, Prefill.cpu)  # of the loop, and nothing else
         async with beside(spec.beside, side.device):
-            here = time.thread_time()
+            ours = time.thread_time()
             for ticket in waiting[_WARMUPS:]:
-                began = time.perf_counter()
-                result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-                seconds.append(time.perf_counter() - began)
-                last = result.stats
-            here = time.thread_time() - here
-        there = await ask(side, Prefill.cpu) - there
+                took, last = await here.fetch(ticket, ids)
+                seconds.append(took)
+            ours = time.thread_time() - ours
+        theirs = await ask(side, Prefill.cpu) - theirs
         await ask(side, Prefill.calm)
-        difference = await asyncio.to_thread(cache.difference, request)
+        difference = await asyncio.to_thread(here.cache.difference, request)
         taken = last.route if last is not None else route
         kind = kind_for(taken, side.device)
         reference = Samples([await refer(side, target, kind, layout.block_bytes) for _ in range(_REFERENCES)])
@@ -109,7 +105,7 @@ async def _measure(side: Side, spec: Latency, layout: Layout, route: str, slab: 
         "difference": difference,
         **samples.percentiles(),
         "per_second": len(seconds) / sum(seconds),
-        "loop_cpu_s": {"decode": here / len(seconds), "prefill": there / len(seconds)},
+        "loop_cpu_s": {"decode": ours / len(seconds), "prefill": theirs / len(seconds)},
         "offer_s": offering / number,
         "reference": {"kind": kind, **reference.percentiles()},
         "stages": stages(last),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-import kvxfer
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
@@ -33,7 +32,6 @@ CONCURRENCY: Final = (64, 128, 256, 512)
 _LAYOUT: Final = Layout("64KiB", 8 * KIB, 4, 8, 4)
 """A block of all layers has 64 KiB."""
 _IDLE_SECONDS: Final = 0.5
-_FETCH_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +90,9 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
     taken: set[str] = set()
 
     async def fetch(slot: int) -> None:
-        ticket, tokens = tickets.next(slot), range(counts[slot] * _LAYOUT.block_tokens)
-        began = time.perf_counter()
-        result = await worker.fetch(ticket, list(ids[slot]), tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        took.setdefault(counts[slot], []).append(time.perf_counter() - began)
-        taken.add(result.stats.route)
+        seconds, stats = await here.fetch(here.tickets.next(slot), list(ids[slot]))
+        took.setdefault(counts[slot], []).append(seconds)
+        taken.add(stats.route)
 
     async def each() -> None:
         async with asyncio.TaskGroup() as group:
@@ -108,7 +104,7 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
             await fetch(slot)
 
     pools, source = ((_LAYOUT, spec.largest), (_LAYOUT, spec.pool(slots))), Request(seed, tuple(range(spec.largest)))
-    async with opened(side, slab, *pools, route, max_transfers=AHEAD * slots) as (worker, cache, tickets):
+    async with opened(side, slab, *pools, route, max_transfers=AHEAD * slots) as here:
         await ask(side, Prefill.write, source)
         lateness = Lateness()
         await ask(side, Prefill.watch)
@@ -124,12 +120,12 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
             for slot in range(slots):
                 group.create_task(again(slot, began + spec.seconds))
         elapsed = time.perf_counter() - began
-        here, there = lateness.take(), await ask(side, Prefill.late)
+        ours, theirs = lateness.take(), await ask(side, Prefill.late)
         lateness.stop()
         timed = {blocks: list(seconds) for blocks, seconds in sorted(took.items())}  # but not what is verified
-        await asyncio.to_thread(cache.scrub)
+        await asyncio.to_thread(here.cache.scrub)
         await each()
-        difference = await asyncio.to_thread(cache.difference, *(Request(seed, tuple(one)) for one in ids))
+        difference = await asyncio.to_thread(here.cache.difference, *(Request(seed, tuple(one)) for one in ids))
     fetches = sum(map(len, timed.values()))
     return {
         "routes_taken": sorted(taken),
@@ -143,7 +139,7 @@ async def _measure(side: Side, spec: Load, route: str, slots: int, slab: Slab) -
         ],
         "verified": not difference,
         "difference": difference,
-        "lag": {"decode": here, "prefill": there, "decode_idle": idle, "prefill_idle": idle_there},
+        "lag": {"decode": ours, "prefill": theirs, "decode_idle": idle, "prefill_idle": idle_there},
     }
 
 

@@ -16,14 +16,13 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-import kvxfer
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
-from kvxfer.tools.bench.caches import Cache, Request, Slab, draw, in_shared_memory
+from kvxfer.tools.bench.caches import Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
 from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
-from kvxfer.tools.bench.prefill import Pool, Prefill, Tickets, ask, measure, opened, refer
+from kvxfer.tools.bench.prefill import Opened, Pool, Prefill, ask, measure, opened, refer
 from kvxfer.tools.bench.reference import ReferenceKind, Target, kind_for
 from kvxfer.tools.bench.report import Report, shown_route
 from kvxfer.tools.bench.samples import Samples
@@ -34,7 +33,6 @@ __all__ = ["SIZES", "Matrix", "draw_unwritten", "routes", "stages"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
-_FETCH_SECONDS: Final = 300.0
 _WARMUPS: Final = 2
 """The first one connects and compiles; after two every block of the decode side was written, and has its pages."""
 
@@ -154,7 +152,7 @@ async def _decode(side: Side, matrix: Matrix) -> None:
             side.report((cell, {"cell": str(cell), "reason": reason}))
             continue
         async with opened(side, slab, cell.pool, cell.pool, cell.route, cell.ctas) as here:
-            found = await _Run(side, matrix, cell, target, *here).measure()
+            found = await _Run(side, matrix, cell, target, here).measure()
         side.report((cell, found))
     await side.ask(None)  # nobody is to reach for a target that is gone
     await target.close()
@@ -168,9 +166,7 @@ class _Run:
     matrix: Matrix
     cell: _Cell
     target: Target
-    worker: kvxfer.Worker
-    cache: Cache
-    tickets: Tickets
+    here: Opened
 
     async def measure(self) -> dict[str, Any]:
         """Repeat; the cell as it is in `cells[]` of the JSON."""
@@ -230,34 +226,28 @@ class _Run:
 
         Before all but the `first` there is one of a single block.
         """
-        side, cell, name = self.side, self.cell, f"{request.seed:x}"
+        side, cell, tickets, name = self.side, self.cell, self.here.tickets, f"{request.seed:x}"
         source, block_tokens = draw(request.seed, cell.pool[1], cell.blocks, source=True), cell.layout.block_tokens
         others = sorted(set(range(cell.pool[1])) - set(request.ids))  # blocks for nobody
         spare = [] if first else [Request(request.seed, (others[0],))]
         await ask(side, Prefill.write, source)
-        await asyncio.to_thread(self.cache.scrub)
+        await asyncio.to_thread(self.here.cache.scrub)
         offers = [(f"{name}-0", source.ids[:1], block_tokens) for _ in spare]
         await ask(side, Prefill.offer, *offers, (name, source.ids, cell.blocks * block_tokens))
         victim = "" if first else self.matrix.beside
         await ask(side, Prefill.disturb, victim)
         async with beside(victim, side.device):
             for one in spare:
-                await self._fetch(f"{name}-0", one)
-            seconds, stats = await self._fetch(name, request)
+                await self.here.fetch(tickets.of(f"{name}-0"), np.array(one.ids))
+            seconds, stats = await self.here.fetch(tickets.of(name), np.array(request.ids))
         sent = await ask(side, Prefill.released)
         await ask(side, Prefill.calm)
         if self.matrix.sabotage:
-            self.cache.corrupt(request.ids[0] if self.matrix.sabotage == "byte" else others[-1])
-        difference = await asyncio.to_thread(self.cache.difference, request, *spare)
+            self.here.cache.corrupt(request.ids[0] if self.matrix.sabotage == "byte" else others[-1])
+        difference = await asyncio.to_thread(self.here.cache.difference, request, *spare)
         if not difference and stats.bytes != cell.nbytes:
             difference = f"the stats say {stats.bytes} bytes, but {cell.nbytes} were asked for"
         return seconds, stats, sent, difference
-
-    async def _fetch(self, name: str, request: Request) -> tuple[float, TransferStats]:
-        tokens, ids = range(len(request.ids) * self.cell.layout.block_tokens), np.array(request.ids)
-        ticket, began = self.tickets.of(name), time.perf_counter()
-        result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
-        return time.perf_counter() - began, result.stats
 
     async def _refer(self, kind: ReferenceKind) -> float:
         seconds = await refer(self.side, self.target, kind, self.cell.nbytes)

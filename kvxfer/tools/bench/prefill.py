@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
@@ -29,7 +30,7 @@ from kvxfer.tools.bench.reference import Card, ReferenceKind, Source, Target
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.bench.victims import Victim
 
-__all__ = ["AHEAD", "Lateness", "Pool", "Prefill", "Tickets", "ask", "measure", "opened", "refer"]
+__all__ = ["AHEAD", "Lateness", "Opened", "Pool", "Prefill", "Tickets", "ask", "measure", "opened", "refer"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -38,6 +39,7 @@ Pool: TypeAlias = tuple[Layout, int]
 AHEAD: Final = 2
 """Offers of a slot that are alive at a time: a fetch finds its offer though it follows at once."""
 _TICK_SECONDS: Final = 0.005
+_FETCH_SECONDS: Final = 300.0
 
 
 def measure(
@@ -56,15 +58,31 @@ async def ask(
     return answer
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """In the decode process: a worker on each side."""
+
+    worker: kvxfer.Worker  # of this process
+    cache: Cache  # likewise
+    tickets: "Tickets"  # of the other one's engine
+    block_tokens: int
+
+    async def fetch(self, ticket: dict[str, Any], ids: Any) -> tuple[float, TransferStats]:
+        """Fetch into these blocks: the seconds that whoever asks for it has to wait, and what it says of itself."""
+        tokens, began = range(len(ids) * self.block_tokens), time.perf_counter()
+        result = await self.worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
+        return time.perf_counter() - began, result.stats
+
+
 @asynccontextmanager
 async def opened(
     side: Side, slab: Slab, source: Pool, target: Pool, route: str, ctas: int | None = None, **more: Any
-) -> "AsyncGenerator[tuple[kvxfer.Worker, Cache, Tickets], None]":
-    """In the decode process: a worker on each side; that of this one, its cache, and tickets of the other one's."""
+) -> AsyncGenerator[Opened, None]:
+    """In the decode process: open a worker on each side."""
     cache = slab.cache(*target, route)
     tickets = Tickets(*await ask(side, Prefill.open, source, route, ctas, more))
     async with kvxfer.Worker(cache.cache_tensors(), _settings(side, route, ctas, **more)) as worker:
-        yield worker, cache, tickets
+        yield Opened(worker, cache, tickets, target[0].block_tokens)
         await ask(side, Prefill.close)
 
 

@@ -74,13 +74,9 @@ def test_rdma(make_machine, files, status):
     assert not files or "mlx5_0:1" in found.seen
 
 
-def test_clocks():
-    fine, right = limits.check_clock()
-    assert (fine.status, right.status) == ("ok", "ok")
-    ticks = iter(range(1_000_000))
-    coarse, wrong = limits.check_clock(lambda: next(ticks) // 4 * 0.01, lambda: 0.0)
-    assert (coarse.status, wrong.status) == ("warn", "warn")
-    assert "10 ms" in coarse.seen
+def test_the_clock():
+    (right,) = limits.check_clock()
+    assert right.status == "ok"
+    (wrong,) = limits.check_clock(lambda: 0.0)
+    assert wrong.status == "warn"
     assert "1970-01-01" in wrong.seen
-    stopped, _ = limits.check_clock(lambda: 1.0)
-    assert stopped.status == "warn"

@@ -115,7 +115,7 @@ async def test_a_side_that_falls_silent_is_given_up():
 
 def said(**changes):
     versions = {"kvxfer": "0.1.0", "wire": "1 (speaks 1 to 1)", "torch": "2.13.0"} | changes.pop("versions", {})
-    return {"versions": versions, "host": here(), "device": "cpu", "wall": 1000.0} | changes
+    return {"versions": versions, "speaks": [1, 2], "host": here(), "device": "cpu", "wall": 1000.0} | changes
 
 
 FAR = f"another-boot {here().split(' ')[1]}"
@@ -126,7 +126,9 @@ FAR = f"another-boot {here().split(' ')[1]}"
     [
         (said(), {"peer": "ok", "host": "ok"}),
         (said(versions={"torch": "2.12.0"}), {"peer": "warn", "host": "ok"}),
-        (said(versions={"wire": "3 (speaks 2 to 3)"}), {"peer": "fail", "host": "ok"}),
+        (said(versions={"wire": "3 (speaks 2 to 3)"}, speaks=[2, 3]), {"peer": "warn", "host": "ok"}),
+        (said(versions={"wire": "3 (speaks 3 to 3)"}, speaks=[3, 3]), {"peer": "fail", "host": "ok"}),
+        (said(versions={"wire": "0 (speaks 0 to 0)"}, speaks=[0, 0]), {"peer": "fail", "host": "ok"}),
         (said(device="cuda:0"), {"peer": "fail", "host": "ok"}),
         (said(host=FAR, wall=1000.9), {"peer": "ok", "host": "ok", "clocks": "ok"}),
         (said(host=FAR, wall=1003.0), {"peer": "ok", "host": "ok", "clocks": "warn"}),

@@ -78,7 +78,7 @@ class Examination:
             ("shared files", lambda: limits.check_shared(machine)),
             ("ptrace scope", lambda: limits.check_tracing(machine)),
             ("rdma", lambda: limits.check_network(machine)),
-            ("monotonic clock", limits.check_clock),
+            ("wall clock", limits.check_clock),
         ):
             self._check(name, check)
         expected = machine.has_gpu_driver

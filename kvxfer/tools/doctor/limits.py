@@ -21,7 +21,6 @@ _SHARED: Final = 64 * _MIB
 _FIRST_NAMESPACE: Final = "pid:[4026531836]"
 """The PID namespace that a machine starts with."""
 _SHM: Final = "/dev/shm"  # noqa: S108 - looked at, not written to
-_COARSE_S: Final = 1e-4
 _SCOPES: Final = {"0": "any process of one user", "1": "only children of the process", "2": "only root", "3": "nobody"}
 
 
@@ -125,19 +124,8 @@ def check_network(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def check_clock(now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """The monotonic clock's steps, and whether the wall clock can be right."""
-    steps = [step for step in (_step(now) for _ in range(16)) if step > 0]
-    step = min(steps, default=float("inf"))
-    if step > _COARSE_S:
-        yield warn(
-            "monotonic clock",
-            f"it goes in steps of {step * 1e3:g} ms, so short times cannot be told",
-            "choose another source: /sys/devices/system/clocksource/clocksource0 (tsc or kvm-clock)",
-            step_s=step,
-        )
-    else:
-        yield ok("monotonic clock", f"steps of {step * 1e9:.0f} ns", step_s=step)
+def check_clock(wall: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Whether the wall clock can be right."""
     installed, today = Path(_here).stat().st_mtime, wall()
     if today < installed - 86_400:
         yield warn(
@@ -147,15 +135,6 @@ def check_clock(now: Callable[[], float] = time.monotonic, wall: Callable[[], fl
         )
     else:
         yield ok("wall clock", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(today))} UTC")
-
-
-def _step(now: Callable[[], float]) -> float:
-    """Seconds from one value of a clock to the next one."""
-    first = now()
-    for _ in range(1_000_000):
-        if (next_one := now()) != first:
-            return next_one - first
-    return 0.0
 
 
 def _field(machine: Machine, name: str) -> str:

@@ -9,7 +9,6 @@ the code of the line, drawn at random; whoever learns it can do no more than tak
 import asyncio
 import json
 import os
-import re
 import secrets
 import stat
 import time
@@ -21,6 +20,7 @@ from typing import Any, Final
 from kvxfer.errors import KvxferError, ProtocolError, UnreachableError, UsageError
 from kvxfer.mapped.host import elsewhere, here, unlike
 from kvxfer.names import Endpoint
+from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION
 from kvxfer.tools import versions
 from kvxfer.tools.doctor.findings import Finding, fail, ok, warn
 from kvxfer.tools.doctor.lanes import LaneLog
@@ -33,7 +33,6 @@ _LINE_BYTES: Final = 1 << 20
 _SILENCE: Final = 90.0
 _CONNECT_SECONDS: Final = 10.0
 _CLOCKS_APART_S: Final = 1.0
-_SPOKEN: Final = re.compile(r"speaks (\d{1,9}) to (\d{1,9})")
 
 
 class Wire:
@@ -188,7 +187,8 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 async def _probe(
     wire: Wire, writer: asyncio.StreamWriter, endpoint: Endpoint, device: str, folder: Path, *, first: bool
 ) -> AsyncGenerator[Finding, None]:
-    mine = {"versions": versions.versions(), "host": here(), "device": device, "wall": time.time()}
+    mine: dict[str, Any] = {"versions": versions.versions(), "speaks": (WIRE_MIN, WIRE_VERSION), "device": device}
+    mine |= {"host": here(), "wall": time.time()}
     asked = time.monotonic()
     wire.send(mine)
     theirs: dict[str, Any] = await wire.hear()
@@ -207,7 +207,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], *, slack: float) -> li
     """What two sides say of themselves.
 
     Args:
-        mine: Versions, host, device, and wall clock of this one.
+        mine: Versions, those of the protocol, host, device, and wall clock of this one.
         theirs: Of the other one.
         slack: Seconds that its answer took, by which its clock is not known.
     """
@@ -215,7 +215,9 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], *, slack: float) -> li
     differ = {name: (ours[name], others.get(name, "?")) for name in ours if ours[name] != others.get(name, "?")}
     shown = ", ".join(f"{name} {one} here and {other} there" for name, (one, other) in differ.items())
     advice = "install the same versions on both sides"
-    if not _have_in_common(ours["wire"], others.get("wire", "")) or theirs.get("device", "")[:3] != mine["device"][:3]:
+    (least, most), (other_least, other_most) = mine["speaks"], theirs.get("speaks", (0, -1))
+    apart = least > other_most or other_least > most  # they know no version of the protocol in common
+    if apart or theirs.get("device", "")[:3] != mine["device"][:3]:
         device = f"caches on {mine['device']} here and on {theirs.get('device')} there"
         found = [fail("peer", "; ".join(filter(None, [shown, device])), f"{advice}, and give both the same --device")]
     elif differ:
@@ -225,20 +227,10 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], *, slack: float) -> li
     host = str(theirs.get("host", ""))
     reason = unlike(host)
     found.append(ok("host", f"memory cannot be mapped: {reason}" if reason else "the same host and PID namespace"))
-    apart = abs(mine["wall"] - float(theirs.get("wall", 0.0)))
-    if elsewhere(host) and apart - slack > _CLOCKS_APART_S:
-        found.append(
-            warn("clocks", f"the wall clocks are {apart:.1f} s apart", "run chrony or timesyncd on both; logs need it")
-        )
+    seconds = abs(mine["wall"] - float(theirs.get("wall", 0.0)))
+    if elsewhere(host) and seconds - slack > _CLOCKS_APART_S:
+        remedy = "run chrony or timesyncd on both; logs need it"
+        found.append(warn("clocks", f"the wall clocks are {seconds:.1f} s apart", remedy))
     elif elsewhere(host):
-        found.append(ok("clocks", f"the wall clocks agree within {apart:.3f} s"))
+        found.append(ok("clocks", f"the wall clocks agree within {seconds:.3f} s"))
     return found
-
-
-def _have_in_common(wire: str, other: str) -> bool:
-    """Whether two sides speak a version of the protocol that both know, by what `versions` says of it."""
-    spoken = [_SPOKEN.search(str(one)) for one in (wire, other)]
-    if not all(spoken):
-        return False
-    (least, most), (other_least, other_most) = ((int(one[1]), int(one[2])) for one in spoken if one)
-    return least <= other_most and other_least <= most

@@ -65,21 +65,34 @@ def a_place_of_its_own(no_settings, monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process():
+def kind():
+    """Of ranks: a module may have its own."""
+    from far import Ranks
+
+    return Ranks
+
+
+@pytest.fixture(scope="module")
+def process(kind):
     """Another process with ranks."""
     from far import Far
 
-    far = Far()
+    far = Far(kind)
     yield far
     far.end()
 
 
 @pytest.fixture
-async def near():
-    """Ranks in this process."""
-    from far import Ranks
+async def far(process):
+    """The same, of which all ranks are closed afterwards."""
+    yield process
+    await process.close()
 
-    ranks = Ranks()
+
+@pytest.fixture
+async def near(kind):
+    """Ranks in this process."""
+    ranks = kind()
     yield ranks
     await ranks.close()
 

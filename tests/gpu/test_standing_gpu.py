@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
-from far import Far, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import idle  # noqa: E402  # pyright: ignore[reportMissingImports]
 from holding import Holding  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import IDS, INTO, TOKENS, spoiler  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_faults_gpu import bring, met, settled  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -39,24 +39,9 @@ held_on_gpus = pytest.mark.parametrize(("there", "here", "how"), HELD[1:])
 """On CPU memory the others show that the tests themselves work."""
 
 
-@pytest.fixture
-async def near():
-    ranks = Holding()
-    yield ranks
-    await ranks.close()
-
-
 @pytest.fixture(scope="module")
-def process():
-    far = Far(Holding)
-    yield far
-    far.end()
-
-
-@pytest.fixture
-async def far(process):
-    yield process
-    await process.close()
+def kind():
+    return Holding
 
 
 def spoil(move, here):

@@ -48,13 +48,6 @@ PLACES = [
 ]
 
 
-@pytest.fixture
-async def far(process):
-    """The other process, of which all ranks are closed afterwards."""
-    yield process
-    await process.close()
-
-
 def taken(route, there, here):
     """The routes that may be taken: copies of one kind of memory do not reach the other."""
     return {"staged", "direct"} if route == "mapped" and there[:3] != here[:3] else {route}

@@ -39,12 +39,10 @@ class RecordedSides(Recorded, Sides):
     """The same of a case."""
 
 
-@pytest.fixture
-async def ranks() -> AsyncIterator[RecordedSides]:
-    """Ranks of cases in this process."""
-    found = RecordedSides()
-    yield found
-    await found.close()
+@pytest.fixture(scope="module")
+def kind() -> type[RecordedSides]:
+    """Ranks of cases."""
+    return RecordedSides
 
 
 @pytest.fixture
@@ -95,7 +93,7 @@ def most_rounding(block: int, classes: int, needed: int, tokens: int, posts: int
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_byte_too_many(near: RecordedSides, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, rng, network = CASES[name], Random(name), RecordingNetwork()
     ledger = network.ledger
     monkeypatch.setattr("kvxfer.worker.Mover", recording_mover(ledger))
@@ -104,10 +102,10 @@ async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: py
     request = Request.of(case)
     world = World.of(case, Request(request.tokens, request.offered + 17))  # pools for the longest that is drawn
     sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes}
-    tickets = issuer(await ranks.prefill_of(world, **sizes), KEY)
-    await ranks.decode(world, **sizes)
-    watch_all(ledger, world, ranks.workers)
-    senders, receivers = ranks.workers[: len(world.prefill)], ranks.workers[len(world.prefill) :]
+    tickets = issuer(await near.prefill_of(world, **sizes), KEY)
+    await near.decode(world, **sizes)
+    watch_all(ledger, world, near.workers)
+    senders, receivers = near.workers[: len(world.prefill)], near.workers[len(world.prefill) :]
     for number in range(REQUESTS[large]):
         world.begin(request if number == 0 else drawn(case, rng))
         ledger.begin(*(rank.cells(world.coder) + np.asarray([rank.base, 0]) for rank in world.prefill))
@@ -128,7 +126,7 @@ async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: py
         check(world, ledger, route)
         assert {result.stats.route for result in results} == {route}
         assert [result.stats.bytes for result in results] == [len(world.needs(rank)) for rank in world.decode]
-    await all_idle(ranks)
+    await all_idle(near)
 
 
 def elements(cache: Stored, ids: Sequence[int], tokens: range) -> I64:

@@ -6,7 +6,7 @@ by layers half of the time, so a quick run has whole layers of a third of the ca
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -34,12 +34,10 @@ TURNS = 50
 """Turns of the loop in which a chunk comes to be read that was granted too early."""
 
 
-@pytest.fixture
-async def ranks() -> AsyncIterator[Sides]:
-    """Ranks in this process."""
-    found = Sides()
-    yield found
-    await found.close()
+@pytest.fixture(scope="module")
+def kind() -> type[Sides]:
+    """All of them are in this process."""
+    return Sides
 
 
 class Play:
@@ -119,9 +117,9 @@ async def opened(ranks: Sides, case: Case, route: str) -> tuple[Play, dict[str, 
 
 
 @pytest.mark.parametrize("name", a_third(1))
-async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> None:
+async def test_layers_arrive_as_they_become_ready(near: Sides, name: str) -> None:
     route = route_in_turn(name, ahead=3)
-    play, ticket = await opened(ranks, CASES[name], route)
+    play, ticket = await opened(near, CASES[name], route)
     world, whole = play.world, range(play.world.request.offered)
     offers = [
         worker.offer("r", rank.spans, tokens=len(whole), streaming=True)
@@ -145,7 +143,7 @@ async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
             if layer in rank.layers:
                 await transfer.layers(layer, layer + 1)
     await play.end(offers, transfers, route)
-    await all_idle(ranks)
+    await all_idle(near)
 
 
 async def turns() -> None:
@@ -183,10 +181,10 @@ def sure(world: World, end: int, step: int) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_tokens_arrive_as_they_become_ready(ranks: Sides, name: str) -> None:
+async def test_tokens_arrive_as_they_become_ready(near: Sides, name: str) -> None:
     """Chunked prefill: each step brings tokens and the blocks that hold them, while those before are on their way."""
     route = route_in_turn(name, ahead=2)
-    play, ticket = await opened(ranks, CASES[name], route)
+    play, ticket = await opened(near, CASES[name], route)
     world, rng = play.world, Random(name)
     stop, first = world.request.offered, min(world.request.tokens.start + 1, world.request.tokens.stop)
     offers = [worker.offer("r", streaming=True) for worker in play.senders]
@@ -217,4 +215,4 @@ async def test_tokens_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
         await eventually(lambda: play.arrived(landed, ready))  # noqa: B023 - it is waited for in this turn
         assert not any(transfer.done for transfer in transfers)
     await play.end(offers, transfers, route)
-    await all_idle(ranks)
+    await all_idle(near)

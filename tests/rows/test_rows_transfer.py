@@ -6,7 +6,6 @@ In a quick run a third of the cases of each row: every one of them is moved with
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,26 +22,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Far]:
-    """The process of the prefill engines."""
-    far = Far(Sides)
-    yield far
-    far.end()
-
-
-@pytest.fixture
-async def far(process: Far) -> AsyncIterator[Far]:
-    """The same, of which all ranks are closed afterwards."""
-    yield process
-    await process.close()
-
-
-@pytest.fixture
-async def near() -> AsyncIterator[Sides]:
-    """Decode ranks in this process."""
-    sides = Sides()
-    yield sides
-    await sides.close()
+def kind() -> type[Sides]:
+    """The prefill engines have a process of their own."""
+    return Sides
 
 
 def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -12,6 +12,7 @@ from random import Random
 
 import msgpack
 from mutation import SPOKEN, VALID, Mutator, frame, pack
+from wire import Wire
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import decode
@@ -78,35 +79,21 @@ def numbers(tree) -> list[int]:
     return [tree] if type(tree) is int else []
 
 
-class CrookedWire:
-    """A Unix socket that leads to a worker, and lies in one direction."""
+class CrookedWire(Wire):
+    """One that lies in one direction."""
 
     def __init__(self, path: Path, target: str, draw: Random, *, from_far: bool):
-        self.endpoint = f"unix:{path}"
-        self.said = 0  # frames of the liar's that were passed on or made up
+        super().__init__(path, target, lambda: 0.0)
+        self.lies = 0  # frames of the liar's that were passed on or made up
         self.honest = False  # it does not lie any more
         # staging memory that they allowed to write: by its address, its length once for each chunk
         self.grants: dict[int, list[int]] = {}
         self.blocks: set[int] = set()  # destination blocks that they named
         self._rings: dict[int, tuple[list[Place], int, int]] = {}  # of each transfer: ring, its first chunk, granted
         self.in_place = False  # whether they allowed to write those
-        self._path, self._target = path, target.removeprefix("unix:")
         self._draw, self._from_far = draw, from_far
         self._liar = Liar(Role.CLIENT if from_far else Role.SERVER)
         self._lines: list[asyncio.StreamWriter] = []  # on which lies can be told: the handshake is through
-        self._writers: list[asyncio.StreamWriter] = []
-        self._pumps: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def open(self):
-        self._server = await asyncio.start_unix_server(self._connected, self._path)
-
-    async def close(self):
-        if self._server is not None:
-            self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def interrupt(self):
         """Say something unasked, on every line."""
@@ -114,25 +101,8 @@ class CrookedWire:
             for _ in range(self._draw.randrange(1, 4)):
                 self._send(writer, self._liar.lie(self._draw))
 
-    def cut(self):
-        """Close every stream; new ones are welcome."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _connected(self, reader, writer):
-        try:
-            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers += [writer, far_writer]
-        for source, sink, from_far in ((reader, far_writer, False), (far_reader, writer, True)):
-            pump = asyncio.create_task(self._pump(source, sink, lies=from_far is self._from_far))
-            self._pumps.add(pump)
-            pump.add_done_callback(self._pumps.discard)
-
-    async def _pump(self, reader, writer, *, lies):
-        passed = 0
+    async def _pump(self, reader, writer, target, *, from_far):
+        passed, lies = 0, from_far is self._from_far
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 (length,) = struct.unpack("<I", await reader.readexactly(4))
@@ -170,7 +140,7 @@ class CrookedWire:
 
     def _send(self, writer, *payloads: bytes):
         for payload in payloads:
-            self.said += 1
+            self.lies += 1
             self._heed(payload)
             writer.write(frame(payload))
 

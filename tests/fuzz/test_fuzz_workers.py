@@ -83,7 +83,7 @@ class Scene:
             await asyncio.sleep(self.draw.random() * 0.3)
             wire.interrupt()
             if self.draw.random() < 0.02:
-                wire.cut()
+                wire.reset()
 
     async def bring(self, prefill, decode, name, into, *, wire=None):
         """One request, through the wire if there is one."""
@@ -192,7 +192,7 @@ async def play_hostile_decode(scene: Scene) -> int:
     same(source.memory, before[0])
     same(target.memory, before[1], but=OURS)
     check_writes(scene.network, wire, theirs)
-    return wire.said
+    return wire.lies
 
 
 async def offer_ends(offer):
@@ -272,7 +272,7 @@ async def play_hostile_prefill(scene: Scene) -> int:
     await liar.aclose(drain=False)
     same(source.memory, before[0])
     same(target.memory, before[1], but=[*OURS, *THEIRS])
-    return wire.said
+    return wire.lies
 
 
 def same(found, expected, but=()):

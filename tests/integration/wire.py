@@ -64,6 +64,10 @@ class Wire:
         if self._server is not None:
             self._server.close()
         self._path.unlink(missing_ok=True)
+        self.reset()
+
+    def reset(self):
+        """Close every stream; new ones are welcome."""
         for writer in self._writers:
             writer.transport.abort()
 

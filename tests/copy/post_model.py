@@ -468,6 +468,8 @@ class PostModel(Model):
             if self.delay < 0:
                 self.judge_sleep()
             assert self.delay <= 0 or self.flows or not self.state[r.EAGER], "it waits for steps, and there is no flow"
+            listens = any(flow.token and flow.said[3] for flow in self.flows.values())
+            assert listens or not self.state[r.LISTENING], "it listens, and no flow takes turns"
         else:
             self.steps += 1  # it sleeps
         self.sent = held_back + self.sent
@@ -488,14 +490,18 @@ class PostModel(Model):
         if not self.claim:
             self.lived += min(self.now - self.stepped, 1_000_000_000, PATIENCE // 4)
         self.stepped = self.now
+        self.note_reasons()
+        self.reachable = bool(self.agent) and not self.claim and not self.catching
+        if self.agent:
+            word(self.agent + 8).value = not self.claimed
+
+    def note_reasons(self) -> None:
+        """Why no step of a flow begins any more."""
         for flow in self.flows.values():
             if self.now >= min(flow.said[3] or FOREVER, flow.soonest):
                 flow.reasons.add("lease")
             if flow.gate >= 0 and flow.generation != generation(self.file, flow.gate):
                 flow.reasons.add("revoked")
-        self.reachable = bool(self.agent) and not self.claim and not self.catching
-        if self.agent:
-            word(self.agent + 8).value = not self.claimed
 
     def after(self) -> None:
         if self.broken:
@@ -607,10 +613,14 @@ class PostModel(Model):
         self.heard.append((*event[:2], self.hear(*event)))
         return nbytes
 
-    def create_list(self, kind: int, out: int) -> None:
+    def create_list(self, kind: int, out: int) -> int:
+        for _, near in self.lists.values():  # so it is known of which step this is the far one
+            if failed := self.spoil(self.serials[near[0][0] >> SERIAL_BITS]):
+                return failed
         self.number += 1
         self.lists[self.number] = kind, []
         word(out).value = self.number
+        return 0
 
     def add_piece(self, made: int, address: int, nbytes: int, device: int) -> int:
         self.lists[made][1].append((address, nbytes, device))
@@ -638,7 +648,18 @@ class PostModel(Model):
         if not failed:
             request = word(out).value = self.free_requests.pop()
             self.parts[request] = Part(step, [piece[:2] for piece in here], request)
+            self.dwell(step.flow)
         return failed
+
+    def dwell(self, flow: Flow) -> None:
+        """It takes so long to make a request that by then it may not be begun any more."""
+        if self.rng.random() < 0.02:
+            self.look_at_copies()
+            if flow.gate >= 0 and self.rng.random() < 0.5:
+                self.file.revoke(flow.gate)
+            else:
+                self.now = self.state[r.NOW] = self.now + self.rng.randrange(50_000_000)
+            self.note_reasons()
 
     def begin(self, agent: int, request: int, options: int) -> int:
         self.enter(agent)
@@ -730,11 +751,16 @@ class PostModel(Model):
         flow.notified = count
         return self.rng.choice((0, 0, 0, -4))
 
-    def notices(self, agent: int, notices: int, options: int) -> None:
+    def notices(self, agent: int, notices: int, options: int) -> int:
         self.enter(agent)
         assert notices == agent + 1
+        assert not self.inbox, "notifications were not forgotten"
+        if self.rng.random() < 0.01:  # no progress: nothing has come
+            self.notes = 0
+            return -2
         self.inbox = {ctypes.addressof(self.names[peer]): said for peer, said in self.mail.items()}
         self.mail, self.notes = {}, 0
+        return 0
 
     def forget_notices(self, notices: int) -> None:
         self.inbox = {}

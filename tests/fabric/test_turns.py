@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib.util
-import random
 import struct
 import threading
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from copy_plans import contiguous_rows
 from ends import Side as NixlSide
-from rigs import Moving, memory_of, pieces
+from rigs import Moving, pieces
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow
@@ -74,17 +73,6 @@ class Side(Moving):
         """How many steps are."""
         return self.results["x"][0].steps if self.results["x"] else self.word(records.PASSED)
 
-    @property
-    def begun(self) -> int:
-        """How many steps have."""
-        return self.results["x"][0].steps if self.results["x"] else self.word(records.NEXT)
-
-    def is_idle(self) -> bool:
-        """Whether it sleeps until somebody asks for something, and listens to nobody."""
-        self.step(2)
-        asleep = self.step() is None and bool(self.state[records.ASLEEP])
-        return asleep and self.state[records.LISTENING] == 0 and self.state[records.EAGER] == 0
-
     async def end(self) -> None:
         await super().end()
         assert self.state[records.LISTENING] == 0
@@ -122,125 +110,6 @@ async def test_a_loop_hears_of_half_while_it_may_let_more_begin_and_else_once_in
     side.step(4)
     assert (side.done, side.counts) == (STEPS - 1, heard)
     side.mover.cancel(side.begun_flow)
-
-
-# ---- from memory to memory -------------------------------------------------------------------------------------------
-
-
-class Pair:
-    """Chunks of one agent's memory, that go through places of another's to where they belong."""
-
-    def __init__(self, *, chunks=STEPS, places=PLACES, first=0, token=TOKEN, width=64, allowed=None) -> None:
-        self.network, self.chunks, self.places, self.first = LoopbackNetwork(), chunks, places, first
-        self.turns = [Turns(places, first, token, agent) for agent in "ba"]
-        self.width, self.allowed = width, chunks if allowed is None else allowed
-        self.a, self.b = Side("a", self.network), Side("b", self.network)
-        self.source = np.random.default_rng(chunks).integers(1, 256, (chunks, CHUNK), dtype=np.uint8)
-        self.ring = np.zeros((places, CHUNK), dtype=np.uint8)
-        self.target = np.zeros((chunks, CHUNK), dtype=np.uint8)
-        self.a.transport.register([memory_of(self.source)])
-        self.a.transport.connect(self.b.transport.metadata([self.b.transport.register([memory_of(self.ring)])]))
-        self.b.transport.connect(self.a.transport.metadata([]))
-
-    def place(self, chunk: int) -> int:
-        return self.ring[(self.first + chunk) % self.places].ctypes.data
-
-    def fill(self) -> None:
-        """Begin the flow that fills places."""
-        steps = []
-        for chunk, row in enumerate(self.source):
-            sides = [pieces((at, CHUNK)) for at in (row.ctypes.data, self.place(chunk))]
-            here, there = (Descriptors("DRAM", 0, rows) for rows in sides)
-            steps.append(CopyJob(NOTHING, nbytes=CHUNK, post=Post("b", Operation.WRITE, here, there)))
-        common = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES, late=self.a.late.append)
-        options = {"total": self.chunks, "allowed": self.allowed, "width": self.width, "post": common}
-        self.a.flow(GATHER, steps, turns=self.turns[0], **options)
-
-    def empty(self) -> None:
-        """Begin the flow that empties them."""
-        steps = []
-        for chunk, row in enumerate(self.target):
-            where = self.place(chunk), row.ctypes.data
-            plan = contiguous_rows(*where, rows=1, regions=1, row_bytes=CHUNK, pool=1, flat="both")
-            steps.append(CopyJob(pack(plan), nbytes=CHUNK))
-        self.b.flow(SCATTER, steps, turns=self.turns[1], total=self.chunks, allowed=self.allowed, width=self.width)
-
-    def emptied(self) -> int:
-        """How many chunks are where they belong. None is there before those in front of it, or is another."""
-        there = [bool(row.any()) for row in self.target]
-        count = sum(there)
-        assert all(there[:count])
-        np.testing.assert_array_equal(self.target[:count], self.source[:count])
-        return count
-
-    def check(self) -> None:
-        """No place is filled that is not empty, and none emptied that is not full."""
-        emptied = self.emptied()
-        assert self.a.begun - emptied <= self.places
-        assert self.b.begun <= min(self.a.done, emptied + self.places)
-
-    def is_over(self) -> bool:
-        return bool(self.a.results["x"] and self.b.results["x"])
-
-    async def end(self) -> None:
-        for side in (self.a, self.b):
-            await side.end()
-
-
-@pytest.mark.parametrize("faults", [(), ("echo",), ("mute",), ("echo", "mute")])
-@pytest.mark.parametrize("seed", range(8))
-async def test_every_chunk_arrives_whole_and_in_order_whoever_goes_on_when(seed, faults):
-    """By notifications alone, unless some are lost: then the loops say it."""
-    rng = random.Random(f"{seed} {faults}")
-    chunks, places = rng.randrange(1, 40), rng.randrange(1, 6)
-    width, allowed = rng.choice([1, 2, 64]), rng.randrange(chunks + 1)
-    pair = Pair(chunks=chunks, places=places, first=rng.randrange(9), width=width, allowed=allowed)
-    for fault in faults:
-        for agent in rng.choice(["a", "b", "ab"]):
-            getattr(pair.network, fault)(agent)
-    pair.network.hold("b")
-    pair.fill()
-    pair.empty()
-    sides, allowances = {"a": pair.a, "b": pair.b}, {"a": allowed, "b": allowed}
-    for _ in range(8000):
-        what, (name, side) = rng.random(), rng.choice(list(sides.items()))
-        if what < 0.6:
-            side.step(seconds=0.01)
-            pair.check()
-        elif what < 0.8:
-            pair.network.release("b", posts=rng.randrange(3))
-        elif what < 0.9:
-            allowances[name] = min(chunks, allowances[name] + rng.randrange(4))
-            side.mover.allow(side.begun_flow, allowances[name])
-        elif "mute" in faults:
-            pair.a.hear((pair.b.counts or [0])[-1])
-            pair.b.hear(pair.a.done if pair.a.results["x"] else (pair.a.counts or [0])[-1])
-        if pair.is_over():
-            break
-    assert [one.result().outcome for one in (pair.a, pair.b)] == [Outcome.DONE] * 2
-    assert pair.emptied() == pair.a.done == pair.b.done == chunks
-    assert pair.a.is_idle()
-    assert pair.b.is_idle()
-    await pair.end()
-
-
-@pytest.mark.parametrize("how", ["notified", "heard"])
-async def test_what_fills_places_stops_where_none_was_emptied_though_more_is_claimed(how):
-    pair = Pair(token=TOKEN if how == "notified" else b"")
-    pair.network.hold("b")
-    pair.fill()
-    pair.a.step(9)
-    assert pair.network.held("b") == PLACES
-    if how == "notified":
-        pair.b.transport.notify("a", note(1 << 40, SCATTER))
-    else:
-        pair.a.hear(STEPS)
-    pair.a.step(9)
-    assert pair.network.held("b") == PLACES, "of what it has not written nothing can have been emptied"
-    pair.network.release("b", posts=1)
-    pair.a.step(9)
-    assert (pair.a.done, pair.a.begun) == (1, 1 + PLACES)
-    await pair.end()
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
@@ -372,24 +241,6 @@ async def test_a_flow_without_an_agent_goes_by_what_the_loops_say(side):
     side.mover.attach(side.transport.native(), orderly=True)
     side.step(4)
     assert told(side) == [("a", note(2, SCATTER))], "with an agent it is said"
-
-
-# ---- how it ends -----------------------------------------------------------------------------------------------------
-
-
-async def test_it_listens_no_more_when_a_step_is_in_doubt_and_sleeps_when_that_is_forgotten():
-    pair = Pair()
-    pair.network.hold("b")
-    pair.fill()
-    pair.a.step(2)
-    pair.a.step(40, seconds=1.0)
-    assert pair.a.result().outcome is Outcome.IN_DOUBT
-    assert (pair.a.state[records.LISTENING], pair.a.begun_flow.left) == (0, True)
-    pair.a.mover.forget(pair.a.begun_flow)
-    pair.a.step(3, seconds=0.1)
-    assert pair.a.begun_flow.left is False
-    assert pair.a.is_idle()
-    await pair.end()
 
 
 # ---- over NIXL -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ tools: $(STAMP)
 	$(SPREAD) $(TOOLS) $(ARGS)
 
 # forty times the schedules of `make test`, the mover's machine against its model, also with its bounds checked, and more
-# plans of the planner and of the interpreted kernel; SEED=1234 replays that one schedule of each, and says what was done
+# plans of the planner and of the interpreted kernel; SEED=1234 replays that one schedule, and says what was done in it
 simulate: $(STAMP)
 	SIMULATE_TIMES=40 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(SPREAD) tests/simulation \
 		$(if $(SEED),-n 0 -k test_schedules -s) $(ARGS)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import crowd
 import numpy as np
 import pytest
 import scenes
@@ -52,13 +51,6 @@ class Guard:
 def scene(one, **settings):
     """A scene with workers of these settings; two guards that name the same one share it."""
     return lambda folder, seed: scenes.play(one, folder, seed=seed, **settings)
-
-
-def crowds(folder, seed):
-    """Models: enough of them to see whatever happens often."""
-    del folder
-    for number in range(seed * 200, seed * 200 + 200):
-        crowd.play(number)
 
 
 def _whenever(patch, *, posts):
@@ -258,30 +250,6 @@ def unchecked_ends(patch):
     quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
     patch.setattr(Receiver, "blocks_safe", property(lambda one: one.protocol.state in quiet))
     patch.setattr(Receiver, "in_doubt", property(lambda one: False))
-
-
-def stale_arrivals(patch):
-    """Whatever is said to have arrived counts, also what is no news, or comes too late."""
-    came = Receiving.on_arrived
-
-    def take(receiving, message):
-        fresh = came(receiving, message)
-        if not fresh:
-            receiving.arrived = message.chunks
-        return fresh
-
-    patch.setattr(Receiving, "on_arrived", take)
-
-
-def early_success(patch):
-    complete = Receiving._complete
-
-    def at_once(receiving):
-        done, receiving.chunks_done = receiving.chunks_done, receiving.chunks
-        complete(receiving)
-        receiving.chunks_done = done
-
-    patch.setattr(Receiving, "_complete", at_once)
 
 
 def _taken_all_the_same(patch, why):
@@ -565,10 +533,5 @@ GUARDS = [
     Guard("a peer that is gone", nothing_lands, scene(scenes.its_peer_is_said_to_be_gone, route="staged")),
     Guard("end of own scatters", kept_flow, scene(scenes.cancelled_before_it_is_scattered, **RING)),
     Guard("steps for another ring", kept_run, scene(scenes.a_ring_is_replaced, **RING)),
-    Guard("terminal result last, model", early_terminal, crowds),
-    Guard("last result last, model", early_last, crowds),
-    Guard("stale arrivals", stale_arrivals, crowds),
-    Guard("last result of a success", early_success, crowds),
-    Guard("Cancel while we read, model", unread_at_once, crowds),
-    Guard("places of a lost peer, model", empty_hands, crowds),
+    Guard("Cancel while we read", unread_at_once, scene(scenes.our_own_read_is_in_flight, route="pull")),
 ]

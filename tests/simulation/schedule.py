@@ -23,14 +23,13 @@ class Broken(AssertionError):
     """A schedule that saw what must not be."""
 
 
-def play(seed, folder: Path, *, trail=None, change=None):
+def play(seed, folder: Path, *, trail):
     """Run the schedule of a seed.
 
     Args:
         seed: Decides everything.
         folder: For sockets.
-        trail: Gets the world's, for whoever wants to see it.
-        change: Called with the world before anything happens.
+        trail: Gets the world's.
 
     Raises:
         Broken: With everything that was wrong, and what had been done.
@@ -45,8 +44,6 @@ def play(seed, folder: Path, *, trail=None, change=None):
         async def scenario(runtime):
             world = World(runtime, random.Random(seed), ledger, folder)
             worlds.append(world)
-            if change is not None:
-                change(world)
             await Schedule(world, patch).run()
 
         try:
@@ -54,8 +51,7 @@ def play(seed, folder: Path, *, trail=None, change=None):
         except RuntimeError as error:
             ledger.faults.append(str(error))
     done = worlds[0].trail
-    if trail is not None:
-        trail += done
+    trail += done
     faults = [*ledger.faults, *logs.lines]
     if faults:
         raise Broken("\n".join([f"schedule {seed}:", *dict.fromkeys(faults[:20]), "-- after", *done]))

@@ -1,14 +1,25 @@
-"""Whole workers over the loopback fabric in virtual time: nothing is written that was given back, and nothing stuck."""
+"""Whole workers over the loopback fabric in virtual time: nothing is written that was given back, and nothing stuck.
+
+make simulate                   # forty times as many schedules as `make test` plays
+make simulate SEED=1234         # that one, with everything that was done in it
+"""
+
+import os
 
 import pytest
-from counts import BATCH, SEED, SIMULATIONS, batches
 from schedule import play
 
+SEED = os.environ.get("SIMULATE_SEED")
+SIMULATIONS = 400 * int(os.environ.get("SIMULATE_TIMES", "1"))
+BATCH = 100
+"""Simulations in one test: a batch takes some seconds."""
+FIRST = range(0, SIMULATIONS, BATCH) if SEED is None else [int(SEED)]
 
-@pytest.mark.parametrize("numbers", batches(SIMULATIONS, BATCH), ids=lambda numbers: f"{numbers.start}")
-def test_schedules(numbers, tmp_path):
+
+@pytest.mark.parametrize("first", FIRST)
+def test_schedules(first, tmp_path):
     trail = []
-    for number in numbers:
+    for number in range(first, first + (BATCH if SEED is None else 1)):
         play(number, tmp_path, trail=trail)
     if SEED is not None:
         print(*trail, sep="\n")

@@ -147,28 +147,12 @@ async def fail_after(call: Call, turn: int, seconds: float) -> Outcome:
     return await _limited(limited())
 
 
-async def move_on_after(call: Call, turn: int, seconds: float) -> Outcome:
-    """`anyio.move_on_after`."""
-
-    async def limited() -> None:
-        with anyio.move_on_after(turn * seconds) as scope:
-            await call()
-        if scope.cancelled_caught:
-            raise asyncio.CancelledError
-
-    return await _limited(limited())
-
-
 class SiblingError(Exception):
     """Why a group of tasks ends."""
 
 
-async def _fail(turn: int) -> None:
-    await _turns(turn)
-    raise SiblingError
-
-
-async def _grouped(group: Callable[[Any], Awaitable[None]], call: Call) -> Outcome:
+async def sibling(call: Call, turn: int, seconds: float) -> Outcome:
+    """Another task of an `asyncio.TaskGroup` fails."""
     ended: list[BaseException | None] = []
 
     async def watched() -> None:
@@ -179,35 +163,19 @@ async def _grouped(group: Callable[[Any], Awaitable[None]], call: Call) -> Outco
             raise
         ended.append(None)
 
+    async def fail() -> None:
+        await _turns(turn)
+        raise SiblingError
+
     try:
-        await group(watched)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watched())
+            tasks.create_task(fail())
     except BaseExceptionGroup as errors:
         if errors.subgroup(SiblingError) is None:
             raise
     error = ended[0] if ended else asyncio.CancelledError()  # it had not even begun
     return Outcome(error is None, error)
-
-
-async def sibling(call: Call, turn: int, seconds: float) -> Outcome:
-    """Another task of an `asyncio.TaskGroup` fails."""
-
-    async def group(watched: Any) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(watched())
-            tasks.create_task(_fail(turn))
-
-    return await _grouped(group, call)
-
-
-async def anyio_sibling(call: Call, turn: int, seconds: float) -> Outcome:
-    """Another task of an anyio task group fails."""
-
-    async def group(watched: Any) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watched)
-            tasks.start_soon(_fail, turn)
-
-    return await _grouped(group, call)
 
 
 async def interrupt(call: Call, turn: int, seconds: float) -> Outcome:
@@ -230,5 +198,5 @@ async def interrupt(call: Call, turn: int, seconds: float) -> Outcome:
     return Outcome(late, error)
 
 
-WAYS = [once, twice, in_the_clean_up, wait_for, timeout, fail_after, move_on_after, sibling, anyio_sibling]
+WAYS = [once, twice, in_the_clean_up, wait_for, timeout, fail_after, sibling]
 """Each takes what to call, after how many iterations to cancel it, and the seconds that an iteration takes."""

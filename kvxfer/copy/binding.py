@@ -2,7 +2,7 @@
 
 The planner (`kvxfer.geometry`) is the definition. The words written here are those that `pack` makes of its plans, word
 for word, and every count is the planner's. Nothing here raises or allocates: where a list is not as it should be, or a
-number does not fit, a code says so, and the planner is asked instead, which names what is wrong. What a pair and a
+number does not fit, a code says so, and the planner is asked, which names what is wrong. What a pair and a
 request are told here as is made in `kvxfer.copy.template`.
 
 This code keeps the interpreter's lock: it runs for microseconds, and whoever lets go of that lock beside a busy thread
@@ -303,10 +303,10 @@ def bind(pair: I64, request: I64, src_ids: I64, dst_ids: I64, marks: I64) -> int
         request: Its tokens and where its lists are; how many rows it has, and totals of an outline, are filled in.
         src_ids: Of all lists, those of one group behind those of another.
         dst_ids: Likewise.
-        marks: Zeros; for each group in turn as many as `marks` says.
+        marks: Zeros; for each group in turn as many as `marks` says. None if ids are known to be distinct.
 
     Returns:
-        `FITS`, or anything else where the planner is to be asked.
+        `FITS`, or anything else where something is not as it should be.
     """
     start, stop, due = request[START], request[STOP], min(request[COVERED], request[STOP])
     marked, own, limits = 0, LISTS, pair[GROUPS_AT]
@@ -318,7 +318,8 @@ def bind(pair: I64, request: I64, src_ids: I64, dst_ids: I64, marks: I64) -> int
             return ODD
         if not _within(ours, pair[to + LIMIT_OF], pair[to + NULL_OF]):
             return ODD
-        marked = _distinct(ours, pair[to + LIMIT_OF], marks, marked)
+        if len(marks):
+            marked = _distinct(ours, pair[to + LIMIT_OF], marks, marked)
         if (marked < 0) | ((len(ours) == 0) & (state != 0)):
             return ODD
         limits += GROUP_WORDS
@@ -613,7 +614,8 @@ def write_tables(
         out: To be filled with what is said of each chunk, then with the tables of one behind those of another.
 
     Returns:
-        `FITS`; `FULL` if `out` is too short; anything else where the planner is to be asked.
+        `FITS`; `FULL` if `out` is too short, `UNKNOWN` if a source block is not known yet, `ODD` if a number is too
+        large.
     """
     layers, meetings, sizes = pair[LAYERS], pair[MEETINGS], (kind == SIZE) | (kind == OUTLINE)
     runs, before = (layers + each - 1) // each, min(request[START], request[STOP] - 1)

@@ -6,8 +6,7 @@
         Cut      the same with a grid: sizes and tables of its chunks
         Batch    tables of chunks that follow one another, of which the mover's records are made
 
-`Template.of` and `bind` answer None where the planner is to be asked: for a pair with nothing in it or with numbers
-beyond all memory, and for lists or tokens that are not as they should be, of which it knows to say what is wrong.
+Where lists or tokens are not as they should be the planner is asked, which says what is wrong.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,19 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.copy import binding, records
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, PART_BYTES, PART_WORDS, Kind, Tables, Variant, usable
+from kvxfer.copy.tables import (
+    AXIS_WORDS,
+    HEADER_WORDS,
+    KINDS,
+    LIMIT,
+    PART_BYTES,
+    PART_WORDS,
+    Kind,
+    Tables,
+    Variant,
+    usable,
+)
+from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import RowSide
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
@@ -39,6 +50,7 @@ __all__ = ["Batch", "Cut", "Fitted", "Template", "Variants"]
 
 I64: TypeAlias = NDArray[np.int64]
 
+_BEYOND: Final = "addresses and strides reach beyond all memory"
 _LARGEST: Final = 1 << 60
 """Numbers of a pair that are no larger can be added and compared without a thought."""
 _SPARE: Final = 8
@@ -273,11 +285,15 @@ class Template:
     shapes: Mapping[Kind, _Shapes]
 
     @classmethod
-    def of(cls, pair: PairPlan) -> "Template | None":
-        """Make a pair's; None if the pair has nothing, or numbers beyond all memory."""
+    def of(cls, pair: PairPlan) -> "Template":
+        """Make a pair's.
+
+        Raises:
+            GeometryError: If nothing is selected, or numbers are beyond all memory, as a peer may declare.
+        """
         names, meetings = pair.groups, pair.meetings
-        if not pair.classes or not all(c.key.token_bytes for c in pair.classes):
-            return None
+        if not pair.classes:
+            raise GeometryError("nothing is selected")
         layers = np.asarray(pair.layers, np.int64)
         try:
             common = (
@@ -290,17 +306,22 @@ class Template:
                 np.stack([np.append(np.searchsorted(c.layers, layers), len(c.layers)) for c in pair.classes]),
             )
             shapes = {kind: _Shapes.of(kind, common, pair.classes) for kind in Kind}
-        except OverflowError:  # a peer may declare what no memory has room for
-            return None
+        except OverflowError as error:
+            raise GeometryError(_BEYOND) from error
         if any(np.abs(found).max() > _LARGEST for one in shapes.values() for found in (one.regions, *common)):
-            return None
+            raise GeometryError(_BEYOND)
         tokens = tuple(src.grid and src.tokens_per_row * src.common(dst) for _, src, dst in meetings)
         padded = any(src.null_block is not None for _, src, _ in meetings)
         scratch = binding.scratch_words(len(meetings), len(pair.classes))
         return cls(pair, tokens, padded, scratch, shapes)
 
-    def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int) -> "Fitted | None":
-        """Add block lists in normal form and a token range; None where the planner is to be asked."""
+    def bind(
+        self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int, *, distinct: bool = False
+    ) -> "Fitted | None":
+        """Add block lists in normal form, of ids that may be known to be distinct, and a token range.
+
+        None if they are not as they should be, or if it would take long to see that ids are distinct.
+        """
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= MAX_TOKENS or not tokens.stop:
             return None
         src_ids: list[I64] = []
@@ -322,7 +343,8 @@ class Template:
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
         both = (src_ids[0], dst_ids[0]) if len(src_ids) == 1 else (np.concatenate(src_ids), np.concatenate(dst_ids))
         lists = np.array(request, np.int64), *both
-        if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
+        marked = np.zeros(0 if distinct else marks, np.int64)
+        if binding.bind(self.shapes[Kind.COPY].words, *lists, marked) != binding.FITS:
             return None
         counted: list[int] = lists[0].tolist()
         at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.pair.groups)
@@ -358,8 +380,7 @@ class Fitted(TransferPlan):
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""
-        cut = Cut.of(self, grid)
-        return super().largest_chunk_bytes(grid) if cut is None else int(cut.measured(outline=True)[:, 1].max())
+        return int(Cut.of(self, grid).measured(outline=True)[:, 1].max())
 
 
 class Cut(Struct, frozen=True, eq=False, dict=True):
@@ -371,12 +392,8 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
     scratch: I64  # where `binding.write_tables` finds the rows of a window again
 
     @classmethod
-    def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Cut | None":
-        """A plan so cut; None if it is the planner's, or the grid another's."""
-        if not isinstance(plan, Fitted) or grid.layers != plan.pair.layers:
-            return None
-        if (grid.start, grid.stop) != (plan.tokens.start, plan.tokens.stop):
-            return None
+    def of(cls, plan: Fitted, grid: ChunkGrid) -> "Cut":
+        """A plan so cut."""
         template, most = plan.template, plan.meeting_rows
         if grid.windows > 1:
             step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
@@ -410,8 +427,8 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         *,
         reached: Callable[[I64], I64] | None = None,
         from_nic: bool = False,
-    ) -> Batch | None:
-        """The tables of chunks that follow each other; None: ask the planner.
+    ) -> Batch:
+        """The tables of chunks that follow each other.
 
         Args:
             kind: What they do.
@@ -420,6 +437,10 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             reached: Makes regions of copies in place, int64 (R, 2), where this process addresses destinations
                 differently; it is given the same array for all requests of the pair.
             from_nic: As of tables.
+
+        Raises:
+            BlocksError: If a source block is not known yet.
+            GeometryError: If a table is too large to be numbered.
         """
         template, grid, count = self.plan.template, self.grid, len(chunks)
         shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
@@ -438,7 +459,13 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             if code != binding.FULL:
                 break
             room *= 2
+        if code == binding.UNKNOWN:
+            for chunk in chunks:
+                self.plan.chunk(grid, chunk)  # says which
         if code != binding.FITS:
-            return None
+            raise GeometryError(
+                "a copy has more words in a row, rows times regions or tiles in a launch than the "
+                f"{LIMIT - 1} that can be numbered: cut it into smaller ones"
+            )
         nbytes, staged_bytes = said[:, binding.T_BYTES], said[:, binding.T_STAGED]
         return Batch(shapes.variants, out, said, nbytes, staged_bytes, from_nic)

@@ -508,9 +508,8 @@ class Receiver(Struct, eq=False):
         if known and (warming is None or warming.done()) and self._table_rows() <= SMALL_PLAN and not self._given_up:
             self._bound = bound = self._plan(message, self._source)
             self.tally.pieces = bound.pieces
-            if not bound.part_rows:  # else the tables would take longer
-                self._submit(self._scatter_steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
-                return  # the mover does what there is to do, and keeps the transport progressing meanwhile
+            self._submit(self._scatter_steps(bound, range(message.chunks), ring), message.chunks, Turns(len(ring)))
+            return  # the mover does what there is to do, and keeps the transport progressing meanwhile
         self._keep_polling()
         self._wake()
 
@@ -721,12 +720,12 @@ class Receiver(Struct, eq=False):
         more = max(len(self.grants.ring), max(bound.quick, 2 * made) if made else 1)  # the mover begins with the first
         chunks = range(begun, min(self.protocol.granted, begun + min(more, bound.at_once)))
         places = self.grants.places(chunks)  # which are given back when it ends
-        make, rows = partial(self._scatter_steps, bound, chunks, places), len(chunks) * bound.part_rows
         if 2 * len(chunks) > bound.at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before
-        steps = await self.site.offload(make, rows=rows) if rows else make()
-        self._check_moving()
-        self._submit(steps, len(chunks), Turns(len(self.grants.ring), chunks.start))
+            self._check_moving()
+        self._submit(
+            self._scatter_steps(bound, chunks, places), len(chunks), Turns(len(self.grants.ring), chunks.start)
+        )
 
     async def _submit_reads(self, bound: BoundPlan) -> None:
         """Let the mover read chunks that the peer lets us read. It then confirms that the offer was held meanwhile."""

@@ -525,7 +525,7 @@ class PairPlan:
         self.selections: Final = tuple(sorted(selections))
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
-        self.template: Any = None  # the same as compiled code reads it, if somebody has made that
+        self.template: Any = None  # the same as compiled code reads it, if tables will be made
         self._slices: dict[tuple[int, int], list[SegmentClass]] = {}
         self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
         self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer.config import Config
 from kvxfer.copy.port import Descriptors
-from kvxfer.copy.tables import Kind, Tables, pack
+from kvxfer.copy.tables import Kind
 from kvxfer.errors import BlocksError, Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.geometry import (
     BlockLists,
@@ -538,16 +538,19 @@ def _compiled() -> ModuleType:
 def bind(
     pair: PairPlan, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
 ) -> TransferPlan:
-    """As `PairPlan.bind`: by compiled code, and where that has something to object by the planner, which says what.
+    """As `PairPlan.bind`, by compiled code.
 
     Raises:
         BlocksError: As `PairPlan.bind`.
         TokensError: Likewise.
     """
     covered = tokens.stop if covered is None else min(covered, tokens.stop)
-    template: Template | None = pair.template
-    fitted = None if template is None else template.bind(src_spans, dst_spans, tokens, covered)
-    return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
+    template: Template = pair.template
+    found = template.bind(src_spans, dst_spans, tokens, covered)
+    if found is not None:
+        return found
+    plan = pair.bind(src_spans, dst_spans, tokens, covered=covered)  # which says what is wrong
+    return template.bind(src_spans, dst_spans, tokens, covered, distinct=True) or plan  # ids were made to collide
 
 
 class BoundPlan:
@@ -566,14 +569,12 @@ class BoundPlan:
         self.rows: Final[int] = plan.most_rows if before is None else before.rows
         # contiguous runs in all, if no source block is padding
         self.pieces: Final[int] = plan.pieces if before is None else before.pieces
-        # the chunks as compiled code makes them; None where the planner does
-        self.cut: Final[Cut | None] = None if plan.pair.template is None else _compiled().Cut.of(plan, grid)
+        # the chunks as compiled code makes them; none of a plan of which only the numbers are asked for
+        self.cut: Final[Cut] = plan.pair.template and _compiled().Cut.of(plan, grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         most = max(1, SMALL_PLAN // max(1, self.chunk_rows))
         self.at_once: Final = min(_MOST_BATCH, most)  # chunks whose tables keep nobody waiting
-        self.quick: Final = 1 if self.cut is None else max(1, min(self.at_once, most // 16))  # those that take no time
-        # what a chunk's tables cost the planner, in rows
-        self.part_rows: Final = self.chunk_rows if self.cut is None else 0
+        self.quick: Final = max(1, min(self.at_once, most // 16))  # those that take no time
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks of which tables were made
         if grid.chunks == 1:
             vars(self)["most_bytes"] = plan.staged_bytes
@@ -605,13 +606,13 @@ class BoundPlan:
             BlocksError: If a source block is not known yet.
         """
         known, total, cut = self._carried, 0, self.cut
-        if cut is not None and stop - first > _MOST_BATCH:  # a peer says how many there are, and have come at once
+        if stop - first > _MOST_BATCH:  # a peer says how many there are, and have come at once
             sizes = cut.sizes[self.grid.cells_of(range(first, stop)), 0]
             if sizes.min() >= 0:
                 return int(sizes.sum())
         for number in range(first, stop):
             nbytes = known.get(number, -1)
-            if nbytes < 0 and cut is not None:
+            if nbytes < 0:
                 nbytes = int(cut.sizes[self.grid.cells[number], 0])
             total += nbytes if nbytes >= 0 else self.chunk(number).bytes
         return total
@@ -639,23 +640,10 @@ class BoundPlan:
             BlocksError: If a source block is not known yet.
             GeometryError: If a table is too large to be numbered.
         """
-        cut, addresses = self.cut, [0] * len(chunks) if addresses is None else addresses
-        if cut is not None:
-            found = cut.tables(kind, chunks, addresses, reached=reached, from_nic=from_nic)
-            if found is not None:
-                self._carried.update(zip(chunks, found.nbytes.tolist(), strict=True))
-                return found
-        made, sizes = list[Tables](), list[tuple[int, int]]()
-        for number, address in zip(chunks, addresses, strict=True):
-            chunk = self.chunk(number)
-            sizes.append((chunk.bytes, chunk.staged_bytes))
-            self._carried[number] = chunk.bytes
-            if kind is Kind.COPY:
-                made.append(pack(chunk.copy() if reached is None else chunk.copy().elsewhere(reached)))
-            else:
-                made.append(pack(chunk.gather(address) if kind is Kind.GATHER else chunk.scatter(address)))
-        batch: Batch = _compiled().Batch.of(made, sizes, from_nic=from_nic)
-        return batch
+        addresses = [0] * len(chunks) if addresses is None else addresses
+        found = self.cut.tables(kind, chunks, addresses, reached=reached, from_nic=from_nic)
+        self._carried.update(zip(chunks, found.nbytes.tolist(), strict=True))
+        return found
 
     def listed(self, number: int) -> Pieces:
         """Pieces of a chunk, as of `ChunkPlan`."""

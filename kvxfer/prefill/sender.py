@@ -666,11 +666,11 @@ class Sender(Struct, eq=False):
         return desk.begin_writing(extent, min(len(self.protocol.ring), self.protocol.chunks - first) - 1)
 
     async def _submit_steps(self, active: _ActiveFlow, bound: BoundPlan, stop: int) -> None:
-        """Make steps of some chunks, in a thread where that takes long, and give them to the mover."""
+        """Make steps of some chunks, in a thread where pieces are listed, and give them to the mover."""
         site, listed = self.site, self.protocol.route is Route.DIRECT
         at_once = min(bound.at_once, _LISTED_AT_ONCE) if listed else bound.at_once
         chunks = range(active.stop, min(stop, active.stop + at_once))
-        rows = len(chunks) * (bound.chunk_pieces if listed else bound.part_rows)
+        rows = len(chunks) * bound.chunk_pieces if listed else 0
         make = partial(self._steps, active, bound, chunks, active.post, active.extents)  # it has none once it ends
         if 2 * len(chunks) > at_once:
             await asyncio.sleep(0)  # others on the loop have a turn before

@@ -16,9 +16,9 @@ from opened import opened
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.copy import binding
-from kvxfer.copy.tables import Kind, Tables, pack
-from kvxfer.copy.template import Cut, Fitted, Template
-from kvxfer.errors import BlocksError, KvxferError
+from kvxfer.copy.tables import Kind, pack
+from kvxfer.copy.template import Cut, Template
+from kvxfer.errors import BlocksError, GeometryError, KvxferError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Span, TensorSpec, common, resolve
 from kvxfer.plans.pairs import BoundPlan, _planned, bind
 
@@ -57,9 +57,8 @@ def drawn_grid(case, rng):
     return replace(whole(case), layers_per_chunk=layers, tokens_per_chunk=tokens)
 
 
-def fitted(case, covered=None) -> Any:
-    template = case.pair.template
-    return template and template.bind(case.src, case.dst, case.tokens, case.tokens.stop if covered is None else covered)
+def fitted(case) -> Any:
+    return bind(case.pair, case.src, case.dst, case.tokens)
 
 
 def cut_of(plan, grid) -> Any:
@@ -89,7 +88,6 @@ def test_numbers_and_words_are_the_planners(seed):
     rng = Random(seed)
     for case in cases(seed):
         plan, fit = case.pair.bind(case.src, case.dst, case.tokens), fitted(case)
-        assert fit is not None
         for name in ("nbytes", "staged_bytes", "pieces", "most_rows"):
             assert getattr(fit, name) == getattr(plan, name), name
         for grid in (whole(case), drawn_grid(case, rng)):
@@ -203,12 +201,11 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
             if isinstance(plan, tuple):
                 assert found == plan
                 continue
-            assert isinstance(found, Fitted)  # the planner has nothing to object, so it is not asked
             grid = replace(drawn_grid(odd, rng), band=rng.choice([1, 2, 3, 100]))
-            theirs, ours = BoundPlan(plan, grid), BoundPlan(found, grid)
-            assert (theirs.rows, theirs.pieces) == (ours.rows, ours.pieces)
+            ours = BoundPlan(found, grid)
+            assert (plan.most_rows, plan.pieces) == (ours.rows, ours.pieces)
             for number in range(len(grid)):
-                expected = outcome(lambda: theirs.chunk(number))  # noqa: B023
+                expected = outcome(lambda: plan.chunk(grid, number))  # noqa: B023
                 made = outcome(lambda: ours.tables(Kind.GATHER, range(number, number + 1), [STAGING]))  # noqa: B023
                 carried = outcome(lambda: ours.carried(number, number + 1))  # noqa: B023
                 if isinstance(expected, tuple):  # a block of it is not known yet
@@ -223,7 +220,7 @@ def test_a_request_without_rows_asks_nothing_of_its_lists():
     _, _, case = pair_of()
     src = {"default": Span(case.src["default"].ids, 10)}
     assert not bind(case.pair, src, case.dst, range(7, 7)).rows[0].table.size
-    assert isinstance(bind(case.pair, src, case.dst, range(7, 7)), Fitted)
+    assert bind(case.pair, src, case.dst, range(7, 7)).nbytes == 0
 
 
 def test_many_ids_are_told_apart_in_pools_of_any_size():
@@ -234,11 +231,11 @@ def test_many_ids_are_told_apart_in_pools_of_any_size():
         ids = np.asarray(Random(blocks).sample(range(pool), blocks), np.int64)
         tokens = range(16 * blocks)
         spans = {"default": Span(ids)}
-        assert isinstance(bind(pair, spans, spans, tokens), Fitted)
+        assert bind(pair, spans, spans, tokens).most_rows == blocks
         if blocks > 1:
             twice = ids.copy()
             twice[-1] = twice[blocks // 2]
-            assert isinstance(bind(pair, {"default": Span(twice)}, spans, tokens), Fitted)
+            assert bind(pair, {"default": Span(twice)}, spans, tokens).most_rows == blocks
             with pytest.raises(BlocksError, match="is named twice, at positions"):
                 bind(pair, spans, {"default": Span(twice)}, tokens)
 
@@ -266,8 +263,12 @@ def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
     ids = ids[place == 0][:number]
     assert len(ids) == number
     spans, tokens = {"default": Span(ids)}, range(16 * number)
-    assert fitted(Case(pair, spans, spans, tokens)) is None
-    assert bind(pair, spans, spans, tokens).rows[0].table[:, 2].tolist() == ids.tolist()
+    template: Any = pair.template
+    assert template.bind(spans, spans, tokens, tokens.stop) is None
+    assert bind(pair, spans, spans, tokens).most_rows == number
+    twice = {"default": Span(np.append(ids[:-1], ids[0]))}
+    with pytest.raises(BlocksError, match="is named twice, at positions"):
+        bind(pair, spans, twice, tokens)
 
 
 def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
@@ -285,27 +286,16 @@ def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
             same(tables, pack(theirs.chunk(grid, chunk).copy().elsewhere(reached)))
 
 
-def test_a_pair_with_nothing_in_it_has_no_template():
+def test_a_pair_with_nothing_in_it_is_refused():
     _, _, case = pair_of()
-    assert Template.of(PairPlan(case.pair.src, case.pair.dst, ())) is None
+    with pytest.raises(GeometryError, match="nothing is selected"):
+        Template.of(PairPlan(case.pair.src, case.pair.dst, ()))
 
 
-def test_numbers_beyond_all_memory_have_no_template():
+def test_numbers_beyond_all_memory_are_refused():
     near, far = (described([contiguous(NHD, SIZES, base=base)]) for base in (1 << 20, (1 << 62) + 64))
-    pair = between(near, far)
-    assert Template.of(pair) is None
-    spans = {"default": Span(np.arange(4))}
-    assert not isinstance(bind(pair, spans, spans, range(64)), Fitted)
-
-
-def test_a_grid_of_other_tokens_or_layers_is_the_planners():
-    _, _, case = pair_of()
-    fit, grid = fitted(case), whole(case)
-    assert cut_of(fit, replace(grid, start=0)) is None
-    assert cut_of(fit, replace(grid, layers=(0, 1))) is None
-    assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
-    (tables,) = opened(BoundPlan(fit, replace(grid, start=0)).tables(Kind.COPY, range(1)))
-    assert isinstance(tables, Tables)
+    with pytest.raises(GeometryError, match="beyond all memory"):
+        between(near, far)
 
 
 def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name():

@@ -12,6 +12,7 @@ import gc
 import math
 import os
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -918,7 +919,6 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
 
     monkeypatch.setattr(Site, "offload", planned)
     monkeypatch.setattr("kvxfer.decode.receiver.SMALL_PLAN", -1)
-    _plan_all_steps(monkeypatch)
     return plans
 
 
@@ -936,39 +936,33 @@ def plan_late(seconds: float, monkeypatch: Any) -> None:
 
 def keep_gathers(monkeypatch: Any) -> list[Callable[[], None]]:
     """Steps of chunks to be gathered, until the monkeypatch is undone; to call one makes them, as late as that."""
-    return _keep_steps(Sender._steps, monkeypatch)
-
-
-def keep_scatters(monkeypatch: Any) -> list[Callable[[], None]]:
-    """Likewise of chunks to be scattered."""
-    return _keep_steps(Receiver._scatter_steps, monkeypatch)
-
-
-def _keep_steps(steps: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     late: list[Callable[[], None]] = []
-    plan = Site.offload
 
-    async def planned(site: Any, make: Any, *, rows: int) -> Any:
-        if getattr(getattr(make, "func", None), "__func__", None) is steps:
-            wanted = site.loop.create_future()
-            late.append(lambda: wanted.set_result(None))
-            await wanted
-        return await plan(site, make, rows=rows)
+    async def keep(sender: Any) -> None:
+        wanted = sender.site.loop.create_future()
+        late.append(lambda: wanted.set_result(None))
+        await wanted
 
-    monkeypatch.setattr(Site, "offload", planned)
-    _plan_all_steps(monkeypatch)
+    before_steps(keep, monkeypatch)
     return late
 
 
-def _plan_all_steps(monkeypatch: Any) -> None:
-    """No step is so small that it is made without a plan."""
-    begin = BoundPlan.__init__
+def before_steps(wait: Callable[[Any], Awaitable[None]], monkeypatch: Any) -> None:
+    """Where others on the loop have a turn before a prefill rank makes steps, as of many, it waits so long."""
+    begin, sleep = BoundPlan.__init__, asyncio.sleep
 
-    def large(bound: Any, *given: Any) -> None:
+    def many(bound: Any, *given: Any) -> None:
         begin(bound, *given)
-        bound.part_rows = max(1, bound.part_rows)
+        bound.at_once = 1
 
-    monkeypatch.setattr(BoundPlan, "__init__", large)
+    async def turn(delay: float, *result: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code is Sender._submit_steps.__code__:
+            await wait(frame.f_locals["self"])
+        return await sleep(delay, *result)
+
+    monkeypatch.setattr(BoundPlan, "__init__", many)
+    monkeypatch.setattr(asyncio, "sleep", turn)
 
 
 def doubt_all(monkeypatch: Any) -> None:

@@ -84,8 +84,6 @@ async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypat
         await eventually(lambda: len(sessions(decode)) > 1)
         claim.close()
         await offer.withdraw()
-    plans.pop()()
-    await eventually(lambda: plans)  # that of its chunk
     assert not transfer.done
     plans.pop()()
     await transfer

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 
 import pytest
-from inside import before_connecting, being_stopped, connect, hear, keep_gathers, keep_scatters, session, unanswered
+from inside import before_connecting, being_stopped, connect, hear, keep_gathers, session, unanswered
 from stage import SOON, Cache, Copied, Gate, Tap, eventually, frames, quiet
 from wire import virtual
 
@@ -515,12 +515,11 @@ async def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(on
     assert one.now - failed < 1.0
 
 
-@pytest.mark.parametrize("keep", [keep_gathers, keep_scatters])
-async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_nothing(stage, monkeypatch, caplog, keep):
+async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_nothing(stage, monkeypatch, caplog):
     """They may be under way in a thread when their memory is given back."""
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route="staged")
-    late = keep(monkeypatch)
+    late = keep_gathers(monkeypatch)
     _, transfer = stage.begin(prefill, decode)
     await eventually(lambda: late)
     transfer.cancel()

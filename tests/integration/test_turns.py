@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from inside import keep_plans, mover, pause_grants, resume_grants, staging, take, take_all
+from inside import before_steps, keep_plans, mover, pause_grants, resume_grants, staging, take, take_all
 from stage import Broken, Cache, Copied, Gate, Tap, eventually, extents, frames, quiet, turns
 
 from kvxfer import KvxferError
@@ -17,7 +17,6 @@ from kvxfer.decode.receiver import Grants
 from kvxfer.plans.pairs import BoundPlan
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Accept, Ready
-from kvxfer.site import Site
 
 IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
 ROUTES = ["staged", "direct", "pull"]
@@ -122,22 +121,15 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
 
 async def test_chunks_whose_steps_are_made_as_a_flow_is_concluded_go_into_the_next_one(stage, monkeypatch):
     prefill, decode = await stage.pair(Cache(blocks=64), Cache(blocks=64), route="staged", window=2)
-    make_bound, concluded = BoundPlan.__init__, []
+    concluded = []
 
-    def with_rows(self, *given):
-        make_bound(self, *given)
-        object.__setattr__(self, "part_rows", 1)  # so that steps are made as where that takes long
-
-    async def plan(self, make, *, rows):
-        found, sender = make(), getattr(getattr(make, "func", None), "__self__", None)
-        if isinstance(sender, Sender) and sender._granted and (active := sender._active) and active.flow is not None:
+    async def wait(sender):
+        if sender._granted and (active := sender._active) and active.flow is not None:
             more, granted = active.allowed < sender._granted[0].stop, sender._granted
             await eventually(lambda: active.finished if more else len(granted) > 1 or granted[-1].stop == 64)
             concluded.append(more and active.finished)
-        return found
 
-    monkeypatch.setattr(BoundPlan, "__init__", with_rows)
-    monkeypatch.setattr(Site, "offload", plan)
+    before_steps(wait, monkeypatch)
     noted: list[int] = []
     monkeypatch.setattr(Grants, "measure_turns", lambda _, copied, *__: noted.append(copied))
     monkeypatch.setattr(Grants, "turns", lambda _: 4 if noted else 2)  # one grant of few after the other

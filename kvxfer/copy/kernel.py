@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant, Variant
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, SUM_HEADER_WORDS, SumVariant, Variant
 from kvxfer.errors import MissingExtraError
 
 __all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_items", "touch_gate"]
@@ -35,7 +35,6 @@ SUM_OPTIONS: Final[dict[str, Any]] = {"num_warps": 16, "num_stages": 1, "enable_
 HEADER = tl.constexpr(HEADER_WORDS)
 AXIS = tl.constexpr(AXIS_WORDS)
 SUM_HEADER = tl.constexpr(SUM_HEADER_WORDS)
-SUM_AXIS = tl.constexpr(SUM_AXIS_WORDS)
 PLAIN = tl.constexpr(0)
 FLOAT32 = tl.constexpr(1)
 FLOAT16 = tl.constexpr(2)
@@ -283,13 +282,6 @@ def _mix(word):
 
 
 @triton.jit
-def _reach(axis, index, most, address, live):
-    """Move addresses `index` steps along an axis of sums; what is beyond a row is not live."""
-    live = live & (index < tl.where(_load(axis + 4) > 0, most, _load(axis)))
-    return address + index.to(tl.int64) * tl.load(axis + 3), live
-
-
-@triton.jit
 def _read(address, factors, live, UNIT: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
     """UNIT bytes of each address as they are summed, as a number; 0 where nothing is to be read."""
     if SRC == PLAIN:
@@ -331,10 +323,10 @@ def _item_words(head, base, factors, most, live, word, UNIT: tl.constexpr, SRC: 
         axis = head + tl.load(head + 8)
         for _ in range(1, tl.load(head + 7).to(tl.int32)):
             outer = _divide(rest, _load(axis + 1), _load(axis + 2))
-            address, here = _reach(axis, rest - outer * _load(axis), most, address, here)
+            address, _, here = _advance(axis, rest - outer * _load(axis), most, address, address, here)
             rest = outer
-            axis += SUM_AXIS
-        address, here = _reach(axis, rest, most, address, here)
+            axis += AXIS
+        address, _, here = _advance(axis, rest, most, address, address, here)
         found |= _read(address, factors, here, UNIT, SRC, DST) << (8 * UNIT * part)
     return found
 
@@ -357,11 +349,11 @@ def _sum_block(
     number = tl.minimum(number, _load(head + 2) - 1)
     region = _divide(number, _load(head + 4), _load(head + 5))
     row = number - region * rows
-    pair = head + tl.load(head + 9) + region.to(tl.int64) * (1 if SRC == PLAIN else 2)
-    line = head + tl.load(head + 10) + row.to(tl.int64) * 2
+    pair = head + tl.load(head + 9) + region.to(tl.int64) * (2 if SRC == PLAIN else 3)
+    line = head + tl.load(head + 10) + row.to(tl.int64) * 3
     base = (tl.load(pair) + tl.load(line))[:, None] + tl.zeros((ITEMS, WORDS), tl.int64)
-    most = _load(line + 1)[:, None]
-    factors = (tl.load(pair) if SRC == PLAIN else tl.load(pair + 1))[:, None]
+    most = _load(line + 2)[:, None]
+    factors = (tl.load(pair) if SRC == PLAIN else tl.load(pair + 2))[:, None]
     total = tl.zeros((ITEMS,), tl.uint64)
     for start in range(0, tl.load(head + 6).to(tl.int32), WORDS):
         word = (tl.arange(0, WORDS) + start).to(tl.uint32)[None, :]

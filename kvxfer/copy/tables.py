@@ -41,7 +41,6 @@ __all__ = [
     "PART_BYTES",
     "PART_WORDS",
     "SPARE_WORDS",
-    "SUM_AXIS_WORDS",
     "SUM_HEADER_WORDS",
     "TILE_WORDS",
     "WIDTHS",
@@ -330,21 +329,18 @@ def divisor(number: int) -> tuple[int, int]:
     return ((1 << 32) * ((1 << shift) - number)) // number + 1, shift
 
 
-# --- sums of a chunk, likewise as one array of words, which the kernel reads (`walk.py` adds up CPU memory)
+# --- sums of a chunk, likewise as one array of words, which the kernel reads, or `walk.py`
 #
 #     header   blocks of items, blocks of the headers before it, items, rows (+ how to divide by it), words of an item,
 #              number of axes, where they, the regions and the rows are, first region, first row, how to divide by the
 #              regions and by the rows that share a sum, number of sums over regions
-#     axis     count (+ how to divide by it), stride, 1 if a row may cut it short
-#     region   address; where elements are converted, also two float32 in one word, as above
-#     row      offset, the count of the axis that it may cut short
+#     axis, region, row    as of a copy, each item of which goes to address 0
 #
 # Places count from the header. Behind the last of them lie the sums, 0 at first. The axes number the accesses of an
 # item as they lie in the common order, the innermost first, so a word is as many neighbours of them as it has room
 # for; what a row does not hold is not read.
 
 SUM_HEADER_WORDS: Final = 18
-SUM_AXIS_WORDS: Final = 5
 _WORD: Final = 8
 _SUM_TILE: Final = 2048
 _SHORT_ITEM: Final = 128
@@ -443,18 +439,15 @@ def _sum_body(part: "SumPart", variant: SumVariant) -> tuple[I64, tuple[int, int
     box, elements = segment.box, segment.box.elements
     step = 1 if elements.converts else variant.unit  # an access in units of the run
     cut = box.token_in_run
-    axes = [(box.run * (part.grid if cut else 1) // step, step * elements.src_bytes, cut)]
+    first = (step * elements.dst_bytes, box.run * (part.grid if cut else 1) // step, step * elements.src_bytes, cut)
     rest = [(axis.dst, axis.count, axis.src, False) for axis in box.outer]
     if part.grid > 1 and not cut:
         rest.append((box.dst_token, part.grid, box.src_token, True))
-    axes += [(count, src, short) for _, count, src, short in sorted(rest)]
-    numbers = [number for count, src, short in axes for number in (count, *divisor(count), src, int(short))]
-    words = _region_words(segment)
-    words = np.delete(words, 1, axis=1)  # where it is in the common order follows from its number
-    offsets = segment.offsets[:, [0, 2]].copy()
+    axes = [first, *sorted(rest)]
+    numbers = [number for dst, count, src, short in axes for number in (count, *divisor(count), src, dst, int(short))]
+    words, offsets = _region_words(segment), segment.offsets
     if cut:
-        offsets[:, 1] *= box.run
-        offsets[:, 1] //= step
+        offsets = offsets * (1, 1, box.run) // (1, 1, step)
     body = np.concatenate([words.ravel(), offsets.ravel(), np.asarray(numbers, np.int64)])
     return body, (len(axes), words.size + offsets.size, 0, words.size)
 

@@ -1,6 +1,6 @@
 """Copies between CPU memory: the tables of a plan, walked by compiled code; and sums of what is there.
 
-The tables are those that the kernel reads on a GPU (`tables.py`), and elements are converted to the same bits. An item
+The tables are those that kernels read on a GPU (`tables.py`), and elements are converted to the same bits. An item
 is a run of elements, or single words of them that lie apart, within some axes. Nothing here needs the
 interpreter, so threads copy side by side: they take parts of a copy from a counter until there are none left.
 """
@@ -14,6 +14,7 @@ from kvxfer.copy.compiler import (
     add,
     bits_of,
     call,
+    clear_bytes,
     compiled,
     copy_bytes,
     copy_word,
@@ -25,9 +26,16 @@ from kvxfer.copy.compiler import (
     prefetch,
     store_word,
 )
-from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, pack, parts_of
-from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.plan import ItemSums, SumPart, SumPlan, keys
+from kvxfer.copy.tables import (
+    AXIS_WORDS,
+    KINDS,
+    PART_WORDS,
+    SUM_HEADER_WORDS,
+    Tables,
+    pack_sums,
+    parts_of,
+)
+from kvxfer.geometry.plan import SumPlan, keys
 
 __all__ = ["copy", "copy_part", "copy_parts", "help_out", "total"]
 
@@ -193,9 +201,8 @@ def _convert_line(src: Any, dst: Any, count: Any, of: Any, to: Any, run: Any, ki
 
 
 @inlined
-def _copy_item(region: Any, row: Any, axes: Any, count: Any, width: Any, kinds: Any) -> None:
+def _copy_item(src: Any, dst: Any, cut: Any, axes: Any, count: Any, width: Any, kinds: Any, factors: Any) -> None:
     """Copy one row in one region: lines, within as many axes as there are."""
-    src, dst, cut = load(region) + load(row), load(region + 8) + load(row + 8), load(row + 16)
     run, line = width, 0
     first, of, to = _axis(axes, 0, count, cut)
     if of == width * _size(kinds[0]) and to == width * _size(kinds[1]):
@@ -219,7 +226,7 @@ def _copy_item(region: Any, row: Any, axes: Any, count: Any, width: Any, kinds: 
                 if kinds[0] == PLAIN:
                     _copy_line(src_line, dst_line, n1, of1, to1, run)
                 else:
-                    _convert_line(src_line, dst_line, n1, of1, to1, run, kinds, load(region + 16))
+                    _convert_line(src_line, dst_line, n1, of1, to1, run, kinds, factors)
 
 
 @inlined
@@ -240,7 +247,8 @@ def copy_part(parts: Any, number: Any) -> None:
         ahead = min(item + _AHEAD, items - 1)
         _fetch(regions + region_bytes * (ahead // rows), table + 24 * (ahead % rows))
         region, row = regions + region_bytes * (item // rows), table + 24 * (item % rows)
-        _copy_item(region, row, axes, count, width, kinds)
+        src, dst = load(region) + load(row), load(region + 8) + load(row + 8)
+        _copy_item(src, dst, load(row + 16), axes, count, width, kinds, load(region + 16))
 
 
 @inlined
@@ -289,32 +297,81 @@ def copy(tables: Tables) -> None:
 
 # --- sums
 
-_AT_ONCE_WORDS: Final = 1 << 17
-"""Words of 64 bits, so that they, as many copies of them and their keys stay in the cache."""
+
+@inlined
+def _mixed(word: Any) -> Any:
+    """As `kvxfer.geometry.plan.mix`, of the bits of a number with a sign."""
+    word = (word ^ (word >> 30 & 0x3_FFFF_FFFF)) * -0x40A7_B892_E31B_1A47
+    word = (word ^ (word >> 27 & 0x1F_FFFF_FFFF)) * -0x6B2F_B644_ECCE_EE15
+    return word ^ (word >> 31 & 0x1_FFFF_FFFF)
+
+
+@inlined
+def _divided(number: Any, by: Any) -> Any:
+    """A number of 31 bits by what `divisor` has made of another."""
+    return ((number * load(by) >> 32) + number) >> load(by + 8)
+
+
+@inlined
+def _item_sum(region: Any, row: Any, head: Any, width: Any, kinds: Any, keys: Any, room: Any) -> Any:
+    """The sum of the words of one row in one region, which are brought together in some room unless they are.
+
+    What no row there has filled is 0.
+    """
+    axes, count, words = head + 8 * load(head + 64), load(head + 56), load(head + 48)
+    first = load(region) + load(row)
+    held = load(row + 16) if load(axes + 40) else load(axes)
+    if kinds[0] != PLAIN or width != 8 or load(axes + 24) != 8 or held != words:
+        for at in range(axes, axes + _AXIS * count, _AXIS):
+            if load(at + 40) and load(at) > load(row + 16):
+                clear_bytes(room, 8 * words)
+        _copy_item(first, room, load(row + 16), axes, count, width, kinds, load(region + 16))
+        first = room
+    total = 0
+    for at in range(0, 8 * words, 8):
+        word = load(first + at)
+        total += (word ^ (word >> 32 & 0xFFFF_FFFF)) * load(keys + at)
+    return total
+
+
+@compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def add_up(head: int, headers: int, width: int, source: int, target: int, keys: int, room: int, sums: int) -> None:
+    """Add up the items of some headers of sums, in the calling thread.
+
+    Args:
+        head: Address of the first header.
+        headers: How many there are.
+        width: Elements of an access.
+        source: What elements are, as of `KINDS`.
+        target: As what they are summed.
+        keys: Address of the keys of words.
+        room: Address of room for an item.
+        sums: Address of the sums, those of regions first.
+    """
+    kinds, size = (source, target), 16 if source == PLAIN else 24
+    for _ in range(headers):
+        region = head + 8 * load(head + 72)
+        clear_bytes(room, 8 * load(head + 48))
+        for number in range(load(head + 88), load(head + 88) + load(head + 16) // load(head + 24)):
+            row = head + 8 * load(head + 80)
+            for place in range(load(head + 96), load(head + 96) + load(head + 24)):
+                total = _item_sum(region, row, head, width, kinds, keys, room)
+                total = _mixed(total ^ _mixed(number << 32 | place))
+                add(sums + 8 * _divided(number, head + 104), total)
+                add(sums + 8 * (load(head + 136) + _divided(place, head + 120)), total)
+                row += 24
+            region += size
+        head += 8 * SUM_HEADER_WORDS
 
 
 def total(plan: SumPlan) -> bytes:
     """Read all that a plan names in CPU memory, now, in the calling thread; gives its sums as they travel."""
-    found = ItemSums(plan)
-    for part in plan.parts:
-        _add(part, found)
-    return found.packed()
-
-
-def _add(part: SumPart, found: ItemSums) -> None:
-    at_once = max(1, _AT_ONCE_WORDS // part.words)  # items
-    few_rows = min(part.rows, at_once)
-    few_regions = max(1, min(part.regions, at_once // part.rows))
-    memory, folded = np.zeros((2, few_regions * few_rows * part.words), np.uint64)
-    for region in range(0, part.regions, few_regions):
-        regions = slice(region, min(region + few_regions, part.regions))
-        for row in range(0, part.rows, few_rows):
-            rows = slice(row, min(row + few_rows, part.rows))
-            shape = (regions.stop - regions.start, rows.stop - rows.start, part.words)
-            words, other = (some[: np.prod(shape)].reshape(shape) for some in (memory, folded))
-            if not part.whole:
-                words[:] = 0
-            copy(pack(CopyPlan((part.cut(regions, rows, memory.ctypes.data),))))
-            np.right_shift(words, 32, out=other)
-            np.bitwise_xor(words, other, out=words)
-            found.add(part, regions, rows, np.einsum("rni,i->rn", words, keys(part.words)))
+    tables = pack_sums(plan)
+    known = keys(max((part.words for part in plan.parts), default=0))
+    at, room = tables.words.ctypes.data, np.empty(len(known), np.int64)
+    for launch in tables.launches:
+        unit, elements = launch.variant.unit, launch.variant.elements
+        shape = 1 if elements.converts else unit, KINDS[elements.src], KINDS[elements.dst]
+        where = known.ctypes.data, room.ctypes.data, at + 8 * tables.at
+        add_up(at + 8 * launch.first, launch.headers, *shape, *where)
+    return tables.words[tables.at :].astype("<i8").tobytes()

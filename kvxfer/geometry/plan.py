@@ -48,7 +48,6 @@ __all__ = [
     "ChunkPart",
     "ChunkPlan",
     "Damage",
-    "ItemSums",
     "PairPlan",
     "SumPart",
     "SumPlan",
@@ -319,12 +318,10 @@ _ALL_AXES: Final = 64
 class SumPart:
     """What one side reads of one class of a chunk."""
 
-    # a copy of this side's blocks into bytes in the order in which they are summed: from 0 on, item by item, the rows
-    # of a region behind each other
+    # a copy of this side's blocks into bytes in the order in which they are summed, each region and row from 0 on
     segment: Segment
     grid: int  # token rows that a row has at most
     words: int  # words of 64 bits that an item takes there
-    whole: bool  # whether rows fill them all; else the rest counts as 0
     first_region: int  # its first region, counted through the chunk
     first_row: int  # its first row, likewise
 
@@ -337,17 +334,6 @@ class SumPart:
     def rows(self) -> int:
         """Number of rows."""
         return len(self.segment.rows)
-
-    def cut(self, regions: slice, rows: slice, address: int) -> Segment:
-        """Some of its items, copied to an address."""
-        whole = self.segment
-        table = whole.rows[rows].copy()
-        table[:, 2] = np.arange(len(table))
-        bases = whole.regions[regions].copy()
-        bases[:, 1] = address + np.arange(len(bases), dtype=np.int64) * (len(table) * self.words * _WORD)
-        return replace(
-            whole, regions=bases, rows=table, factors=None if whole.factors is None else whole.factors[regions]
-        )
 
 
 class SumPlan:
@@ -401,14 +387,11 @@ def _part(part: ChunkPart, side: int, first_region: int, first_row: int) -> SumP
     elements = Elements(item, item) if side else key.elements
     box, _ = fold(axes, (key.src_token, key.dst_token)[side], token_bytes, elements, most=_ALL_AXES)
     table = np.zeros((len(rows), 5), np.int64)
-    table[:, :2] = rows.table[:, 2 * side : 2 * side + 2]
-    table[:, 2], table[:, 4] = np.arange(len(rows)), rows.table[:, 4]
-    number = np.arange(len(of.bases), dtype=np.int64)
-    bases = np.stack([of.bases[:, side], number * (len(rows) * words * _WORD)], axis=1)
+    table[:, :2], table[:, 4] = rows.table[:, 2 * side : 2 * side + 2], rows.table[:, 4]
+    bases = np.stack([of.bases[:, side], np.zeros(len(of.bases), np.int64)], axis=1)
     factors = of.factors if elements.converts else None
-    segment = Segment(bases, table, (key.src_block, key.dst_block)[side], words * _WORD, box, factors)
-    whole = row_bytes == words * _WORD and bool((table[:, 4] == grid).all())
-    return SumPart(segment, grid, words, whole, first_region, first_row)
+    segment = Segment(bases, table, (key.src_block, key.dst_block)[side], 0, box, factors)
+    return SumPart(segment, grid, words, first_region, first_row)
 
 
 def mix(words: U64) -> U64:
@@ -432,28 +415,6 @@ def selected(transfer: int, chunk: int, every: int) -> bool:
         return every == 1
     word = np.array([(transfer << _CHUNK_BITS | chunk) & _MASK], np.uint64)
     return int(mix(word)[0]) % every == 0
-
-
-class ItemSums:
-    """Adds items up, in any order."""
-
-    def __init__(self, plan: SumPlan) -> None:
-        self._plan: Final = plan
-        self._sums: Final = np.zeros(plan.region_sums + plan.row_sums, np.uint64)
-
-    def add(self, part: SumPart, regions: slice, rows: slice, items: U64) -> None:
-        """Take the plain sums of some items, (regions, rows)."""
-        plan = self._plan
-        region = np.arange(regions.start, regions.stop, dtype=np.uint64) + np.uint64(part.first_region)
-        row = np.arange(rows.start, rows.stop, dtype=np.uint64) + np.uint64(part.first_row)
-        mixed = mix(items ^ mix(region[:, None] << np.uint64(32) | row))
-        np.add.at(self._sums, (region // np.uint64(plan.region_step)).astype(np.int64), mixed.sum(axis=1))
-        into = plan.region_sums + (row // np.uint64(plan.row_step)).astype(np.int64)
-        np.add.at(self._sums, into, mixed.sum(axis=0))
-
-    def packed(self) -> bytes:
-        """All sums as they travel: 64 bits each, little-endian, those of regions first."""
-        return self._sums.astype("<u8").tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -606,9 +606,8 @@ class Site:
         if maps:
             await self.mappings.open(peer, self.plans.geometry(peer))
         try:
-            await self.runtime.in_thread(
-                lambda: self.mover.warm(self.plans.samples(peer, sending=sending, mapped=maps))
-            )
+            variants = self.plans.variants(peer, sending=sending, mapped=maps)
+            await self.runtime.in_thread(lambda: self.mover.warm(variants))
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
@@ -623,7 +622,7 @@ class Site:
         if first is not None:
             await asyncio.wait({first})
         try:
-            await self.runtime.in_thread(lambda: self.mover.warm(self.plans.sum_samples(peer, sending=sending)))
+            await self.runtime.in_thread(lambda: self.mover.warm(self.plans.sum_variants(peer, sending=sending)))
         except KvxferError as error:
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 

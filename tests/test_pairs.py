@@ -284,7 +284,7 @@ def test_of_a_peer_that_is_gone_nothing_is_kept():
     plans.forget(peer)  # between the handshake and the first fetch
     assert plans.shares([peer], rank=0)
     assert plans.geometry(peer).tensors == known.tensors
-    assert not plans.samples(peer, sending=False, mapped=False), "nothing is compiled for it"
+    assert not plans.variants(peer, sending=False, mapped=False), "nothing is compiled for it"
     assert not any((plans._geometries, plans._pairs, plans._agreed, plans._shares))
 
 

@@ -12,7 +12,6 @@ can reach.
 """
 
 import ctypes
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -20,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.tables import SPARE_WORDS, SumTables, SumVariant, Variant, pack_sums, sum_variants, variants
+from kvxfer.copy.port import CopyJob
+from kvxfer.copy.tables import SPARE_WORDS, SumTables, pack_sums
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
-from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.plan import SumPlan
 from kvxfer.memory.device import Arrival, arrival, call, load
 from kvxfer.telemetry import logger
 
@@ -94,18 +92,8 @@ class Gpu:
             lane[records.RING_HOST], lane[records.RING_DEVICE] = host.data_ptr(), device.data_ptr()
             lane[records.ORDER + records.QUEUE :] = [int(mark.cuda_event) for mark in self._marks[number]]
 
-    def warm(self, plans: Iterable[CopyPlan | SumPlan]) -> None:
-        """Compile every variant that these plans need, or the same of other blocks and tokens. May take seconds."""
-        for plan in plans:
-            if isinstance(plan, CopyPlan):
-                needed: list[Variant] | list[SumVariant] = sorted(variants([plan]), reverse=True)
-            else:
-                needed = sorted(sum_variants([plan]), reverse=True)
-            for variant in needed:
-                self.kernel.compile(variant)
-
     def prepare(
-        self, batch: "Batch", plan: SumPlan | None, lane: int
+        self, batch: "Batch", job: CopyJob, lane: int
     ) -> tuple[SumTables | None, tuple[torch.Tensor, torch.Tensor] | None]:
         """See to all that launching copies, and sums behind the only one, needs and takes a while: in a worker thread.
 
@@ -114,11 +102,11 @@ class Gpu:
         """
         for variant in batch.needed():
             self.kernel.compile(variant)
-        sums = None if plan is None else pack_sums(plan)
+        sums = None if job.sums is None else pack_sums(job.sums)
         more = 0 if sums is None else len(sums.words)
         for one in () if sums is None else sums.launches:
             self.kernel.compile(one.variant)
-        if batch.from_nic and self.arrival is None:
+        if job.from_nic and self.arrival is None:
             self.arrival = arrival(self.device.index)
             if self.arrival is Arrival.UNKNOWN:
                 _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")

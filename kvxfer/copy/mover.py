@@ -45,10 +45,8 @@ from kvxfer.copy.port import (
     Post,
     Turns,
 )
-from kvxfer.copy.tables import SumTables, Tables
+from kvxfer.copy.tables import SumTables, SumVariant, Variant
 from kvxfer.errors import ClosedError, FabricError, KvxferError, TransferFailedError
-from kvxfer.geometry.copyplan import CopyPlan
-from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, resolve, settle
 
 if TYPE_CHECKING:
@@ -137,7 +135,6 @@ class _Step(Struct, eq=False):
     kept: list[Any] = field(default_factory=list[Any])  # what its records point to
     room: Any = None  # memory for tables that are larger than a ring
     sums: SumTables | None = None  # what is added up on a GPU when it has run
-    batch: "Batch | None" = None  # its tables as compiled code has them
     records: I64 | None = None  # its records, once they are made
     laid: int = 0  # how many of these are where the machine finds them
     stop: int = 0  # how many copies of the flow these and those before them are
@@ -372,10 +369,11 @@ class Mover:
             return
         self._loop.call_soon(self._report, flow, self._outcome(stopped=True))
 
-    def warm(self, plans: Iterable[CopyPlan | SumPlan]) -> None:
-        """Compile what copies and sums of these shapes need. May take seconds: call it from a worker thread."""
+    def warm(self, variants: Iterable[Variant | SumVariant]) -> None:
+        """Compile these for the GPU, if there is one. May take seconds: call it from a worker thread."""
         if self._gpu is not None:
-            self._gpu.warm(plans)
+            for variant in variants:
+                self._gpu.kernel.compile(variant)
 
     def keep(self, *owners: object) -> None:
         """Keep what owns memory that copies and posts may touch, also if nobody closes this and all is dropped."""
@@ -653,7 +651,7 @@ class Mover:
             if met is not None:
                 await asyncio.shield(met)
             if gpu is not None:
-                prepare = partial(gpu.prepare, batch, step.job.sums, step.flow.lane)
+                prepare = partial(gpu.prepare, batch, step.job, step.flow.lane)
                 async with self._preparing:
                     step.sums, step.room = await self._runtime.in_thread(prepare)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
@@ -691,18 +689,17 @@ class Mover:
     def _write_records(self, step: _Step) -> I64 | None:
         """Make the records of a step; None if something has to be seen to before, which begins."""
         flow, job, kept, gpu, sums = step.flow, step.job, step.kept, self._gpu, step.sums
-        tables = step.batch or job.tables
-        batch: Batch = self._machine.batches.of([tables]) if isinstance(tables, Tables) else tables
-        step.batch = batch
+        batch = job.tables or self._machine.nothing
         met = None if job.post is None else self.ready(job.post.peer)
-        if met is None and (gpu is None or job.sums is None or sums is not None):
+        known = gpu is None or ((job.sums is None or sums is not None) and (gpu.arrival or not job.from_nic))
+        if met is None and known:
             until = int(job.until * _NS)
             common = (
                 *(records.COPY, 0, flow.lane, 0, job.nbytes, until),
                 *(*_NO_LOCK, *(_listed(kept, step.handles) if step.handles else _NOWHERE), 0, 0, 0, 0),
                 *(0 if gpu is None else self._ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
-                *(int(gpu is not None and batch.from_nic and gpu.flushes), 0, 0, 0, 0),
+                *(int(gpu is not None and job.from_nic and gpu.flushes), 0, 0, 0, 0),
                 *(_NO_POST if job.post is None else self._post_words(kept, job.post, len(batch.said))),
                 0,
             )
@@ -1042,7 +1039,7 @@ class _Machine:
     ) -> None:
         self._held: Final = flows  # by slot: what the records point to, as long as the machine may read it
         self._code: Final = import_module("kvxfer.copy.machine")  # compiled when it is first needed, and not before
-        self.batches: Final = import_module("kvxfer.copy.template").Batch
+        self.nothing: Final[Batch] = import_module("kvxfer.copy.template").Batch.nothing()
         self.walk: Final = import_module("kvxfer.copy.walk")
         self.posts: Final = import_module("kvxfer.copy.posts")
         self._runtime: Final = runtime

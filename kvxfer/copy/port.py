@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from kvxfer.errors import EventError, FabricError, KvxferError
 
 if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
-    from kvxfer.copy.tables import Tables
     from kvxfer.copy.template import Batch
     from kvxfer.geometry.cache import CacheGeometry
     from kvxfer.geometry.plan import SumPlan
@@ -287,7 +286,7 @@ class CopyJob(Struct, frozen=True, eq=False):
     not posted.
     """
 
-    tables: "Tables | Batch"  # what to copy. Its addresses must stay valid until `done` has been called
+    tables: "Batch | None"  # what to copy, if anything. Its addresses must stay valid until `done` has been called
     # called exactly once, on the loop; must return quickly and must not raise
     done: Callable[[CopyOutcome], None] = _unheard
     after: Event = READY  # the copy is launched when this has fired
@@ -297,6 +296,8 @@ class CopyJob(Struct, frozen=True, eq=False):
     # way, or in doubt
     passage: Passage | None = None
     gate: Gate | None = None  # where the memory that is copied to is another process's, and that is on a GPU
+    # whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first
+    from_nic: bool = False
     nbytes: int = 0  # about how many bytes it copies
     owner: Hashable = None  # on whose behalf: owners take turns, by bytes
     sums: "SumPlan | None" = None  # what is added up when the copy has run. Its addresses must stay valid likewise

@@ -23,11 +23,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Blank, Box, CopyPlan, Elements, Segment
+from kvxfer.geometry.copyplan import BYTES, STAGING_ALIGNMENT, Elements, Segment
 
 if TYPE_CHECKING:  # what is packed is given
     from kvxfer.geometry.plan import SumPart, SumPlan
@@ -37,7 +36,6 @@ __all__ = [
     "HEADER_WORDS",
     "KINDS",
     "LIMIT",
-    "NOTHING",
     "PART_BYTES",
     "PART_WORDS",
     "SPARE_WORDS",
@@ -45,19 +43,15 @@ __all__ = [
     "TILE_WORDS",
     "WIDTHS",
     "Kind",
-    "Launch",
     "SumLaunch",
     "SumTables",
     "SumVariant",
-    "Tables",
     "Variant",
     "divisor",
-    "pack",
     "pack_sums",
-    "parts_of",
+    "region_words",
     "sum_variants",
     "usable",
-    "variants",
 ]
 
 I64: TypeAlias = NDArray[np.int64]
@@ -88,7 +82,6 @@ SPARE_WORDS: Final = 4
 """Behind tables on a GPU: the word that tells of a closed gate, and what makes their number a multiple of 16 bytes."""
 LIMIT: Final = 2**31 - 2 * TILE_WORDS
 """Items, words of an item, and tiles of a launch are fewer."""
-_NO_WORDS: Final = np.zeros(0, np.int64)
 
 
 class Kind(IntEnum):
@@ -112,90 +105,6 @@ class Variant:
         return CONVERTED_TILE_WORDS if self.elements.converts else TILE_WORDS
 
 
-class Launch(Struct, frozen=True):
-    """One launch of the kernel."""
-
-    variant: Variant
-    first: int  # where its first header is among the words
-    headers: int
-    tiles: int
-
-
-class Tables(Struct, frozen=True, eq=False):
-    """A packed plan."""
-
-    words: I64  # int64, to be put where the device can read it
-    launches: tuple[Launch, ...]  # at most one for each variant; their order does not matter
-    nbytes: int
-    blanks: tuple[Blank, ...] = ()
-    # whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first
-    from_nic: bool = False
-
-
-NOTHING: Final = Tables(_NO_WORDS, (), 0)
-"""A copy of nothing: who asks for it waits for events alone."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """Regions and rows of a segment that allow the same access width."""
-
-    width: int  # of an access, in elements
-    regions: I64  # as the kernel reads them
-    body: I64  # rows, then axes, as it reads those
-    rows: int
-    axes: int
-    size: int  # words of the copy in an item
-
-
-def pack(plan: CopyPlan) -> Tables:
-    """Make the tables of a plan.
-
-    Raises:
-        GeometryError: If a row or a table is too large to be numbered with 31 bits.
-    """
-    by_variant: dict[Variant, list[_Part]] = {}
-    for segment in plan.segments:
-        for part in _parts(segment):
-            by_variant.setdefault(Variant(part.width, segment.box.elements), []).append(part)
-    launches: list[Launch] = []
-    words = [_NO_WORDS]
-    for variant, parts in by_variant.items():
-        packed, tiles = _packed(parts, variant)
-        launches.append(Launch(variant, sum(map(len, words)), len(parts), tiles))
-        words.append(packed)
-    return Tables(np.concatenate(words), tuple(launches), plan.bytes, plan.blanks)
-
-
-def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:
-    """The list of headers that is walked on a CPU, PART_WORDS each, and parts in all."""
-    found: list[tuple[int, ...]] = []
-    count, address, words = 0, tables.words.__array_interface__["data"][0], tables.words
-    for launch in tables.launches:
-        elements, width = launch.variant.elements, launch.variant.width
-        for header in range(launch.first, launch.first + launch.headers * HEADER_WORDS, HEADER_WORDS):
-            most = max(1, part_bytes // (int(words[header + 2]) * width * elements.dst_bytes))
-            count += -(-int(words[header + 5]) // most)
-            kinds = KINDS[elements.src], KINDS[elements.dst]
-            found.append((address + 8 * header, width, *kinds, most, count))
-    return np.asarray(found, np.int64).reshape(-1, PART_WORDS), count
-
-
-def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
-    """Every variant that these plans need, or would need with rows cut at other tokens."""
-    needed: set[Variant] = set()
-    for plan in plans:
-        for segment in plan.segments:
-            own = {part.width for part in _parts(segment)}
-            box, elements = segment.box, segment.box.elements
-            widths = usable(elements)
-            widest = max(own, default=widths[0])
-            token = box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
-            narrowest = _widest(min(own, default=widest) | box.run | token, widths[0])
-            needed |= {Variant(width, elements) for width in widths if width in own or narrowest <= width <= widest}
-    return needed
-
-
 def usable(elements: Elements) -> tuple[int, ...]:
     """Widths of an access, the widest first. Staging is aligned to 16 bytes, so no wider one may be counted on."""
     if not elements.converts:
@@ -203,121 +112,11 @@ def usable(elements: Elements) -> tuple[int, ...]:
     return tuple(width for width in CONVERTED_WIDTHS if width * elements.staged_bytes <= STAGING_ALIGNMENT)
 
 
-def _widest(bits: int, most: int) -> int:
-    """The widest access, up to `most`, that an OR of addresses, strides and sizes (in elements) allows."""
-    bits |= most
-    return bits & -bits
-
-
-def _parts(segment: Segment) -> list[_Part]:
-    """Split regions and rows by the access width that they allow; nearly always there is one part."""
-    box, elements = segment.box, segment.box.elements
-    most = usable(elements)[0]
-    if not len(segment.offsets) or not len(segment.regions) or not box.token_bytes:
-        return []
-    regions = _region_words(segment)
-    common, region_bits, row_bits = _common_bits(segment), _bits(segment.regions, elements), _row_bits(segment)
-    if _widest(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits)), most) == most:
-        return [_part(box, regions, segment.offsets, most)]
-    region_widths, row_widths = ((bits | most) & -(bits | most) for bits in (region_bits, row_bits))
-    parts: list[_Part] = []
-    for of_regions in np.unique(region_widths).tolist():
-        for of_rows in np.unique(row_widths).tolist():
-            width = _widest(common | of_regions | of_rows, most)
-            rows = segment.offsets[row_widths == of_rows]
-            parts.append(_part(box, regions[region_widths == of_regions], rows, width))
-    return parts
-
-
-def _common_bits(segment: Segment) -> int:
-    """An OR of the strides and sizes, in elements, of all rows."""
-    box, elements = segment.box, segment.box.elements
-    found = 0 if box.token_in_run else box.run
-    steps = [(axis.src, axis.dst) for axis in box.outer if axis.count > 1]
-    if not box.token_in_run and int(segment.offsets[:, 2].max()) > 1:
-        steps.append((box.src_token, box.dst_token))
-    for src, dst in steps:
-        found |= src // elements.src_bytes | dst // elements.dst_bytes
-    return found
-
-
-def _row_bits(segment: Segment) -> I64:
-    """For each row an OR of its offsets, and of its length where that may differ."""
-    found, box = _bits(segment.offsets, segment.box.elements), segment.box
-    return found | segment.offsets[:, 2] * box.run if box.token_in_run else found
-
-
-def _bits(places: I64, elements: Elements) -> I64:
-    """Places at the source and destination, counted in elements, as one number that is as aligned as both."""
-    src_item, dst_item = elements.src_bytes, elements.dst_bytes
-    if src_item == dst_item == 1:  # by far the most frequent case, and dividing takes longer than all the rest
-        return np.asarray(places[:, 0] | places[:, 1])
-    return np.asarray(places[:, 0] // src_item | places[:, 1] // dst_item)
-
-
-def _region_words(segment: Segment) -> I64:
+def region_words(segment: Segment) -> I64:
     """Regions as the kernel reads them."""
     if segment.factors is None:
         return segment.regions
     return np.concatenate([segment.regions, np.ascontiguousarray(segment.factors, "<f4").view("<i8")], axis=1)
-
-
-def _axes(box: Box, width: int, tokens: int) -> list[tuple[int, int, int, bool]]:
-    """(count, source stride, destination stride, cut short by rows), the run in words first, then by destination."""
-    cut = box.token_in_run
-    words = (tokens if cut else 1) * box.run // width
-    run = (words, width * box.elements.src_bytes, width * box.elements.dst_bytes, cut)
-    rest = [(axis.dst, axis.src, axis.count, False) for axis in box.outer if axis.count > 1]
-    if tokens > 1 and not cut:
-        rest.append((box.dst_token, box.src_token, tokens, True))
-    axes = [(count, src, dst, cut) for dst, src, count, cut in sorted(rest)]
-    return axes if axes and run[0] == 1 else [run, *axes]
-
-
-def _part(box: Box, regions: I64, offsets: I64, width: int) -> _Part:
-    """Of these rows, by their offsets."""
-    axes = _axes(box, width, int(offsets[:, 2].max()))
-    size = 1
-    numbers: list[int] = []
-    for count, src, dst, cut in axes:
-        size *= count
-        numbers += [count, *divisor(count), src, dst, int(cut)]
-    body = np.concatenate([offsets.ravel(), np.asarray(numbers, np.int64)])
-    if box.token_in_run:
-        counts = body[2 : offsets.size : 3]
-        counts *= box.run
-        counts //= width
-    return _Part(width, regions, body, len(offsets), len(axes), size)
-
-
-def _packed(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
-    """Headers, regions, rows and axes of one launch, and its tiles."""
-    head: list[int] = []
-    words: list[I64] = []
-    at = len(parts) * HEADER_WORDS
-    before = 0
-    for number, part in enumerate(parts):
-        items = len(part.regions) * part.rows
-        tiles = -(-items * part.size // variant.tile)
-        _check(part.size, items, before + tiles, variant)
-        first = at - number * HEADER_WORDS
-        rows = first + part.regions.size
-        where = (first, rows, rows + 3 * part.rows, part.axes)
-        head += [tiles, before, part.size, *divisor(part.size), items, part.rows, *divisor(part.rows), *where]
-        words += [part.regions.ravel(), part.body]
-        at += part.regions.size + len(part.body)
-        before += tiles
-    return np.concatenate([np.asarray(head, np.int64), *words]), before
-
-
-def _check(size: int, items: int, tiles: int, variant: Variant) -> None:
-    width = variant.width * variant.elements.dst_bytes
-    for what, count in (("words in a row", size), ("rows times regions", items), ("tiles in a launch", tiles)):
-        if count >= LIMIT:
-            raise GeometryError(
-                f"a copy with {width}-byte accesses has {count} {what}, but at most {LIMIT - 1} can be numbered: "
-                "cut it into smaller ones"
-            )
 
 
 def divisor(number: int) -> tuple[int, int]:
@@ -445,7 +244,7 @@ def _sum_body(part: "SumPart", variant: SumVariant) -> tuple[I64, tuple[int, int
         rest.append((box.dst_token, part.grid, box.src_token, True))
     axes = [first, *sorted(rest)]
     numbers = [number for dst, count, src, short in axes for number in (count, *divisor(count), src, dst, int(short))]
-    words, offsets = _region_words(segment), segment.offsets
+    words, offsets = region_words(segment), segment.offsets
     if cut:
         offsets = offsets * (1, 1, box.run) // (1, 1, step)
     body = np.concatenate([words.ravel(), offsets.ravel(), np.asarray(numbers, np.int64)])

@@ -9,7 +9,7 @@
 Where lists or tokens are not as they should be the planner is asked, which says what is wrong.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from itertools import chain
@@ -29,7 +29,6 @@ from kvxfer.copy.tables import (
     PART_BYTES,
     PART_WORDS,
     Kind,
-    Tables,
     Variant,
     usable,
 )
@@ -37,8 +36,8 @@ from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import RowSide
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
-from kvxfer.geometry.intersect import SegmentClass
-from kvxfer.geometry.plan import MOST_BLANKS, ChunkGrid, PairPlan, TransferPlan
+from kvxfer.geometry.intersect import Folded, SegmentClass
+from kvxfer.geometry.plan import ChunkGrid, PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists
 from kvxfer.names import MAX_TOKENS, lazy
 
@@ -96,36 +95,19 @@ class Batch(Struct, eq=False):
     nbytes: I64  # of that, int64 (copies,): bytes that each carries
     # likewise int64 (copies,): room that each takes in staging, if it goes there or comes from there
     staged_bytes: I64
-    from_nic: bool  # as of tables
     helpers: int = 0  # on a CPU how many threads any of them wakes, if there are so many
 
     @classmethod
-    def of(cls, tables: Sequence[Tables], sizes: Sequence[tuple[int, int]] = (), *, from_nic: bool = False) -> "Batch":
-        """The same of tables that the planner made.
+    def of(cls, variants: Variants, out: I64, copies: int) -> "Batch":
+        """What compiled code has written of so many."""
+        said = out[: copies * variants.told].reshape(copies, variants.told)
+        return cls(variants, out, said, said[:, binding.T_BYTES], said[:, binding.T_STAGED])
 
-        Args:
-            tables: Of each copy.
-            sizes: Bytes that each carries, and staging that it takes; if nothing is said, what it writes, and none.
-            from_nic: As of tables; also if any of these says so.
-        """
-        kinds = dict.fromkeys(launch.variant.elements for one in tables for launch in one.launches)
-        variants = Variants(list(kinds) or [BYTES])
-        said = np.zeros((len(tables), variants.told), np.int64)
-        stop = said.size
-        for row, one, size in zip(said, tables, sizes or [(one.nbytes, 0) for one in tables], strict=True):
-            launches, blanks = np.split(row[binding.TOLD :], [-binding.BLANK_WORDS * MOST_BLANKS])
-            begin, stop = stop, stop + len(one.words)
-            row[: binding.TOLD] = *size, one.nbytes, begin, stop, len(one.launches), len(one.blanks)
-            for number, launch in enumerate(one.launches):
-                of = variants.elements.index(launch.variant.elements), launch.variant.width
-                said_of = *of, 0, launch.first, launch.headers, launch.tiles, 0
-                launches[binding.LAUNCH_WORDS * number :][: binding.LAUNCH_WORDS] = said_of
-            for number, blank in enumerate(one.blanks):
-                place = blank.address, blank.width, blank.lines, blank.pitch
-                blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = place
-        out = np.concatenate([said.ravel(), *[one.words for one in tables]])
-        told, nic = out[: said.size].reshape(said.shape), from_nic or any(one.from_nic for one in tables)
-        return cls(variants, out, told, told[:, binding.T_BYTES], told[:, binding.T_STAGED], nic)
+    @classmethod
+    def nothing(cls) -> "Batch":
+        """A copy of nothing: who asks for it waits for events, posts, or has something added up."""
+        variants = Variants([BYTES])
+        return cls.of(variants, np.zeros(variants.told, np.int64), 1)
 
     @property
     def words(self) -> list[int]:
@@ -170,8 +152,6 @@ class Batch(Struct, eq=False):
             how = np.array((*common, where, 0, listed, PART_BYTES, *(0,) * 5), np.int64)
             self.helpers = binding.write_records(self.out, told, how, self.variants.kinds, parts, made.ravel())
             return made
-        if self.from_nic and gpu.arrival is None:
-            return None
         kept += [self, room]
         at = _NOWHERE if room is None else (room[0].data_ptr(), room[1].data_ptr())
         ring, *few = gpu.limits
@@ -191,6 +171,7 @@ class _Shapes:
     regions: I64  # int64 (R, 2): bases, or on the side of staging what is added to a place there
     variants: Variants
     slack: int  # words of a chunk at most that are neither of regions nor of rows, where no class is split
+    needed: frozenset[Variant]  # that a request may need, whatever its blocks and tokens are
 
     @classmethod
     def of(cls, kind: Kind, common: Sequence[I64], of_pair: Sequence[SegmentClass]) -> "_Shapes":
@@ -204,6 +185,7 @@ class _Shapes:
         axes: list[int] = []
         regions: list[I64] = []
         factors: list[I64] = []
+        needed: set[Variant] = set()
         for of in of_pair:
             folded = (of.in_place, of.gathered, of.scattered)[kind]
             if folded.box.elements not in known:
@@ -214,6 +196,7 @@ class _Shapes:
             boxes.append(_box_words(kind, of, outer, known.index(folded.box.elements), where))
             axes += [number for dst, src, count in outer for number in (count, src, dst)]
             regions.append(folded.regions)
+            needed.update(_variants(folded, boxes[-1]))
             both = np.zeros(len(folded.regions), np.int64)
             if folded.factors is not None:
                 both[:] = np.ascontiguousarray(folded.factors, "<f4").view("<i8")[:, 0]
@@ -226,7 +209,21 @@ class _Shapes:
             np.concatenate(regions),
             Variants(known),
             len(classes) * (HEADER_WORDS + 3 * _SPARE + AXIS_WORDS * (MAX_OUTER_AXES + 2)),
+            frozenset(needed),
         )
+
+
+def _variants(of: Folded, words: Sequence[int]) -> Iterator[Variant]:
+    """From the widest access that a region allows to the widest that every row of each does, cut at any token."""
+    box, elements = of.box, of.box.elements
+    places = of.regions[:, 0] // elements.src_bytes | of.regions[:, 1] // elements.dst_bytes
+    common = words[binding.COMMON] | words[binding.MOST]
+    every = common | box.run | int(np.bitwise_or.reduce(places))
+    for at in (binding.SRC_ROW, binding.SRC_BLOCK, binding.SRC_FIRST):
+        every |= words[at] // elements.src_bytes | words[at + 3] // elements.dst_bytes
+    every |= box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
+    widest = int(np.max((places | common) & -(places | common)))
+    yield from (Variant(width, elements) for width in usable(elements) if every & -every <= width <= widest)
 
 
 def _box_words(
@@ -426,7 +423,6 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         addresses: Sequence[int],
         *,
         reached: Callable[[I64], I64] | None = None,
-        from_nic: bool = False,
     ) -> Batch:
         """The tables of chunks that follow each other.
 
@@ -436,7 +432,6 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             addresses: For each of them its place in staging; of copies in place any number.
             reached: Makes regions of copies in place, int64 (R, 2), where this process addresses destinations
                 differently; it is given the same array for all requests of the pair.
-            from_nic: As of tables.
 
         Raises:
             BlocksError: If a source block is not known yet.
@@ -453,8 +448,8 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         common = shapes.words, regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk, cells
         while True:
             out = np.empty(count * (told + room), np.int64)
-            said = out[: count * told].reshape(count, told)
-            said[:, binding.T_BYTES] = addresses  # where `write_tables` reads them
+            found = Batch.of(shapes.variants, out, count)
+            found.nbytes[:] = addresses  # where `write_tables` reads them
             code = binding.write_tables(int(kind), *common, self.scratch, told, out)
             if code != binding.FULL:
                 break
@@ -467,5 +462,4 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
                 "a copy has more words in a row, rows times regions or tiles in a launch than the "
                 f"{LIMIT - 1} that can be numbered: cut it into smaller ones"
             )
-        nbytes, staged_bytes = said[:, binding.T_BYTES], said[:, binding.T_STAGED]
-        return Batch(shapes.variants, out, said, nbytes, staged_bytes, from_nic)
+        return found

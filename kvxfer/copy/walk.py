@@ -5,7 +5,6 @@ is a run of elements, or single words of them that lie apart, within some axes. 
 interpreter, so threads copy side by side: they take parts of a copy from a counter until there are none left.
 """
 
-import ctypes
 from typing import Any, Final
 
 import numpy as np
@@ -26,18 +25,10 @@ from kvxfer.copy.compiler import (
     prefetch,
     store_word,
 )
-from kvxfer.copy.tables import (
-    AXIS_WORDS,
-    KINDS,
-    PART_WORDS,
-    SUM_HEADER_WORDS,
-    Tables,
-    pack_sums,
-    parts_of,
-)
+from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, SUM_HEADER_WORDS, pack_sums
 from kvxfer.geometry.plan import SumPlan, keys
 
-__all__ = ["copy", "copy_part", "copy_parts", "help_out", "total"]
+__all__ = ["copy_part", "help_out", "total"]
 
 PLAIN, FLOAT32, FLOAT16, BFLOAT16, E4M3 = (
     KINDS[name] for name in ("", "float32", "float16", "bfloat16", "float8_e4m3fn")
@@ -263,13 +254,6 @@ def _fetch(region: Any, row: Any) -> None:
 # --- together
 
 
-@compiled("void(int64, int64, int64)")
-def copy_parts(parts: int, first: int, last: int) -> None:
-    """Copy parts of a list of headers, in the calling thread."""
-    for number in range(first, last):
-        copy_part(parts, number)
-
-
 @compiled("void(int64)")
 def help_out(team: int) -> None:
     """Copy parts of a team (`records.TEAM`) whenever somebody wakes this thread, until there will be no more."""
@@ -284,15 +268,6 @@ def help_out(team: int) -> None:
                 copy_part(load(team + 16), left - 1)
                 add(team + 8, 1)
             left = add(team, 0)
-
-
-def copy(tables: Tables) -> None:
-    """Copy now, in the calling thread. All addresses must be valid CPU memory of this process."""
-    for blank in tables.blanks:
-        for line in range(blank.lines):
-            ctypes.memset(blank.address + line * blank.pitch, 0, blank.width)
-    parts, count = parts_of(tables)
-    copy_parts(parts.ctypes.data, 0, count)
 
 
 # --- sums

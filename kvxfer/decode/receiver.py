@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Operation, Post, Turns, has_fired
-from kvxfer.copy.tables import NOTHING, Kind, Tables
+from kvxfer.copy.tables import Kind
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
 from kvxfer.geometry import BlockLists, ChunkGrid, ChunkPlan, Damage, PairPlan, SumPlan, cut_digest, damage, selected
 from kvxfer.mapped.host import may_be_elsewhere
@@ -121,7 +121,6 @@ def _short(numbers: tuple[int, ...]) -> str:
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
-_FLUSH: Final = replace(NOTHING, from_nic=True)
 _group_of: Final = attrgetter("group")
 _ids_of: Final = attrgetter("ids")
 _address_of: Final = attrgetter("address")
@@ -551,7 +550,7 @@ class Receiver(Struct, eq=False):
                 await self._submit_reads(bound)
             if self._flushed < (arrived := protocol.arrived):  # into the caller's blocks, once for all of it
                 if self._flushes:
-                    await self._flush_or_sum(_FLUSH, 0)
+                    await self._flush_or_sum()
                 self._flushed = arrived
             there = self._flushed
         else:
@@ -752,11 +751,11 @@ class Receiver(Struct, eq=False):
             else:
                 self._release_ring()
         post = Post(lane, Operation.READ, NO_PIECES, NO_PIECES, may_outlive_agent(site, peer), self._on_late_read)
-        step = CopyJob(NOTHING)
+        step = CopyJob(None)
         if len(pieces):
             local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
             remote = block_pieces(site.plans.geometry(peer), pieces.src, pieces.nbytes)
-            step = CopyJob(NOTHING, until=until, post=replace(post, local=local, remote=remote))
+            step = CopyJob(None, until=until, post=replace(post, local=local, remote=remote))
         self.protocol.begin_reads(chunk + 1)
         self.tally.descriptors += len(pieces)
         self._submit([step], 1, post=post, generation=generation)
@@ -780,7 +779,7 @@ class Receiver(Struct, eq=False):
         passage = None if post is None else site.peer_gates.passage(self.peer, generation)
         progress = partial(self._on_progress, first)
         flow = site.mover.flow(
-            CopyJob(NOTHING, partial(progress, over=True), passage=passage, owner=self.protocol.transfer, post=post),
+            CopyJob(None, partial(progress, over=True), passage=passage, owner=self.protocol.transfer, post=post),
             Direction.SCATTER,
             steps,
             total=protocol.chunks - first,
@@ -797,11 +796,11 @@ class Receiver(Struct, eq=False):
     def _scatter_steps(self, bound: BoundPlan, chunks: range, places: Sequence[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
         staging = list(map(_address_of, places))
-        made = bound.tables(Kind.SCATTER, chunks, staging, from_nic=_by_nic(self, staged=True))
+        made = bound.tables(Kind.SCATTER, chunks, staging)
         for extent, need in zip(places, made.staged_bytes.tolist(), strict=True):
             if extent.nbytes < need:
                 raise ProtocolError(f"a chunk of {need} bytes was said to fit into {extent.nbytes}")
-        return [CopyJob(made, after=self.fetch.after)]
+        return [CopyJob(made, after=self.fetch.after, from_nic=_by_nic(self, staged=True))]
 
     def _on_progress(self, first: int, outcome: CopyOutcome, *, over: bool = False) -> None:
         """More chunks are where they belong, or all; or one could not be copied, or read."""
@@ -910,7 +909,7 @@ class Receiver(Struct, eq=False):
             return
         part = await self.site.offload(partial(bound.chunk, chunk), rows=bound.chunk_rows)
         self._check_moving()
-        outcome = await self._flush_or_sum(NOTHING, nbytes, sums=SumPlan.at_destination(part))
+        outcome = await self._flush_or_sum(SumPlan.at_destination(part), nbytes)
         self._check_moving()
         wrong = checking.compare(chunk, part, outcome.sums, self.peer.name)
         self.site.metrics.chunks_checked["damaged" if wrong else "ok"] += 1
@@ -920,8 +919,8 @@ class Receiver(Struct, eq=False):
                 self.link.send(wire.Cancel(self.protocol.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
-    async def _flush_or_sum(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
-        """Flush what has come into the caller's blocks, or add up about so many bytes that are there.
+    async def _flush_or_sum(self, sums: SumPlan | None = None, nbytes: int = 0) -> CopyOutcome:
+        """Add up about so many bytes that are in the caller's blocks, or flush what has come there.
 
         Raises:
             KvxferError: If it failed, or no more copies are taken.
@@ -933,7 +932,8 @@ class Receiver(Struct, eq=False):
             resolve(ended, outcome)
             self._reclaim()
 
-        job = CopyJob(tables, done, nbytes=nbytes, owner=self.protocol.transfer, sums=sums)
+        owner = self.protocol.transfer
+        job = CopyJob(None, done, from_nic=sums is None, nbytes=nbytes, owner=owner, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
         self._copies += 1
         outcome = await ended
@@ -1104,7 +1104,7 @@ class Receiver(Struct, eq=False):
         self._check_moving()
         while not self._writable:
             asked: asyncio.Future[CopyOutcome] = self.site.loop.create_future()
-            job = CopyJob(NOTHING, partial(resolve, asked), self.fetch.after, owner=self.protocol.transfer)
+            job = CopyJob(None, partial(resolve, asked), self.fetch.after, owner=self.protocol.transfer)
             waits = self.site.mover.submit(job, Direction.SCATTER)
             try:
                 outcome = await self._wait_shared(asked)

@@ -6,7 +6,7 @@ merge across rows, as they do wherever blocks follow each other, even if all row
 by the token range, and stands for itself.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -354,10 +354,6 @@ class CopyPlan:
     def pieces(self) -> int:
         """Contiguous runs, before neighbours are merged."""
         return sum(segment.pieces for segment in self.segments)
-
-    def elsewhere(self, reached: Callable[[I64], I64]) -> "CopyPlan":
-        """The same copy, where this process `reached` the destinations of regions, int64 (R, 2), at other addresses."""
-        return CopyPlan(tuple(replace(segment, regions=reached(segment.regions)) for segment in self.segments))
 
     def enumerate(self) -> Pieces:
         """List every piece. O(pieces): for routes that need descriptors, and for tests."""

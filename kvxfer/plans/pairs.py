@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer.config import Config
 from kvxfer.copy.port import Descriptors
-from kvxfer.copy.tables import Kind
+from kvxfer.copy.tables import Kind, SumVariant, Variant, sum_variants
 from kvxfer.errors import BlocksError, Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.geometry import (
     BlockLists,
@@ -23,7 +23,6 @@ from kvxfer.geometry import (
     CacheGeometry,
     ChunkGrid,
     ChunkPlan,
-    CopyPlan,
     Interleave,
     PairPlan,
     Pieces,
@@ -475,8 +474,8 @@ class PairPlans:
         pair = self._whole(peer, sending=sending)
         return pair.least_chunk_bytes if pair is not None else 0
 
-    def samples(self, peer: PeerInfo, *, sending: bool, mapped: bool) -> list[CopyPlan]:
-        """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for.
+    def variants(self, peer: PeerInfo, *, sending: bool, mapped: bool) -> list[Variant]:
+        """What a kernel must be compiled for, for copies with a peer, what is most wanted first.
 
         Args:
             peer: The other side.
@@ -486,16 +485,16 @@ class PairPlans:
         pair = self._whole(peer, sending=sending)
         if pair is None:
             return []
-        if not sending:
-            return [pair.sample.scatter(0)]
-        return [pair.sample.gather(0), *([pair.sample.copy()] if mapped else [])]
+        kinds = [Kind.SCATTER] if not sending else [Kind.GATHER, Kind.COPY] if mapped else [Kind.GATHER]
+        return [one for kind in kinds for one in sorted(pair.template.shapes[kind].needed, reverse=True)]
 
-    def sum_samples(self, peer: PeerInfo, *, sending: bool) -> list[SumPlan]:
-        """Sums of the shapes that those of transfers with a peer will have."""
+    def sum_variants(self, peer: PeerInfo, *, sending: bool) -> list[SumVariant]:
+        """The same for sums."""
         pair = self._whole(peer, sending=sending)
         if pair is None:
             return []
-        return [SumPlan.at_source(pair.sample) if sending else SumPlan.at_destination(pair.sample)]
+        plan = SumPlan.at_source(pair.sample) if sending else SumPlan.at_destination(pair.sample)
+        return sorted(sum_variants([plan]), reverse=True)
 
     def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
         """The plan of all that both sides hold; None if that is nothing, or the peer is gone."""
@@ -624,7 +623,6 @@ class BoundPlan:
         addresses: Sequence[int] | None = None,
         *,
         reached: Callable[[I64], I64] | None = None,
-        from_nic: bool = False,
     ) -> "Batch":
         """What copies each of these chunks: to its place, out of it, or in place.
 
@@ -634,14 +632,13 @@ class BoundPlan:
             chunks: Which, one behind the other.
             addresses: Where in staging memory each of them is; None in place.
             reached: Makes the regions of copies in place where this process addresses the destination differently.
-            from_nic: As of tables.
 
         Raises:
             BlocksError: If a source block is not known yet.
             GeometryError: If a table is too large to be numbered.
         """
         addresses = [0] * len(chunks) if addresses is None else addresses
-        found = self.cut.tables(kind, chunks, addresses, reached=reached, from_nic=from_nic)
+        found = self.cut.tables(kind, chunks, addresses, reached=reached)
         self._carried.update(zip(chunks, found.nbytes.tolist(), strict=True))
         return found
 

@@ -37,7 +37,7 @@ from kvxfer.copy.port import (
     has_fired,
     join,
 )
-from kvxfer.copy.tables import NOTHING, Kind
+from kvxfer.copy.tables import Kind
 from kvxfer.errors import (
     Code,
     FailureReport,
@@ -541,7 +541,7 @@ class Sender(Struct, eq=False):
         if fired > protocol.ready:
             self._send_ready(fired, site.lease_ms((fired - protocol.granted) * bound.most_bytes))
         if fired < ready and self._firing is None:
-            job = CopyJob(NOTHING, self._on_event, self._event_of(fired), owner=self.name)
+            job = CopyJob(None, self._on_event, self._event_of(fired), owner=self.name)
             self._firing = site.mover.submit(job, Direction.GATHER)
 
     def _on_event(self, outcome: CopyOutcome) -> None:
@@ -688,7 +688,7 @@ class Sender(Struct, eq=False):
         # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
         passage = site.peer_gates.passage(self.peer, terms.generation) if active.gate is None else None
         done, progress = partial(self._on_flow_end, active), partial(self._on_progress, active)
-        job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=active.post)
+        job = CopyJob(None, done, until=terms.until, passage=passage, owner=self.tally, post=active.post)
         protocol, first, turns = self.protocol, active.first, None
         if protocol.route is Route.STAGED:
             turns = Turns(len(protocol.ring), first, protocol.token, "" if active.post is None else active.post.peer)
@@ -749,11 +749,11 @@ class Sender(Struct, eq=False):
         """A chunk whose pieces are listed for the transport."""
         pieces = bound.listed(chunk)
         if post is None or not len(pieces):
-            return CopyJob(NOTHING, after=event)
+            return CopyJob(None, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
         remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
         nbytes = bound.carried(chunk, chunk + 1)
-        return CopyJob(NOTHING, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
+        return CopyJob(None, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
 
     def _allow(self, active: _ActiveFlow, terms: _Terms) -> None:
         """Chunks that it has steps of were granted."""
@@ -941,7 +941,7 @@ class Sender(Struct, eq=False):
 
         try:
             sums = SumPlan.at_source(bound.chunk(chunk))
-            job = CopyJob(NOTHING, summed, nbytes=nbytes, owner=self.name, sums=sums)
+            job = CopyJob(None, summed, nbytes=nbytes, owner=self.name, sums=sums)
             self.site.mover.submit(job, Direction.GATHER)
             self._summing[chunk] = None
         except KvxferError as error:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from packing import Launch, Tables, copy_parts, parts_of
 
 from kvxfer.copy import cuda, records
-from kvxfer.copy.tables import SPARE_WORDS, Launch, SumVariant, Tables, Variant, parts_of
-from kvxfer.copy.walk import copy_parts
+from kvxfer.copy.tables import SPARE_WORDS, SumVariant, Variant
 from kvxfer.errors import TransferFailedError
 
 NOT_READY = 600

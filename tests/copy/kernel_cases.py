@@ -5,6 +5,7 @@ from typing import Any
 
 import conversions
 import numpy as np
+import packing
 import pytest
 import torch
 from copy_plans import CANARY, PAIRS, expected, head_split, random_plan
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import kernel, tables
-from kvxfer.copy.walk import copy
 from kvxfer.errors import MissingExtraError
 from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment
 
@@ -34,7 +34,7 @@ def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0, gate=NO_GATE
     before = tables.TILE_WORDS, tables.CONVERTED_TILE_WORDS
     tables.TILE_WORDS = tables.CONVERTED_TILE_WORDS = tile
     try:
-        packed = tables.pack(plan)
+        packed = packing.pack(plan)
     finally:
         tables.TILE_WORDS, tables.CONVERTED_TILE_WORDS = before
     words = torch.from_numpy(np.concatenate([np.full(at, -1, np.int64), packed.words]))
@@ -52,7 +52,7 @@ def check(make, *, ctas=3, tile=64) -> list[int]:
     used = interpret(plan, ctas=ctas, tile=tile, at=6)
     np.testing.assert_array_equal(dst, want)
     dst[:] = CANARY
-    copy(tables.pack(plan))
+    packing.copy(packing.pack(plan))
     np.testing.assert_array_equal(dst, want)
     return used
 

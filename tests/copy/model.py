@@ -17,12 +17,13 @@ import numba
 import numpy as np
 from copy_plans import CANARY, contiguous_rows
 from driver import Driver, StubGpu, copy_headers, word
+from packing import pack, parts_of
 from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.compiler import load
 from kvxfer.copy.mover import _EVENT, _FLOW, _READ_BYTES, _Machine
-from kvxfer.copy.tables import HEADER_WORDS, pack, parts_of
+from kvxfer.copy.tables import HEADER_WORDS
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate
 
 WINDOWS, WINDOW = 48, 4096

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 from copy_plans import CANARY, contiguous_rows
-from msgspec.structs import replace
+from packing import packed
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
-from kvxfer.copy.tables import pack
 from kvxfer.geometry.copyplan import CopyPlan
 
 NBYTES = 1 << 20
@@ -122,11 +121,9 @@ class World:
         np.testing.assert_array_equal(found, self.src[at : at + nbytes])
         return True
 
-    def submit(
-        self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, from_nic=False, **job
-    ) -> Flow:
+    def submit(self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, **job) -> Flow:
         """Ask for a copy."""
-        tables = replace(pack(self.plan(rows=rows, at=at) if plan is None else plan), from_nic=from_nic)
+        tables = packed(self.plan(rows=rows, at=at) if plan is None else plan)
         return self.mover.submit(CopyJob(tables, self.reports(name), **job), direction)
 
     def step(self) -> float | None:

@@ -2,9 +2,8 @@
 
 import numpy as np
 import torch
+from packing import copy, pack
 
-from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, Interleave, PairPlan, Span, common
 
 LAYOUTS = {

@@ -19,15 +19,10 @@ COPY = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 import numpy as np
-from kvxfer.copy import walk
-memory = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-region, rows, axis = [one.ctypes.data for one in memory], [0, 16, 1, 32, 0, 1], [16, 0, 0, 1, 1, 0]
-header = np.asarray([0, 0, 16, 0, 0, 2, 2, 0, 0, 13, 15, 21, 1, *region, *rows, *axis], np.int64)
-parts = np.asarray([header.ctypes.data, 1, 0, 0, 1, 2], np.int64)
-walk.copy_parts(parts.ctypes.data, 0, 2)
-want = np.zeros(64, np.uint8)
-want[16:32], want[:16] = memory[0][:16], memory[0][32:48]
-assert (memory[1] == want).all(), memory[1]
+from kvxfer.copy import posts, records
+state = np.zeros(records.STATE_WORDS, np.int64)
+assert posts.acquire_agent(state.ctypes.data)
+assert state[records.WANTED] == 1, state
 """
 
 

@@ -9,11 +9,10 @@ import torch
 from copy_plans import CANARY, PAIRS, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing import copy, pack, packed
 
 from kvxfer.copy import CopyJob, Direction, tables
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import Elements
 from kvxfer.runtime import ThreadRuntime
@@ -64,7 +63,7 @@ async def test_a_mover_converts_alike_whatever_the_thread_does_that_opened_it():
         mover, ended = Mover(ThreadRuntime()), asyncio.get_running_loop().create_future()
     finally:
         torch.set_flush_denormal(False)
-    mover.submit(CopyJob(pack(plan), ended.set_result), Direction.SCATTER)
+    mover.submit(CopyJob(packed(plan), ended.set_result), Direction.SCATTER)
     assert (await ended).error is None
     finite = want.isfinite()
     assert torch.equal(bits(made)[finite], bits(want)[finite])

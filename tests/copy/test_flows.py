@@ -5,11 +5,11 @@ import random
 from contextlib import suppress
 
 import pytest
+from packing import packed
 from stepped import CANARY, Flag, World, kind
 
 from kvxfer.copy import CopyJob, Direction, records
 from kvxfer.copy.port import Turns
-from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import ClosedError, TransferFailedError
 
 ROW = 64
@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, world, name, steps, *, first=0, direction=Direction.GATHER, **options) -> None:
         self.world, self.name, self.first, self.counts = world, name, first, []
         self.added = 0
-        job = CopyJob(NOTHING, world.reports(name), owner=name, **options.pop("job", {}))
+        job = CopyJob(None, world.reports(name), owner=name, **options.pop("job", {}))
         made = self.make(steps, **options.pop("step", {}))
         options.setdefault("total", steps)
         options.setdefault("allowed", steps)
@@ -44,7 +44,7 @@ class Progress:
         made = []
         for number in range(self.added, self.added + steps):
             plan = self.world.plan(rows=1, row_bytes=ROW, at=(self.first + number) * ROW)
-            made.append(CopyJob(pack(plan), nbytes=ROW, **step))
+            made.append(CopyJob(packed(plan), nbytes=ROW, **step))
         self.added += steps
         return made
 

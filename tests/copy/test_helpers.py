@@ -9,12 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 from copy_plans import CANARY, contiguous_rows, expected, random_plan
+from packing import copy_parts, packed
 from stepped import Reports, World, until
 
 from kvxfer.copy import CopyJob, Direction, records
 from kvxfer.copy.mover import Mover, usual_threads
-from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy_parts
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
 
@@ -37,7 +36,7 @@ class Copies:
         dst = DST[:nbytes]
         dst[:] = CANARY
         want, reports = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data), Reports()
-        self.mover.submit(CopyJob(pack(plan), reports("a")), Direction.GATHER)
+        self.mover.submit(CopyJob(packed(plan), reports("a")), Direction.GATHER)
         outcome = (await reports.wait(1))["a"]
         assert (dst == want).all()
         assert (outcome.error, outcome.stopped) == (None, False)
@@ -122,7 +121,7 @@ async def test_what_is_cancelled_is_over_when_it_is_told(copies, monkeypatch):
     rows = 8 * MIB // 16  # slow enough that it is caught by one core for all threads
     src, dst = SRC, DST
     plan = contiguous_rows(src.ctypes.data, dst.ctypes.data, rows=rows, regions=1, row_bytes=16, pool=rows, flat="both")
-    tables, cut = pack(plan), 0
+    tables, cut = packed(plan), 0
     for number in range(1000):
         dst[:] = CANARY
         reports = Reports()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from copy_plans import CANARY
 from driver import FAULT, Driver, StubGpu
+from packing import pack, variants
 from stepped import Flag, World, kind, until
 from sum_plans import pair_of
 
 from kvxfer.copy import Direction, cuda, records
 from kvxfer.copy.port import AllOf
-from kvxfer.copy.tables import pack
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import Blank, CopyPlan
@@ -231,7 +231,7 @@ async def test_copies_that_wait_for_a_kernel_leave_threads_to_others():
 async def test_nothing_is_compiled_after_warming():
     scene = Scene(warm=False)
     plan = scene.plan(rows=3, row_bytes=24)
-    scene.mover.warm([plan])
+    scene.mover.warm(variants([plan]))
     before = scene.gpu.kernel.compiles
     assert before >= 1
     scene.submit("a", plan)

@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from copy_plans import CANARY, contiguous_rows, expected
+from packing import packed, variants
 from stepped import Flag, Reports, World, kind, until
 
 from kvxfer.copy import READY, CopyJob, Direction, records
 from kvxfer.copy.mover import _POKE, Mover, _machines
 from kvxfer.copy.port import Native
-from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, Permit
@@ -66,8 +66,8 @@ async def tiny_parts(monkeypatch):
 async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
     dst, reports = canvas(), Reports()
     plan = small_plan(dst)
-    mover.warm([plan])
-    mover.submit(CopyJob(pack(plan), reports("a")), Direction.GATHER)
+    mover.warm(variants([plan]))
+    mover.submit(CopyJob(packed(plan), reports("a")), Direction.GATHER)
     assert reports.outcomes == {}, "it is never told at once"
     outcome = (await reports.wait(1))["a"]
     assert (kind(outcome), outcome.sums) == ("done", b"")
@@ -78,9 +78,9 @@ async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
 @pytest.mark.parametrize("direction", list(Direction))
 async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
     first, second, reports, flag = canvas(), canvas(), Reports(), Flag()
-    mover.submit(CopyJob(pack(small_plan(first)), reports("late"), flag), direction)
+    mover.submit(CopyJob(packed(small_plan(first)), reports("late"), flag), direction)
     assert len(mover._unfired) == 1
-    mover.submit(CopyJob(pack(small_plan(second)), reports("ready"), READY), direction)
+    mover.submit(CopyJob(packed(small_plan(second)), reports("ready"), READY), direction)
     await reports.wait(1)
     asked = flag.asked
     await until(lambda: flag.asked >= asked + 3)
@@ -105,7 +105,7 @@ async def test_events_that_fail_are_outcomes_of_their_copies(mover):
             return np.array([0, 1])
 
     dst, reports = canvas(), Reports()
-    tables = pack(small_plan(dst))
+    tables = packed(small_plan(dst))
     failing = {
         "event": Flag(RuntimeError("device gone")),
         "answer": cast("Any", Unanswerable()),
@@ -135,14 +135,14 @@ async def test_a_report_that_raises_strands_nobody(world, error):
         raise error
 
     for name in ("before", "after"):
-        world.mover.submit(CopyJob(pack(world.plan()), done), Direction.GATHER)
+        world.mover.submit(CopyJob(packed(world.plan()), done), Direction.GATHER)
         world.submit(name)
     for _ in range(8):  # all of them are in the pipe when it is read
         world.machine.step()
     await world.settle()
     assert world.order == ["before", "after"]
     assert seen == [error] * 2
-    world.mover.submit(CopyJob(pack(world.plan()), done, Flag(RuntimeError("event"))), Direction.GATHER)
+    world.mover.submit(CopyJob(packed(world.plan()), done, Flag(RuntimeError("event"))), Direction.GATHER)
     world.submit("fails", after=Flag(RuntimeError("another")))
     await world.settle()
     assert kind(world.outcomes["fails"]) == "TransferFailedError"
@@ -153,7 +153,7 @@ async def test_a_signal_that_interrupts_a_report_strands_nobody(world):
     def done(outcome):
         raise KeyboardInterrupt
 
-    world.mover.submit(CopyJob(pack(world.plan()), done), Direction.GATHER)
+    world.mover.submit(CopyJob(packed(world.plan()), done), Direction.GATHER)
     world.submit("after")
     for _ in range(8):  # both are in the pipe when it is read
         world.machine.step()
@@ -251,7 +251,7 @@ async def test_cancelled_by_the_report_of_another_while_events_are_asked(world):
     def done(outcome):
         world.mover.cancel(second)
 
-    world.mover.submit(CopyJob(pack(world.plan()), done, Flag(RuntimeError("gone"))), Direction.GATHER)
+    world.mover.submit(CopyJob(packed(world.plan()), done, Flag(RuntimeError("gone"))), Direction.GATHER)
     second = world.submit("second", after=never)
     await world.settle()
     assert world.reports.kinds() == {"second": "stopped"}
@@ -292,12 +292,12 @@ async def test_cancelled_when_it_is_over(world, tiny_parts):
 async def test_close_finishes_what_was_asked_for_and_refuses_more():
     mover, dst, reports = Mover(ThreadRuntime()), canvas(), Reports()
     for number in range(20):
-        mover.submit(CopyJob(pack(small_plan(dst)), reports(number)), Direction.SCATTER)
+        mover.submit(CopyJob(packed(small_plan(dst)), reports(number)), Direction.SCATTER)
     assert await mover.close(10)
     assert sorted(reports.order) == list(range(20))
     assert await mover.close(10)
     with pytest.raises(ClosedError):
-        mover.submit(CopyJob(pack(small_plan(dst)), reports("late")), Direction.SCATTER)
+        mover.submit(CopyJob(packed(small_plan(dst)), reports("late")), Direction.SCATTER)
     assert "late" not in reports.outcomes
 
 
@@ -322,7 +322,7 @@ async def test_close_does_not_leave_descriptors_or_threads_behind():
         mover = Mover(ThreadRuntime(), threads=2)
         reports, dst = Reports(), np.empty(4 * MIB, np.uint8)
         plan = contiguous_rows(dst.ctypes.data, dst.ctypes.data + 2 * MIB, rows=32, regions=1, row_bytes=65536, pool=32)
-        mover.submit(CopyJob(pack(plan), reports("a")), Direction.GATHER)
+        mover.submit(CopyJob(packed(plan), reports("a")), Direction.GATHER)
         assert await mover.close(10)
     await until(
         lambda: not [one for one in threading.enumerate() if one.name == "kvxfer-copy" and one not in before[1]]
@@ -405,15 +405,15 @@ import asyncio, os, sys, time
 import numpy as np
 sys.path[:0] = {path!r}
 from copy_plans import contiguous_rows
+from packing import packed
 from stepped import Flag, Reports
 from kvxfer.copy import CopyJob, Direction, records
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.tables import pack
 from kvxfer.runtime import ThreadRuntime
 MIB = 1 << 20
 def plan(src, dst, rows, row_bytes, regions=1):
     at = src.ctypes.data, dst.ctypes.data
-    return pack(contiguous_rows(*at, rows=rows, regions=regions, row_bytes=row_bytes, pool=rows))
+    return packed(contiguous_rows(*at, rows=rows, regions=regions, row_bytes=row_bytes, pool=rows))
 {body}
 """
 
@@ -557,7 +557,6 @@ atexit.register(read.wait, 60)  # others have something to do at the end too
 
 from kvxfer.copy import CopyJob, Direction
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.tables import NOTHING
 from kvxfer.runtime import ThreadRuntime
 
 begun, loop, broken = threading.Event(), asyncio.new_event_loop(), []
@@ -565,7 +564,7 @@ loop.set_exception_handler(lambda _, context: broken.append(context["exception"]
 
 def begin():
     mover = Mover(ThreadRuntime())
-    mover.submit(CopyJob(NOTHING), Direction.GATHER)
+    mover.submit(CopyJob(None), Direction.GATHER)
     select.select([mover._machine.news], [], [])  # the machine has done it, and says so
     loop.call_soon(stand_still)
     loop.call_later(0, lambda: loop.call_soon(read.set))

@@ -5,9 +5,10 @@ import pytest
 from copy_plans import contiguous_rows, head_split, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing import pack, variants
 
 from kvxfer.copy import tables
-from kvxfer.copy.tables import HEADER_WORDS, WIDTHS, Variant, pack, variants
+from kvxfer.copy.tables import HEADER_WORDS, WIDTHS, Variant
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
 

@@ -7,9 +7,8 @@ import pytest
 from copy_plans import CANARY, contiguous_rows, expected, random_plan, rows_with_gaps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packing import copy, copy_parts, pack, parts_of
 
-from kvxfer.copy.tables import pack, parts_of
-from kvxfer.copy.walk import copy, copy_parts
 from kvxfer.geometry.copyplan import Blank, CopyPlan
 
 NBYTES = 1 << 20

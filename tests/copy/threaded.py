@@ -6,11 +6,10 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
+from packing import packed, variants
 
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate
-from kvxfer.copy.tables import pack
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.plan import SumPlan
 from kvxfer.runtime import ThreadRuntime
@@ -70,9 +69,8 @@ class Threaded:
         Raises:
             ClosedError: As the mover says it.
         """
-        tables = replace(pack(plan), from_nic=from_nic)
-        nbytes = tables.nbytes if nbytes is None else nbytes
-        job = CopyJob(tables, done, after, gate=gate, nbytes=nbytes, owner=owner, sums=sums)
+        nbytes = plan.bytes if nbytes is None else nbytes
+        job = CopyJob(packed(plan), done, after, gate=gate, from_nic=from_nic, nbytes=nbytes, owner=owner, sums=sums)
         if self._closed:
             self.mover.submit(job, direction)  # refuses it, and touches nothing of its loop
         else:
@@ -116,7 +114,7 @@ class Threaded:
         return self.mover.writers_inside(gate, raised=raised)
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
-        self.mover.warm(plans)
+        self.mover.warm(variants(plans))
 
     def occupy(self, ctas: int) -> None:
         self.mover.occupy(ctas)

@@ -12,7 +12,6 @@ from rigs import PART, memory_of
 
 from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
-from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric import nixl
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
@@ -99,7 +98,7 @@ class Side:
         ended = asyncio.get_running_loop().create_future()
         rows = ([[self.address, nbytes]], [[address, nbytes]])
         here, there = (Descriptors("DRAM", 0, np.array(row, np.int64)) for row in rows)
-        job = CopyJob(NOTHING, ended.set_result, post=Post(peer, operation, here, there))
+        job = CopyJob(None, ended.set_result, post=Post(peer, operation, here, there))
         self.asked = self.mover.submit(job, Direction.GATHER)
         return ended
 

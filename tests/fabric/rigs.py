@@ -12,7 +12,6 @@ from stepped import Stepped
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
-from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
@@ -145,7 +144,7 @@ class Moving:
         return self.ways[-1]
 
     def submit(
-        self, tag: str, post: Post | None, *, tables: Any = NOTHING, until: float = 1e9, passage: Passage | None = None,
+        self, tag: str, post: Post | None, *, tables: Any = None, until: float = 1e9, passage: Passage | None = None,
         **job: Any,
     ) -> Flow:  # fmt: skip
         self.results[tag] = []

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows
+from packing import packed
 from rigs import PART, SIZE, Moving, Rig
 from stepped import until
 
 from kvxfer.copy import records
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Post
-from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.calls import Fabric
@@ -207,7 +207,7 @@ async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
     def metadata(tokens: Any) -> bytes:
         before = rig.called()
         rig.post("asked meanwhile", nbytes=PART, at=PART)
-        rig.submit("copy", None, tables=pack(plan))
+        rig.submit("copy", None, tables=packed(plan))
         rig.step(5, seconds=0.01)
         seen.append((rig.called() - before, len(rig.results["copy"]), np.array_equal(source, target)))
         return real(tokens)
@@ -519,7 +519,7 @@ async def test_what_the_old_agent_said_of_peers_is_heard_before_there_is_another
     rig.network.hold("b")
     for _ in range(40):
         post = Post("b", Operation.WRITE, *rig.piece(PART))
-        rig.mover.submit(CopyJob(NOTHING, done, post=post), Direction.GATHER)
+        rig.mover.submit(CopyJob(None, done, post=post), Direction.GATHER)
         rig.step()
     rig.network.disconnect("b")
     answer = asyncio.ensure_future(rig.fabric.rebuild(0.0))

@@ -9,7 +9,6 @@ from rigs import PART, Rig
 
 from kvxfer.copy import records
 from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Outcome, Post
-from kvxfer.copy.tables import NOTHING
 
 STEPS = 5
 
@@ -27,9 +26,9 @@ class Posting:
         steps = []
         for number, until in enumerate(leases):
             here, there = rig.piece(PART, peer="b", at=number * PART)
-            steps.append(CopyJob(NOTHING, nbytes=PART, until=until, post=Post("b", doing, here, there, late=late)))
+            steps.append(CopyJob(None, nbytes=PART, until=until, post=Post("b", doing, here, there, late=late)))
         passage = way.passage if way else None
-        job = CopyJob(NOTHING, rig.results["x"].append, until=1e9, passage=passage, owner="x", post=common)
+        job = CopyJob(None, rig.results["x"].append, until=1e9, passage=passage, owner="x", post=common)
         self.flow = rig.mover.flow(
             job,
             Direction.GATHER,
@@ -98,11 +97,11 @@ async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
     """Else nothing would be copied any more, to and from whom it be, before they are given up, and perhaps after it."""
     rig.network.hold("b")
     here, there = rig.piece(8)
-    step = CopyJob(NOTHING, until=1e9, post=Post("b", Operation.WRITE, here, there))
+    step = CopyJob(None, until=1e9, post=Post("b", Operation.WRITE, here, there))
     for tag in "wxyz":
         rig.results[tag] = []
         post = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES)
-        job = CopyJob(NOTHING, rig.results[tag].append, owner=tag, post=post)
+        job = CopyJob(None, rig.results[tag].append, owner=tag, post=post)
         rig.mover.flow(job, Direction.GATHER, [step] * 256, total=256, allowed=256, progress=lambda _: None)
     rig.step(1100)
     free = records.STEPS - records.KEPT

@@ -14,12 +14,12 @@ from copy_plans import contiguous_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from packing import packed
 from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
 from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
-from kvxfer.copy.tables import pack
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import MemorySpan
@@ -494,7 +494,7 @@ def gathered_post(rig: Rig, staging: np.ndarray, nbytes: int, **job: Any) -> Any
     post = Post("b", Operation.WRITE, here, there, late=rig.late.append)
     rows, where = nbytes // PART, (rig.source.ctypes.data, staging.ctypes.data)
     plan = contiguous_rows(*where, rows=rows, regions=1, row_bytes=PART, pool=rows, flat="both")
-    return rig.submit("x", post, tables=pack(plan), nbytes=nbytes, **job)
+    return rig.submit("x", post, tables=packed(plan), nbytes=nbytes, **job)
 
 
 async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(rig):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from copy_plans import contiguous_rows
 from ends import Side as NixlSide
+from packing import packed
 from rigs import Moving, pieces
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import NO_PIECES, CopyJob, Descriptors, Direction, Operation, Outcome, Post, Turns
-from kvxfer.copy.tables import NOTHING, pack
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 
 CHUNK = 64
@@ -50,9 +50,9 @@ class Side(Moving):
     def flow(self, direction, steps=None, *, turns=None, total=STEPS, allowed=None, post=None, **options) -> None:
         """Begin it; its steps do nothing unless there are others."""
         self.results["x"] = []
-        job = CopyJob(NOTHING, self.results["x"].append, owner="x", post=post)
+        job = CopyJob(None, self.results["x"].append, owner="x", post=post)
         turns = turns or Turns(PLACES, token=TOKEN, agent="b")
-        made = [CopyJob(NOTHING)] * total if steps is None else steps
+        made = [CopyJob(None)] * total if steps is None else steps
         allowed = total if allowed is None else allowed
 
         def told(outcome):
@@ -269,13 +269,13 @@ async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_
             rows = [pieces((at, nbytes)) for at in (a.buffer.ctypes.data + chunk * nbytes, place)]
             here, there = (Descriptors("DRAM", 0, row) for row in rows)
             post = Post("empties", Operation.WRITE, here, there)
-            gathers.append(CopyJob(NOTHING, nbytes=nbytes, post=post))
+            gathers.append(CopyJob(None, nbytes=nbytes, post=post))
             where = place, target.ctypes.data + chunk * nbytes
             plan = contiguous_rows(*where, rows=1, regions=1, row_bytes=nbytes, pool=1, flat="both")
-            scatters.append(CopyJob(pack(plan), nbytes=nbytes))
+            scatters.append(CopyJob(packed(plan), nbytes=nbytes))
         common = Post("empties", Operation.WRITE, NO_PIECES, NO_PIECES)
         flow = a.mover.flow(
-            CopyJob(NOTHING, ended[0].set_result, post=common),
+            CopyJob(None, ended[0].set_result, post=common),
             GATHER,
             gathers,
             total=chunks,
@@ -284,7 +284,7 @@ async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_
             progress=lambda _: None,
         )
         b.mover.flow(
-            CopyJob(NOTHING, ended[1].set_result),
+            CopyJob(None, ended[1].set_result),
             SCATTER,
             scatters,
             total=chunks,

@@ -15,13 +15,13 @@ from typing import Any
 from apart import Apart, knows_apart
 from inside import call_agent_by
 from msgspec.structs import replace
+from opened import opened
+from packing import copy_parts, parts_of
 from passing import enter
 
 from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import READY, CopyOutcome, Direction, Operation
 from kvxfer.copy.records import BEGIN, MAKE
-from kvxfer.copy.tables import NOTHING, parts_of
-from kvxfer.copy.walk import copy_parts
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Receiver
 from kvxfer.peers.link import Link
@@ -136,7 +136,8 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
         original = Mover.submit
 
         def hooked(mover: Mover, job: Any, where: Direction) -> Any:
-            if not job.tables.launches or where is not direction:
+            (tables,) = opened(job.tables)
+            if not tables.launches or where is not direction:
                 return original(mover, job, where)
             loop = asyncio.get_running_loop()
 
@@ -147,7 +148,7 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
                 passed = enter(passage) if guarded and began < job.until else None
                 stopped = began >= job.until or (guarded and passed is None)
                 if not stopped:
-                    parts, count = parts_of(job.tables, part_bytes=1)
+                    parts, count = parts_of(tables, part_bytes=1)
                     copy_parts(parts.ctypes.data, 0, count // 2 if half else 0)
                     halt()
                     copy_parts(parts.ctypes.data, count // 2 if half else 0, count)
@@ -155,7 +156,7 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
                         passed.leave()
                 took = time.monotonic() - began
                 if job.post is not None and not stopped:
-                    loop.call_soon_threadsafe(original, mover, replace(job, tables=NOTHING, after=READY), where)
+                    loop.call_soon_threadsafe(original, mover, replace(job, tables=None, after=READY), where)
                 else:
                     loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, stopped, copying=took))
 

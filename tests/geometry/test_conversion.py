@@ -14,10 +14,9 @@ import torch
 from copy_plans import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing import copy, pack
 from worlds import Rank, cache_tensor, contiguous, make_world
 
-from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import (
     CacheGeometry,

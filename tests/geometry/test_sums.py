@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing import copy, pack
 from worlds import Rank, make_world
 
-from kvxfer.copy.tables import pack
-from kvxfer.copy.walk import copy, total
+from kvxfer.copy.walk import total
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, PairPlan, Span, SumPlan, common, damage, resolve
 from kvxfer.geometry import plan as module
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "tests" / "copy"))
 
 import conversions  # noqa: E402  # pyright: ignore[reportMissingImports]
+import packing  # noqa: E402  # pyright: ignore[reportMissingImports]
 from copy_plans import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CANARY,
     PAIRS,
@@ -32,7 +33,7 @@ from copy_plans import (  # noqa: E402  # pyright: ignore[reportMissingImports]
 )
 from threaded import Outcome, Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import READY, Direction, tables, walk  # noqa: E402
+from kvxfer.copy import READY, Direction, tables  # noqa: E402
 from kvxfer.copy.port import as_event  # noqa: E402
 from kvxfer.errors import ClosedError, EventError, KvxferError, TransferFailedError  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor  # noqa: E402
@@ -154,7 +155,7 @@ def test_every_size_at_every_alignment(runner, memory):
     plan, _ = every_size(src.data_ptr(), dst.data_ptr())
     assert src.data_ptr() % 16 == dst.data_ptr() % 16 == 0
     settle()
-    assert {launch.variant.width for launch in tables.pack(plan).launches} == set(tables.WIDTHS)
+    assert {launch.variant.width for launch in packing.pack(plan).launches} == set(tables.WIDTHS)
     want = expected(plan, src.cpu().numpy(), src.data_ptr(), dst.cpu().numpy(), dst.data_ptr())
     runner.copy(plan)
     np.testing.assert_array_equal(dst.cpu().numpy(), want)
@@ -231,7 +232,7 @@ def test_large_conversions_equal_those_on_a_cpu(runner):
         on_cpu = given.cpu()
         settle()
         runner.copy(plan(given.data_ptr(), made.data_ptr()))
-        walk.copy(tables.pack(plan(on_cpu.data_ptr(), host_made.data_ptr())))
+        packing.copy(packing.pack(plan(on_cpu.data_ptr(), host_made.data_ptr())))
         assert torch.equal(made.cpu(), host_made)
 
 
@@ -360,7 +361,7 @@ def test_nothing_is_compiled_after_warming(runner):
     rows = np.asarray([[0, 0, 1, 0, 16]], np.int64)
     box = Box((), 132, 132, 132, token_in_run=True)
     whole = CopyPlan((Segment(np.asarray([at], np.int64), rows, 2112, 2112, box),))
-    assert [launch.variant.width for launch in tables.pack(whole).launches] == [16]
+    assert [launch.variant.width for launch in packing.pack(whole).launches] == [16]
     runner.copies.warm([whole])  # cut at other tokens it needs 8 and 4 bytes too
     assert runner.copies.compiles == 3
     runner.copies.warm([every_size(0, 0)[0]])
@@ -459,7 +460,7 @@ def test_tables_larger_than_the_ring(small_ring):
     src, dst = noise(16 * MIB), canvas(16 * MIB)
     settle()
     plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=50_000, regions=1, row_bytes=256, pool=65536)
-    assert tables.pack(plan).words.nbytes > 64 * KIB
+    assert packing.pack(plan).words.nbytes > 64 * KIB
     for n in range(5):
         small_ring.submit(n, plan)
         small_ring.submit(

@@ -6,8 +6,9 @@ from functools import reduce
 
 import numpy as np
 from opened import opened
+from packing import Tables
 
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Tables
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS
 from kvxfer.copy.template import Batch
 from kvxfer.geometry.copyplan import Elements
 
@@ -32,7 +33,7 @@ class Accesses:
         return self.width * self.elements.dst_bytes
 
 
-def accesses(tables: Tables | Batch) -> Iterator[Accesses]:
+def accesses(tables: Tables | Batch | None) -> Iterator[Accesses]:
     """All accesses of a copy, or of those of a batch."""
     for one in [tables] if isinstance(tables, Tables) else opened(tables):
         for launch in one.launches:
@@ -61,7 +62,7 @@ def _of_header(words, width, elements):
         yield Accesses(src, dst, width, elements)
 
 
-def pieces(tables: Tables | Batch) -> Iterator[tuple[int, int, int, int]]:
+def pieces(tables: Tables | Batch | None) -> Iterator[tuple[int, int, int, int]]:
     """Contiguous runs of a copy: source, bytes there, destination, bytes there."""
     for one in accesses(tables):
         order = np.lexsort((one.src, one.dst))

@@ -6,12 +6,13 @@ import threading
 import inside
 from apart import Apart, knows_apart
 from msgspec.structs import replace
+from opened import opened
+from packing import copy
 from passing import enter
 
 from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import READY, CopyOutcome, Direction
-from kvxfer.copy.tables import NOTHING
-from kvxfer.copy.walk import copy, total
+from kvxfer.copy.walk import total
 from kvxfer.testing import LoopbackTransport
 
 
@@ -37,7 +38,7 @@ class Standing:
         )
 
     def submit(self, job, direction):
-        moves = bool(job.tables.launches) or job.sums is not None
+        moves = bool(opened(job.tables)[0].launches) or job.sums is not None
         if not (self.holding and moves and direction is self._direction and job.after.query()):
             return self.real.submit(job, direction)
         guarded = job.post is None and job.passage is not None
@@ -67,9 +68,9 @@ class Standing:
         self.holding = False
         while self.held:
             job = self.held.pop(0)
-            copy(job.tables)
+            copy(*opened(job.tables))
             if job.post is not None and job not in self._unwanted:
-                self._posted[job] = self.real.submit(replace(job, tables=NOTHING, after=READY), self._direction)
+                self._posted[job] = self.real.submit(replace(job, tables=None, after=READY), self._direction)
                 continue
             self._leave(job)
             self._end(job, stopped=job.post is not None, sums=b"" if job.sums is None else total(job.sums))

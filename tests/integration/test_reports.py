@@ -247,7 +247,7 @@ async def a_read_that_does_not_end(scene):
 @says(Said(Step.SCATTERING, Code.FAILED, Step.RESERVING, Code.FAILED))
 async def a_copy_that_fails(scene):
     def broken(submit, job, direction):
-        if job.tables.launches:
+        if job.tables is not None:
             raise TransferFailedError("a broken device")
         return submit(job, direction)
 

@@ -21,7 +21,7 @@ import numpy as np
 from decoded import pieces
 from inside import arena_shares, is_shut
 from msgspec.structs import replace
-from opened import singly
+from opened import opened, singly
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine
@@ -451,7 +451,8 @@ def _claims(ledger: Ledger, tables, before=()):
     ways = [("a copy", source, target, length) for source, _, target, length in pieces(tables)]
     ways += [
         ("a gather that clears its gaps", None, blank.address + line * blank.pitch, blank.width)
-        for blank in tables.blanks
+        for one in opened(tables)
+        for blank in one.blanks
         for line in range(blank.lines)
     ]
     return [ledger.check(*way, expected) for way, expected in zip(ways, before or [None] * len(ways), strict=True)]

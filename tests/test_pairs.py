@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 import torch
+from staged import gather, scatter
 
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
@@ -132,11 +133,11 @@ def test_making_a_plan_takes_no_memory_for_pieces(blocks):
     src, dst = (from_hf_config(LLAMA, blocks=blocks, layout=layout).ranks[0] for layout in ("NHD", "HND"))
     pair = PairPlan(src, dst, common(src, dst))
     spans = {"default": Span(range(blocks))}
-    pair.bind(spans, spans, range(16 * blocks)).whole.gather(0)
+    gather(pair.bind(spans, spans, range(16 * blocks)).whole, 0)
     tracemalloc.start()
     try:
         bound = pair.bind(spans, spans, range(16 * blocks))
-        tables = bound.whole.gather(0)
+        tables = gather(bound.whole, 0)
         bound.digest(pair.grid(bound.tokens, target_bytes=1 << 25))
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -179,7 +180,7 @@ def test_a_sample_needs_no_block_that_could_be_bound():
     dst = CacheGeometry.of([narrow], [Group("default", 0)])
     pair = PairPlan(src, dst, common(src, dst))
     assert pair.sample.bytes == 2 * 16 * 8 * 4
-    assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
+    assert gather(pair.sample, 0).bytes == scatter(pair.sample, 0).bytes == pair.sample.bytes
 
 
 def test_stretches_of_staging_memory_lie_inside_of_it():

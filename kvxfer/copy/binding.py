@@ -23,7 +23,6 @@ from kvxfer.copy.compiler import compiled, inlined, load
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, SPARE_WORDS, WIDTHS, Kind
 from kvxfer.copy.tables import PART_WORDS as WALKED_WORDS
 from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
-from kvxfer.geometry.plan import MOST_BLANKS
 from kvxfer.names import MAX_ROWS
 
 __all__ = ["bind", "scratch_words", "told_words", "write_records", "write_tables"]
@@ -95,7 +94,9 @@ WIDTHS_OF_ONE: Final = len(WIDTHS)
 NOT_COMPILED, LARGE = 1, 2
 
 PADDING, NOT_KNOWN = -1, -2
-MOST_ROWS, ALIGNMENT, BLANKS = MAX_ROWS, STAGING_ALIGNMENT, MOST_BLANKS
+MOST_ROWS, ALIGNMENT = MAX_ROWS, STAGING_ALIGNMENT
+BLANKS: Final = 8
+"""Where more places would have to be zeroed, all of a chunk is: each costs a call."""
 GOLDEN = -7046029254386353131
 """2^64 over the golden ratio, by which ids are spread over a table."""
 PROBES = 16
@@ -560,7 +561,10 @@ def _blank(out: Any, blanks: Any, number: Any, address: Any, width: Any, lines: 
 
 @inlined
 def _blanks(pair: Any, begin: Any, stop: Any, scratch: Any, staging: Any, staged: Any, out: Any, blanks: Any) -> Any:
-    """What of a chunk's staging no row fills, as `ChunkPart.blanks` names it; returns how many there are."""
+    """What of a chunk's staging no row fills, to be zeroed: what was there before is another request's.
+
+    Whole rows of which a part is. Returns how many places there are.
+    """
     many, place, c = 0, staging, pair[CLASSES_AT]
     for _ in range(pair[CLASSES]):
         regions, nbytes, met = pair[c + EDGES + stop] - pair[c + EDGES + begin], pair[c + ROW_BYTES], pair[c + MEETING]

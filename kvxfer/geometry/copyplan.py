@@ -22,7 +22,6 @@ __all__ = [
     "BYTES",
     "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
-    "Blank",
     "Box",
     "BoxAxis",
     "CopyPlan",
@@ -328,22 +327,11 @@ def _run_ends(src: I64, dst: I64, nbytes: I64) -> NDArray[np.bool_]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Blank:
-    """Lines of bytes at a destination, `pitch` bytes from one to the next, that are zeroed before all copies."""
-
-    address: int
-    width: int
-    lines: int = 1
-    pitch: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Segments to copy, in any order, and what comes before; no two segments write the same byte."""
+    """Segments to copy, in any order; no two of them write the same byte."""
 
     segments: tuple[Segment, ...]
-    blanks: tuple[Blank, ...] = ()  # to zero before anything is copied
 
     @property
     def bytes(self) -> int:

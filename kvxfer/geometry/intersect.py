@@ -392,7 +392,6 @@ class Folded:
     # int64 (R, 2): addresses at the source and destination; in staging they count from the place of the first row that
     # their region has there
     regions: I64
-    number: I64  # int64 (R,): which region of the class each belongs to
     factors: F32 | None
 
 
@@ -460,13 +459,11 @@ class SegmentClass:
         """These axes as a box, those beyond it unrolled into regions; `tokens` are the token strides of both sides."""
         box, unrolled = fold(axes, *tokens, elements)
         factors = self.factors if elements.converts else None
-        number = np.arange(len(bases), dtype=np.int64)
         for axis in unrolled:
             steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
             bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
-            number = np.repeat(number, axis.count)
             factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
-        return Folded(box, bases, number, factors)
+        return Folded(box, bases, factors)
 
 
 def intersect(

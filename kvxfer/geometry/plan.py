@@ -2,9 +2,8 @@
 
     PairPlan      strides, boxes and base addresses of all that is selected between two ranks; made once a pair
       .bind(...)  with block lists and a token range: a `TransferPlan`, checked to be covered
-        .chunk(n) one chunk of the grid (token window x run of layers): a `ChunkPlan`, which is a gather, a scatter, a
-                  copy in place, or what is added up of it: staging memory is one more strided array, so all of them
-                  are the same tables with other base addresses
+        .chunk(n) one chunk of the grid (token window x run of layers): a `ChunkPlan`, which is a copy in place, or
+                  what is added up of it
 
 The planner is pure: numbers in, numbers out.
 """
@@ -13,7 +12,7 @@ import hashlib
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm, prod
@@ -26,7 +25,6 @@ from kvxfer.errors import BlocksError, GeometryError, TokensError
 from kvxfer.geometry.axes import KV_ORDER, RowSide
 from kvxfer.geometry.copyplan import (
     STAGING_ALIGNMENT,
-    Blank,
     BoxAxis,
     CopyPlan,
     Elements,
@@ -35,7 +33,7 @@ from kvxfer.geometry.copyplan import (
     fold,
     sample,
 )
-from kvxfer.geometry.intersect import Folded, SegmentClass, SegmentKey, Selection, intersect
+from kvxfer.geometry.intersect import SegmentClass, SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet
 from kvxfer.names import MAX_SUMS, MAX_TOKENS, lazy
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from kvxfer.geometry.cache import CacheGeometry
 
 __all__ = [
-    "MOST_BLANKS",
     "ChunkGrid",
     "ChunkPart",
     "ChunkPlan",
@@ -64,9 +61,6 @@ __all__ = [
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
-
-MOST_BLANKS: Final = 8
-"""Where more places would have to be zeroed, all of a chunk is: each costs a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,40 +189,9 @@ class ChunkPart:
         key, folded = self.slice.key, self.slice.in_place
         return Segment(folded.regions, table, key.src_block, key.dst_block, folded.box, folded.factors)
 
-    def gathered(self, staging: int) -> Segment:
-        """From blocks into staging from address `staging` on, where row n is block n and begins there."""
-        of, table = self.slice, self.rows.table.copy()
-        table[:, 2], table[:, 3] = np.arange(len(table)), 0
-        folded = self._staged(of.gathered, 1, staging)
-        return Segment(folded.regions, table, of.key.src_block, of.row_bytes, folded.box, folded.factors)
-
-    def scattered(self, staging: int) -> Segment:
-        """From staging from address `staging` on into blocks; likewise."""
-        of, table = self.slice, self.rows.table.copy()
-        table[:, 0], table[:, 1] = np.arange(len(table)), 0
-        folded = self._staged(of.scattered, 0, staging)
-        return Segment(folded.regions, table, of.row_bytes, of.key.dst_block, folded.box, folded.factors)
-
-    def blanks(self, staging: int) -> Iterator[Blank]:
-        """What of its room from address `staging` on no segment writes, and whole rows where a part of them is."""
-        rows, row_bytes, nbytes = self.rows.table, self.slice.row_bytes, self.staged_bytes
-        cut = np.flatnonzero(rows[:, 4] * self.slice.token_bytes != row_bytes)  # at most the first and the last
-        for row in cut.tolist():
-            yield Blank(staging + row * row_bytes, row_bytes, len(self.slice.bases), len(rows) * row_bytes)
-        if rest := -nbytes % STAGING_ALIGNMENT:
-            yield Blank(staging + nbytes, rest)
-
-    def _staged(self, folded: Folded, side: int, staging: int) -> Folded:
-        """With the regions behind each other in staging, which is the source or destination as `side` says."""
-        regions = folded.regions.copy()
-        regions[:, side] += folded.number * (len(self.rows.table) * self.slice.row_bytes) + staging
-        return replace(folded, regions=regions)
-
 
 class ChunkPlan:
-    """One chunk: the same rows and regions as a gather into staging, a scatter out of it, or a copy in place.
-
-    Staging holds elements in the narrower of the two dtypes, so one of gather and scatter converts, the other copies.
+    """One chunk, as rows and regions: how large it is, and a copy in place.
 
     Args:
         parts: What it takes of each class that takes part, in the order of staging.
@@ -237,10 +200,8 @@ class ChunkPlan:
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
         self.parts: Final = parts
         self._copy: CopyPlan | None = None
-        self._offsets: Final[list[int]] = []
         offset = carried = 0
         for part in parts:
-            self._offsets.append(offset)
             offset += -(-part.staged_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
             carried += part.bytes
         # room that the chunk takes in staging: every row a full sub-block, segments aligned
@@ -260,26 +221,6 @@ class ChunkPlan:
         """The same as a list of contiguous pieces, neighbours merged, in order of destination."""
         plan = CopyPlan(tuple(part.in_place(part.rows.ascending) for part in self.parts))
         return plan.enumerate().merged()
-
-    def gather(self, staging: int) -> CopyPlan:
-        """Source blocks into staging at address `staging`, every byte of which is written: zero where nothing belongs.
-
-        What was there before is another request's, and would travel with this one.
-        """
-        placed = zip(self.parts, self._offsets, strict=True)
-        segments = tuple([part.gathered(staging + offset) for part, offset in placed])
-        return CopyPlan(segments, self._blanks(staging) if self.staged_bytes > self.bytes else ())
-
-    def scatter(self, staging: int) -> CopyPlan:
-        """Staging at address `staging` into destination blocks."""
-        placed = zip(self.parts, self._offsets, strict=True)
-        return CopyPlan(tuple([part.scattered(staging + offset) for part, offset in placed]))
-
-    def _blanks(self, staging: int) -> tuple[Blank, ...]:
-        """What of staging no segment of a gather writes, or more."""
-        placed = zip(self.parts, self._offsets, strict=True)
-        found = [blank for part, offset in placed for blank in part.blanks(staging + offset)]
-        return tuple(found) if len(found) <= MOST_BLANKS else (Blank(staging, self.staged_bytes),)
 
 
 # --- sums over what a chunk holds

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
+from staged import Blank
 
 from kvxfer.copy import binding
 from kvxfer.copy.compiler import compiled
@@ -28,8 +29,7 @@ from kvxfer.copy.tables import (
 from kvxfer.copy.template import Batch, Variants
 from kvxfer.copy.walk import copy_part
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import BYTES, Blank, Box, CopyPlan, Elements, Segment
-from kvxfer.geometry.plan import MOST_BLANKS
+from kvxfer.geometry.copyplan import BYTES, Box, CopyPlan, Elements, Segment
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -80,7 +80,7 @@ def pack(plan: CopyPlan) -> Tables:
         packed, tiles = _packed(parts, variant)
         launches.append(Launch(variant, sum(map(len, words)), len(parts), tiles))
         words.append(packed)
-    return Tables(np.concatenate(words), tuple(launches), plan.bytes, plan.blanks)
+    return Tables(np.concatenate(words), tuple(launches), plan.bytes, getattr(plan, "blanks", ()))
 
 
 def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:
@@ -248,7 +248,7 @@ def batch(*tables: Tables) -> Batch:
     said = np.zeros((len(tables), variants.told), np.int64)
     stop = said.size
     for row, one in zip(said, tables, strict=True):
-        launches, blanks = np.split(row[binding.TOLD :], [-binding.BLANK_WORDS * MOST_BLANKS])
+        launches, blanks = np.split(row[binding.TOLD :], [-binding.BLANK_WORDS * binding.BLANKS])
         begin, stop = stop, stop + len(one.words)
         row[: binding.TOLD] = one.nbytes, 0, one.nbytes, begin, stop, len(one.launches), len(one.blanks)
         for number, launch in enumerate(one.launches):

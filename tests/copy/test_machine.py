@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from copy_plans import CANARY
 from driver import FAULT, Driver, StubGpu
 from packing import pack, variants
+from staged import Blank, Blanked
 from stepped import Flag, World, kind, until
 from sum_plans import pair_of
 
@@ -17,7 +17,7 @@ from kvxfer.copy import Direction, cuda, records
 from kvxfer.copy.port import AllOf
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan
-from kvxfer.geometry.copyplan import Blank, CopyPlan
+from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.memory.device import Arrival
 
 GATHERS, SCATTERS = 11, 12
@@ -176,7 +176,7 @@ async def test_copies_occupy_as_many_thread_blocks_as_they_may():
 async def test_whatever_fails_fails_its_copy_and_what_follows_of_it_is_not_asked_for(scene, name):
     source, target, chunk = pair_of(2)
     at = scene.dst.ctypes.data
-    plan = replace(scene.plan(rows=100), blanks=(Blank(at + 65536, 64), Blank(at + 131072, 8, 2, 64)))
+    plan = Blanked(scene.plan(rows=100).segments, (Blank(at + 65536, 64), Blank(at + 131072, 8, 2, 64)))
     scene.driver.codes[name] = [FAULT]
     scene.submit("a", plan, sums=SumPlan.at_source(chunk))
     await scene.steps()
@@ -248,10 +248,10 @@ async def test_nothing_is_compiled_after_warming():
 async def test_gaps_are_cleared_before_anything_is_copied(scene):
     at = scene.dst.ctypes.data
     blanks = (Blank(at, 4096), Blank(at + 8192, 32, 3, 96))
-    scene.submit("with gaps", replace(scene.plan(), blanks=blanks))
+    scene.submit("with gaps", Blanked(scene.plan().segments, blanks))
     await scene.steps()
     assert scene.driver.names() == ["CLEAR", "CLEAR_LINES", "LAUNCH", "RECORD"]
-    scene.submit("gaps alone", CopyPlan((), (Blank(at + 65536, 64),)))
+    scene.submit("gaps alone", Blanked((), (Blank(at + 65536, 64),)))
     await scene.steps()
     assert scene.driver.names()[4:] == ["CLEAR", "RECORD"]
     assert scene.order == [], "until the device has come past them"

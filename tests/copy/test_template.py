@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opened import opened
 from packing import pack
+from staged import gather, scatter
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.copy import binding
@@ -74,7 +75,7 @@ def tables_of(cut, kind, number=0, at=0):
 
 def packed(chunk, kind, at):
     """The planner's tables of a chunk."""
-    return pack(chunk.copy() if kind is Kind.COPY else (chunk.gather if kind is Kind.GATHER else chunk.scatter)(at))
+    return pack(chunk.copy() if kind is Kind.COPY else (gather if kind is Kind.GATHER else scatter)(chunk, at))
 
 
 def same(found, expected):
@@ -115,8 +116,8 @@ def test_the_words_say_which_bytes_go_where():
             plan, cut = case.pair.bind(case.src, case.dst, case.tokens), cut_of(fitted(case), whole(case))
             for made, expected in (
                 (tables_of(cut, Kind.COPY), plan.whole.copy()),
-                (tables_of(cut, Kind.GATHER, 0, STAGING), plan.whole.gather(STAGING)),
-                (tables_of(cut, Kind.SCATTER, 0, STAGING), plan.whole.scatter(STAGING)),
+                (tables_of(cut, Kind.GATHER, 0, STAGING), gather(plan.whole, STAGING)),
+                (tables_of(cut, Kind.SCATTER, 0, STAGING), scatter(plan.whole, STAGING)),
             ):
                 np.testing.assert_array_equal(said(made), by_destination(table_pairs(expected)))
 
@@ -216,7 +217,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
                 else:
                     sizes = made.nbytes.tolist(), made.staged_bytes.tolist(), carried
                     assert sizes == ([expected.bytes], [expected.staged_bytes], expected.bytes)
-                    same(opened(made)[0], pack(expected.gather(STAGING)))
+                    same(opened(made)[0], pack(gather(expected, STAGING)))
 
 
 def test_a_request_without_rows_asks_nothing_of_its_lists():

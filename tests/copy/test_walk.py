@@ -8,8 +8,9 @@ from copy_plans import CANARY, contiguous_rows, expected, random_plan, rows_with
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import copy, copy_parts, pack, parts_of
+from staged import Blank, Blanked
 
-from kvxfer.geometry.copyplan import Blank, CopyPlan
+from kvxfer.geometry.copyplan import CopyPlan
 
 NBYTES = 1 << 20
 SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
@@ -85,7 +86,7 @@ def test_blanks_are_cleared_and_then_written_over():
     for line in range(3):
         cleared[8192 + 256 * line :][:100] = 0
     want = expected(plan, SRC, SRC.ctypes.data, cleared, at)
-    copy(pack(replace(plan, blanks=(Blank(at, 4096), Blank(at + 8192, 100, 3, 256)))))
+    copy(pack(Blanked(plan.segments, (Blank(at, 4096), Blank(at + 8192, 100, 3, 256)))))
     np.testing.assert_array_equal(dst, want)
     assert (want != cleared).any()
 

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 from execute import I64, Space, by_destination, byte_pairs, run, table_pairs
 from numpy.typing import NDArray
+from staged import Blanked, gather, scatter
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import (
@@ -22,7 +23,6 @@ from kvxfer.geometry import (
     TransferPlan,
     resolve,
 )
-from kvxfer.geometry.copyplan import CopyPlan
 
 CANARY = -(1 << 62)
 GUARD = 64
@@ -179,8 +179,8 @@ def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> N
     meetings = zip(transfer.pair.meetings, transfer.rows, strict=True)
     one_slot = all(not src.is_state or len(rows) <= src.block_ratio for (_, src, _), rows in meetings)
     assert not one_slot or transfer.whole.staged_bytes <= transfer.pair.most_staged_bytes(transfer.tokens)
-    gathers = [plan.gather(0) for plan in (transfer.whole, *chunks)]
-    rows = [sum(len(s.rows) * len(s.regions) for s in gather.segments) for gather in gathers]
+    gathers = [gather(plan, 0) for plan in (transfer.whole, *chunks)]
+    rows = [sum(len(s.rows) * len(s.regions) for s in one.segments) for one in gathers]
     assert rows[0] == sum(rows[1:])
     smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair.row_tokens
     if not smallest and not transfer.pair.has_state:
@@ -204,17 +204,17 @@ def check_chunks(
         assert give.staged_bytes >= give.bytes
         cells = np.full(give.staged_bytes + 2 * GUARD, CANARY, np.int64)
         staging = Space(STAGING - GUARD, cells)
-        gather, scatter = give.gather(STAGING), take.scatter(STAGING)
-        assert gather.bytes == scatter.bytes == give.bytes
-        assert all((segment.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
-        assert bool(gather.blanks) == (give.staged_bytes > give.bytes)
-        clear(gather, cells[GUARD:-GUARD])
-        filled = run(gather.enumerate(), data, staging)[1]
+        into, out = gather(give, STAGING), scatter(take, STAGING)
+        assert into.bytes == out.bytes == give.bytes
+        assert all((segment.rows[:, 4] > 0).all() for segment in (*into.segments, *out.segments))
+        assert bool(into.blanks) == (give.staged_bytes > give.bytes)
+        clear(into, cells[GUARD:-GUARD])
+        filled = run(into.enumerate(), data, staging)[1]
         assert (cells[GUARD:-GUARD] != CANARY).all(), "what staging held before would travel"
-        assert np.array_equal(by_destination(table_pairs(gather)), by_destination(byte_pairs(gather.enumerate())))
+        assert np.array_equal(by_destination(table_pairs(into)), by_destination(byte_pairs(into.enumerate())))
         assert (cells[:GUARD] == CANARY).all()
         assert (cells[GUARD + give.staged_bytes :] == CANARY).all()
-        read, written = run(scatter.enumerate(), staging, memory)
+        read, written = run(out.enumerate(), staging, memory)
         assert np.array_equal(np.sort(read), np.sort(filled))
         everything.append(written)
         total += take.bytes
@@ -223,9 +223,9 @@ def check_chunks(
     assert np.array_equal(memory.cells, expected)
 
 
-def clear(gather: CopyPlan, room: I64) -> None:
+def clear(into: Blanked, room: I64) -> None:
     """Zero what a gather zeroes, in the cells of staging."""
-    for blank in gather.blanks:
+    for blank in into.blanks:
         at = blank.address - STAGING
         assert at >= 0
         assert at + (blank.lines - 1) * blank.pitch + blank.width <= len(room)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from execute import by_destination, byte_pairs
+from staged import gather
 from worlds import Rank, contiguous
 
 from kvxfer.errors import GeometryError
@@ -195,7 +196,7 @@ def test_the_order_of_bytes_in_staging(axes: str) -> None:
         contiguous(axes, sizes | {"token": 4}, layers=layers[::-1], kv=("v", "k")), blocks={"default": ([4, 0, 2], 0)}
     )
     plan = bound(source, target, range(2, 11)).whole
-    found = by_destination(byte_pairs(plan.gather(0).enumerate()))
+    found = by_destination(byte_pairs(gather(plan, 0).enumerate()))
     expected: list[tuple[int, int]] = []
     at = 0
     for layer in range(2):
@@ -227,7 +228,7 @@ def test_segments_are_aligned_and_ordered_by_group_part_and_shape() -> None:
     source, target = rank(*tensors(), blocks=blocks), rank(*tensors(), blocks=blocks)
     plan = bound(source, target, range(4)).whole
     bases = source.tensors[2]["base"], source.tensors[1]["base"], source.tensors[0]["base"]
-    found = plan.gather(1 << 20).enumerate().merged()
+    found = gather(plan, 1 << 20).enumerate().merged()
     assert (found.src - source.base).tolist() == [bases[0] + 20, bases[1] + 12, bases[2]]
     assert (found.dst - (1 << 20)).tolist() == [0, 32, 48]
     assert (plan.bytes, plan.staged_bytes) == (44, 64)

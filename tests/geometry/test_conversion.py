@@ -15,6 +15,7 @@ from copy_plans import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing import copy, pack
+from staged import gather, scatter
 from worlds import Rank, cache_tensor, contiguous, make_world
 
 from kvxfer.errors import GeometryError
@@ -84,18 +85,18 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
         staging = np.full(give.staged_bytes + 2 * GUARD, 0x5A, np.uint8)
         at = staging.ctypes.data + GUARD
         at += -at % 16
-        gather = give.gather(at)
-        assert gather.bytes == give.bytes  # the narrower side's
-        copy(pack(gather))
+        into = gather(give, at)
+        assert into.bytes == give.bytes  # the narrower side's
+        copy(pack(into))
         room = staging[at - staging.ctypes.data :][: give.staged_bytes]
         once = room.copy()
         room[:] = 0xA5
-        copy(pack(gather))
+        copy(pack(into))
         assert np.array_equal(room, once), "what staging held before would travel"
         edge = at - staging.ctypes.data
         assert (staging[:edge] == 0x5A).all()
         assert (staging[edge + give.staged_bytes :] == 0x5A).all()
-        copy(pack(take.scatter(at)))
+        copy(pack(scatter(take, at)))
     assert np.array_equal(target.memory, expected)
     return moved
 

@@ -9,6 +9,7 @@ import pytest
 from agree import check_world, without_bases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from staged import gather, scatter
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
@@ -157,7 +158,7 @@ def test_tables_are_regions_plus_rows() -> None:
     ids = np.random.default_rng(0).permutation(600)[:512]
     whole = pair.bind({"g": Span(ids)}, {"g": Span(ids[::-1])}, range(512 * 16)).whole
     assert whole.bytes == whole.staged_bytes == 1 << 30
-    for plan in (whole.copy(), whole.gather(0), whole.scatter(0)):
+    for plan in (whole.copy(), gather(whole, 0), scatter(whole, 0)):
         (segment,) = plan.segments
         assert (segment.regions.shape, segment.rows.shape) == ((64, 2), (512, 5))
         assert plan.bytes == 1 << 30
@@ -173,7 +174,7 @@ def test_addresses_are_64_bits_wide() -> None:
     whole = pair.bind({"g": Span([last, 0])}, {"g": Span([0, last])}, range(3, 30)).whole
     staging = top - (1 << 20)
     size = blocks * 32768
-    for plan in (whole.copy(), whole.gather(staging), whole.scatter(staging)):
+    for plan in (whole.copy(), gather(whole, staging), scatter(whole, staging)):
         found = plan.enumerate()
         assert found.nbytes.sum() == 27 * 2048 * 16
         assert min(found.src.min(), found.dst.min()) >= base

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing import copy, pack
+from staged import gather
 from worlds import Rank, make_world
 
 from kvxfer.copy.walk import total
@@ -60,7 +61,7 @@ def by_the_protocol(chunk: ChunkPlan) -> bytes:
         return x ^ (x >> 31)
 
     staging = np.zeros(chunk.staged_bytes, np.uint8)
-    copy(pack(chunk.gather(staging.ctypes.data)))
+    copy(pack(gather(chunk, staging.ctypes.data)))
     regions, rows, start = [], [], 0
     for part in chunk.parts:
         (size,) = {part.slice.row_bytes}

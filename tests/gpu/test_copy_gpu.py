@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from copy_plans import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     hnd_to_nhd,
     random_plan,
 )
+from staged import Blank, Blanked  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Outcome, Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import READY, Direction, tables  # noqa: E402
@@ -38,7 +38,6 @@ from kvxfer.copy.port import as_event  # noqa: E402
 from kvxfer.errors import ClosedError, EventError, KvxferError, TransferFailedError  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor  # noqa: E402
 from kvxfer.geometry.copyplan import (  # noqa: E402
-    Blank,
     Box,
     BoxAxis,
     CopyPlan,
@@ -312,13 +311,13 @@ def test_blanks_are_cleared_and_then_written_over(runner, memory):
     lines = Blank(dst.data_ptr() + 3, 1001, 5, 9 * MIB + 1)
     run_of_bytes = Blank(dst.data_ptr() + 50 * MIB, 12 * MIB + 7)
     plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=64, regions=4, row_bytes=32 * KIB, pool=128)
-    plan = replace(plan, blanks=(lines, run_of_bytes))
+    plan = Blanked(plan.segments, (lines, run_of_bytes))
     cleared = np.full(nbytes, CANARY, np.uint8)
     for line in range(lines.lines):
         cleared[3 + line * lines.pitch :][: lines.width] = 0
     cleared[50 * MIB :][: run_of_bytes.width] = 0
     settle()
-    runner.copy(CopyPlan((), plan.blanks))
+    runner.copy(Blanked((), plan.blanks))
     np.testing.assert_array_equal(dst.cpu().numpy(), cleared)
     want = expected(plan, src.cpu().numpy(), src.data_ptr(), cleared, dst.data_ptr())
     for _ in range(20):

@@ -18,6 +18,7 @@ for folder in ("rows", "geometry", "copy"):
 
 from catalogue import CASES  # noqa: E402  # pyright: ignore[reportMissingImports]
 from ranks import World  # noqa: E402  # pyright: ignore[reportMissingImports]
+from staged import gather, scatter  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import CopyOutcome, Direction  # noqa: E402
@@ -84,10 +85,10 @@ def test_every_byte_of_a_row_on_gpus(movers, name):
                 if not part.bytes:
                     continue
                 staging = torch.empty(part.staged_bytes, dtype=torch.uint8, device=f"cuda:{prefill.device}")
-                copy(movers[0], part.gather(staging.data_ptr()), Direction.GATHER)
+                copy(movers[0], gather(part, staging.data_ptr()), Direction.GATHER)
                 carried = staging.to(f"cuda:{decode.device}", copy=True)
                 torch.cuda.synchronize(decode.device)
-                copy(movers[-1], part.scatter(carried.data_ptr()), Direction.SCATTER)
+                copy(movers[-1], scatter(part, carried.data_ptr()), Direction.SCATTER)
     for target, memory in zip(world.decode, decode.memory, strict=True):
         assert np.array_equal(memory.cpu().numpy(), world.expected(target))
     for source, memory in zip(world.prefill, prefill.memory, strict=True):

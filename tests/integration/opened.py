@@ -5,13 +5,12 @@ from typing import Any
 
 from msgspec.structs import replace
 from packing import NOTHING, Launch, Tables, batch
+from staged import Blank
 
 from kvxfer.copy import binding
 from kvxfer.copy.port import CopyJob
 from kvxfer.copy.tables import Variant
 from kvxfer.copy.template import Batch
-from kvxfer.geometry.copyplan import Blank
-from kvxfer.geometry.plan import MOST_BLANKS
 
 
 def opened(batch: Any) -> list[Tables]:
@@ -28,7 +27,7 @@ def _tables(made: Batch, said: list[int]) -> Tables:
             elements, power = divmod(functions.tolist().index(elements) // binding.VARIANT_WORDS, binding.WIDTHS_OF_ONE)
             width = 1 << power
         launches.append(Launch(Variant(width, made.variants.elements[elements]), first, headers, tiles))
-    first = len(said) - binding.BLANK_WORDS * MOST_BLANKS
+    first = len(said) - binding.BLANK_WORDS * binding.BLANKS
     for at in range(first, first + binding.BLANK_WORDS * said[binding.T_BLANKS], binding.BLANK_WORDS):
         blanks.append(Blank(*said[at : at + binding.BLANK_WORDS]))
     words = made.out[said[binding.T_BEGIN] : said[binding.T_STOP]]

@@ -1,9 +1,9 @@
 """Requests of a known pair, bound and packed by compiled code: a call checks the block lists, a call writes the tables.
 
-The planner (`kvxfer.geometry`) is the definition. The words written here are those that `pack` makes of its plans, word
-for word, and every count is the planner's. Nothing here raises or allocates: where a list is not as it should be, or a
-number does not fit, a code says so, and the planner is asked, which names what is wrong. What a pair and a
-request are told here as is made in `kvxfer.copy.template`.
+The planner (`kvxfer.geometry`) is the definition: tests make the tables of its plans, and compare every word and count.
+Nothing here raises or allocates: where a list is not as it should be, or a number does not fit, a code says so, and the
+planner is asked, which names what is wrong. What a pair and a request are told here as is made in
+`kvxfer.copy.template`.
 
 This code keeps the interpreter's lock: it runs for microseconds, and whoever lets go of that lock beside a busy thread
 waits milliseconds to get it back.
@@ -611,7 +611,7 @@ def write_tables(
         dst_ids: Likewise.
         each: Layers of a chunk.
         step: Tokens of a chunk.
-        cells: Which, as of `ChunkGrid.cells`.
+        cells: Which, as of `ChunkGrid.cell`.
         scratch: With room for the rows of all meetings in a window, among others, which are found there again; at first
             its first number is 0.
         each_told: Numbers that are said of a chunk; of sizes `SIZES`, which are -1 where a block is not known yet.

@@ -12,8 +12,8 @@ tables work wherever they are put) at its axes, its regions and its rows:
 
 A word of the copy is one access: some bytes, or some elements that are converted. An item is one row in one region. Its
 words are numbered along the axes, the innermost first, and items follow each other without a gap, so a tile of the
-kernel holds as many small rows as fit. Numbers of items and of words within an
-item have 31 bits (checked here), offsets and addresses 64.
+kernel holds as many small rows as fit. Numbers of items and of words within an item have 31 bits (checked where they
+are written), offsets and addresses 64.
 """
 
 from collections.abc import Iterable, Mapping

@@ -438,9 +438,7 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             GeometryError: If a table is too large to be numbered.
         """
         template, grid, count = self.plan.template, self.grid, len(chunks)
-        shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
-        if grid.band > 1:  # else they have the order of chunks
-            cells = grid.cells_of(chunks)
+        shapes, cells = template.shapes[kind], grid.cell(np.arange(chunks.start, chunks.stop))
         told = shapes.variants.told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // len(grid.layers) + shapes.slack
         room += 3 * self.rows

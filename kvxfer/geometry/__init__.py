@@ -10,18 +10,9 @@
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
-from kvxfer.geometry.axes import LAYOUTS, Interleave, TensorSpec, expand_layout
+from kvxfer.geometry.axes import LAYOUTS, Interleave, TensorSpec
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, group
-from kvxfer.geometry.copyplan import (
-    STAGING_ALIGNMENT,
-    Box,
-    BoxAxis,
-    CopyPlan,
-    Elements,
-    Pieces,
-    Segment,
-    sample,
-)
+from kvxfer.geometry.copyplan import CopyPlan, Pieces, sample
 from kvxfer.geometry.intersect import Holders, Selection, common, differences, resolve
 from kvxfer.geometry.plan import (
     ChunkGrid,
@@ -39,24 +30,19 @@ from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_to
 
 __all__ = [
     "LAYOUTS",
-    "STAGING_ALIGNMENT",
     "BlockLists",
     "Blocks",
-    "Box",
-    "BoxAxis",
     "CacheGeometry",
     "CacheTensor",
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
     "Damage",
-    "Elements",
     "Group",
     "Holders",
     "Interleave",
     "PairPlan",
     "Pieces",
-    "Segment",
     "Selection",
     "Span",
     "SumPlan",
@@ -69,7 +55,6 @@ __all__ = [
     "cut_digest",
     "damage",
     "differences",
-    "expand_layout",
     "group",
     "normalise_blocks",
     "resolve",

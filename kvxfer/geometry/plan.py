@@ -12,11 +12,11 @@ import hashlib
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,35 +63,6 @@ I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class _Banded:
-    """Cells of a grid with bands of several windows: see `ChunkGrid`."""
-
-    windows: int
-    runs: int
-    band: int  # windows in a band
-    first: int  # the number of the first window, counted from the first token of all
-
-    def __getitem__(self, chunk: int) -> int:
-        lead = min(self.windows, self.band - self.first % self.band)
-        begin, size, at = 0, lead, chunk
-        if chunk >= lead * self.runs:
-            bands, at = divmod(chunk - lead * self.runs, self.band * self.runs)
-            begin = lead + bands * self.band
-            size = min(self.band, self.windows - begin)
-        run, window = divmod(at, size)
-        return (begin + window) * self.runs + run
-
-    def of(self, chunks: I64) -> I64:
-        """The same of many at once."""
-        band, runs, lead = self.band, self.runs, min(self.windows, self.band - self.first % self.band)
-        begin = lead + (chunks - lead * runs) // (band * runs) * band  # of its band, which may begin before all windows
-        size = np.minimum(begin + band, self.windows) - np.maximum(begin, 0)
-        begin = np.maximum(begin, 0)
-        run, window = np.divmod(chunks - begin * runs, size)
-        return np.asarray((begin + window) * runs + run)
-
-
 @dataclass(slots=True)
 class ChunkGrid:
     """How a transfer is cut: windows of tokens x runs of layers. Nobody changes it once it is made.
@@ -124,18 +95,17 @@ class ChunkGrid:
         runs = self.layer_runs = -(-len(self.layers) // each)
         self.chunks = windows * runs
 
-    @property
-    def cells(self) -> "range | _Banded":
-        """By chunk, where it is in the table of windows (rows) and runs, counted row by row."""
-        windows, runs = self.windows, self.layer_runs
-        if self.band == 1 or runs == 1 or windows == 1:
-            return range(windows * runs)
-        return _Banded(windows, runs, self.band, self.first // self.tokens_per_chunk)
-
-    def cells_of(self, chunks: range) -> I64:
-        """The same of chunks that follow each other: int64, for a peer says how many there are."""
-        numbers, cells = np.arange(chunks.start, chunks.stop, dtype=np.int64), self.cells
-        return numbers if isinstance(cells, range) else cells.of(numbers)
+    def cell(self, chunk: Any) -> Any:
+        """Where a chunk, or each of an array, is in the table of windows (rows) and runs, counted row by row."""
+        windows, runs, band = self.windows, self.layer_runs, self.band
+        if band == 1 or runs == 1 or windows == 1:
+            return chunk
+        lead = min(windows, band - self.first // self.tokens_per_chunk % band)
+        begin = lead + (chunk - lead * runs) // (band * runs) * band  # of its band, maybe before all windows
+        size = np.minimum(begin + band, windows) - np.maximum(begin, 0)
+        begin = np.maximum(begin, 0)
+        run, window = np.divmod(chunk - begin * runs, size)
+        return (begin + window) * runs + run
 
     def last_of(self, layer: int) -> int:
         """The last chunk that has a part of this layer."""
@@ -161,7 +131,7 @@ class ChunkGrid:
         """
         if not 0 <= chunk < self.chunks:
             raise IndexError(f"chunk {chunk} is outside 0..{self.chunks - 1}")
-        window, run = divmod(self.cells[chunk], self.layer_runs)
+        window, run = divmod(int(self.cell(chunk)), self.layer_runs)
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
         layers = self.layers[run * self.layers_per_chunk :][: self.layers_per_chunk]
         return layers, max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
@@ -392,17 +362,33 @@ def damage(chunk: ChunkPlan, ours: bytes, theirs: bytes) -> Damage:
 
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
-_KEPT_SLICES: Final = 1024
 _FEW_LAYERS: Final = 8
 _FAR_APART: Final = 1 << 44
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
-_KEPT_SIZES: Final = 1024
+_KEPT: Final = 1024
 _ROW_BYTES: Final = 16 << 10
 """Of all layers of a chunk a row has about so many bytes at least, if windows have as many rows: on a fast link they
 take no longer than to write the row's addresses."""
 _LEAST_ROWS: Final = 64
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 _TWO: Final = struct.Struct("<qq")
+
+
+class _Kept(dict[_K, _V]):
+    """What a function has made, by what it was made of; all is made anew where that would be too much."""
+
+    def __init__(self, make: Callable[[_K], _V]) -> None:
+        super().__init__()
+        self._make: Final = make
+
+    def __missing__(self, key: _K) -> _V:
+        found = self._make(key)
+        if len(self) >= _KEPT:
+            self.clear()
+        self[key] = found
+        return found
 
 
 class PairPlan:
@@ -428,10 +414,10 @@ class PairPlan:
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
         self.template: Any = None  # the same as compiled code reads it, if tables will be made
-        self._slices: dict[tuple[int, int], list[SegmentClass]] = {}
-        self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
-        self._windows: dict[int, int] = {}  # by bytes, what `_fitting` does
-        self._grids: dict[tuple[object, ...], ChunkGrid] = {}  # by what was asked of `grid`
+        self._slices: Final = _Kept(self._slice)
+        self._staged: Final = _Kept(self._staged_bytes)
+        self._fitting: Final = _Kept(self._most_windows)
+        self._grids: Final = _Kept(self._grid)
 
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
@@ -510,23 +496,12 @@ class PairPlan:
             tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
             by_tokens: Rather cut token windows of all layers, so that no piece that reaches over layers is cut.
         """
-        limits = target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens
-        key = tokens.start, tokens.stop, *limits  # and not the range: empty ones are all equal
-        found = self._grids.get(key)
-        if found is None:
-            if len(self._grids) >= _KEPT_SIZES:
-                self._grids.clear()
-            found = self._grids[key] = self._grid(tokens, *limits)
-        return found
+        # not the range itself: empty ones are all equal
+        return self._grids[tokens.start, tokens.stop, target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens]
 
-    def _grid(
-        self,
-        tokens: range,
-        target_bytes: int,
-        layers_per_chunk: int | None,
-        tokens_per_chunk: int | None,
-        by_tokens: bool,
-    ) -> ChunkGrid:
+    def _grid(self, asked: tuple[int, int, int, int | None, int | None, bool]) -> ChunkGrid:
+        start, stop, target_bytes, layers_per_chunk, tokens_per_chunk, by_tokens = asked
+        tokens = range(start, stop)
         align = self.row_tokens
         touched = max(1, -(-tokens.stop // align) - tokens.start // align)  # state has a window as well
         window = tokens.stop
@@ -534,27 +509,23 @@ class PairPlan:
             touched = -(-tokens_per_chunk // align)
             window = min(window, touched * align)
         if by_tokens and layers_per_chunk is None:
-            fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._staged_bytes(n * align)[1])
+            fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._staged[n * align][1])
             if fitting:
                 return ChunkGrid(self.layers, len(self.layers), min(window, fitting * align), tokens.start, tokens.stop)
-        row, most = (max(1, self._staged_bytes(rows * align)[0]) for rows in (1, touched))
+        row, most = (max(1, self._staged[rows * align][0]) for rows in (1, touched))
         few = max(1, min(target_bytes // (_LEAST_ROWS * row), -(-_ROW_BYTES // row)))
         fitting = max(few, target_bytes // most)
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
         if most * layers > target_bytes:
-            window = min(window, align * min(touched, self._fitting(target_bytes // layers)))
+            window = min(window, align * min(touched, self._fitting[target_bytes // layers]))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
     def slices(self, layers: Sequence[int]) -> Sequence[SegmentClass]:
         """What a run of the pair's layers has of each class that it has anything of; the same each time."""
-        key = (layers[0], layers[-1]) if layers else (0, -1)
-        found = self._slices.get(key)
-        if found is None:
-            found = [part for c in self.classes if (part := c.within(*key)) is not None]
-            if len(self._slices) >= _KEPT_SLICES:
-                self._slices.clear()
-            self._slices[key] = found
-        return found
+        return self._slices[(layers[0], layers[-1]) if layers else (0, -1)]
+
+    def _slice(self, ends: tuple[int, int]) -> Sequence[SegmentClass]:
+        return [part for c in self.classes if (part := c.within(*ends)) is not None]
 
     @lazy
     def sample(self) -> ChunkPlan:
@@ -564,7 +535,7 @@ class PairPlan:
     @lazy
     def least_chunk_bytes(self) -> int:
         """Staging that any chunk can do with, if all is fetched: the smallest window of the largest layer."""
-        return self._staged_bytes(self.row_tokens)[0]
+        return self._staged[self.row_tokens][0]
 
     @lazy
     def joins_layers(self) -> bool:
@@ -628,7 +599,7 @@ class PairPlan:
         """Staging that a transfer of these tokens takes at the most, as one chunk."""
         align = self.row_tokens
         rounded = (-(-tokens.stop // align) - tokens.start // align) * align
-        return (self._staged.get(rounded) or self._staged_bytes(rounded))[1]
+        return self._staged[rounded][1]
 
     @lazy
     def row_tokens(self) -> int:
@@ -652,26 +623,15 @@ class PairPlan:
 
     def _staged_bytes(self, tokens: int) -> tuple[int, int]:
         """Staging of the largest layer, and of all, in a window of so many tokens that cuts no row."""
-        found = self._staged.get(tokens)
-        if found is None:
-            sizes = [(kind.staged_bytes(tokens), count) for kind, count in self._layer_kinds.items()]
-            found = max([size for size, _ in sizes], default=1), sum(size * count for size, count in sizes)
-            if len(self._staged) >= _KEPT_SIZES:
-                self._staged.clear()
-            self._staged[tokens] = found
-        return found
+        sizes = [(kind.staged_bytes(tokens), count) for kind, count in self._layer_kinds.items()]
+        return max([size for size, _ in sizes], default=1), sum(size * count for size, count in sizes)
 
-    def _fitting(self, target_bytes: int) -> int:
+    def _most_windows(self, target_bytes: int) -> int:
         """How many of the smallest windows of any layer take no more than a target together; 1 if not even one does."""
-        found = self._windows.get(target_bytes)
-        if found is None:
-            align, kinds = self.row_tokens, [kind for kind in self._layer_kinds if kind.rows]
-            windows = range(1, MAX_TOKENS // align + 1)
-            steps = [bisect_right(windows, target_bytes, key=lambda n: one.staged_bytes(n * align)) for one in kinds]
-            if len(self._windows) >= _KEPT_SIZES:
-                self._windows.clear()
-            found = self._windows[target_bytes] = max(1, min(steps, default=MAX_TOKENS))
-        return found
+        align, kinds = self.row_tokens, [kind for kind in self._layer_kinds if kind.rows]
+        windows = range(1, MAX_TOKENS // align + 1)
+        steps = [bisect_right(windows, target_bytes, key=lambda n: one.staged_bytes(n * align)) for one in kinds]
+        return max(1, min(steps, default=MAX_TOKENS))
 
     @lazy
     def _named(self) -> Sequence[tuple[str, bytes]]:

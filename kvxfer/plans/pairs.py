@@ -606,13 +606,13 @@ class BoundPlan:
         """
         known, total, cut = self._carried, 0, self.cut
         if stop - first > _MOST_BATCH:  # a peer says how many there are, and have come at once
-            sizes = cut.sizes[self.grid.cells_of(range(first, stop)), 0]
+            sizes = cut.sizes[self.grid.cell(np.arange(first, stop)), 0]
             if sizes.min() >= 0:
                 return int(sizes.sum())
         for number in range(first, stop):
             nbytes = known.get(number, -1)
             if nbytes < 0:
-                nbytes = int(cut.sizes[self.grid.cells[number], 0])
+                nbytes = int(cut.sizes[self.grid.cell(number), 0])
             total += nbytes if nbytes >= 0 else self.chunk(number).bytes
         return total
 

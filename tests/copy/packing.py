@@ -18,7 +18,6 @@ from kvxfer.copy.compiler import compiled
 from kvxfer.copy.tables import (
     HEADER_WORDS,
     KINDS,
-    LIMIT,
     PART_BYTES,
     PART_WORDS,
     Variant,
@@ -28,7 +27,6 @@ from kvxfer.copy.tables import (
 )
 from kvxfer.copy.template import Batch, Variants
 from kvxfer.copy.walk import copy_part
-from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import BYTES, Box, CopyPlan, Elements, Segment
 
 I64: TypeAlias = NDArray[np.int64]
@@ -65,11 +63,7 @@ class _Part:
 
 
 def pack(plan: CopyPlan) -> Tables:
-    """Make the tables of a plan.
-
-    Raises:
-        GeometryError: If a row or a table is too large to be numbered with 31 bits.
-    """
+    """Make the tables of a plan."""
     by_variant: dict[Variant, list[_Part]] = {}
     for segment in plan.segments:
         for part in _parts(segment):
@@ -201,7 +195,6 @@ def _packed(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
     for number, part in enumerate(parts):
         items = len(part.regions) * part.rows
         tiles = -(-items * part.size // variant.tile)
-        _check(part.size, items, before + tiles, variant)
         first = at - number * HEADER_WORDS
         rows = first + part.regions.size
         where = (first, rows, rows + 3 * part.rows, part.axes)
@@ -210,16 +203,6 @@ def _packed(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
         at += part.regions.size + len(part.body)
         before += tiles
     return np.concatenate([np.asarray(head, np.int64), *words]), before
-
-
-def _check(size: int, items: int, tiles: int, variant: Variant) -> None:
-    width = variant.width * variant.elements.dst_bytes
-    for what, count in (("words in a row", size), ("rows times regions", items), ("tiles in a launch", tiles)):
-        if count >= LIMIT:
-            raise GeometryError(
-                f"a copy with {width}-byte accesses has {count} {what}, but at most {LIMIT - 1} can be numbered: "
-                "cut it into smaller ones"
-            )
 
 
 @compiled("void(int64, int64, int64)")

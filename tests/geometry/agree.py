@@ -13,16 +13,8 @@ from numpy.typing import NDArray
 from staged import Blanked, gather, scatter
 
 from kvxfer.errors import BlocksError
-from kvxfer.geometry import (
-    STAGING_ALIGNMENT,
-    CacheGeometry,
-    ChunkGrid,
-    PairPlan,
-    Selection,
-    Span,
-    TransferPlan,
-    resolve,
-)
+from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Selection, Span, TransferPlan, resolve
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 
 CANARY = -(1 << 62)
 GUARD = 64

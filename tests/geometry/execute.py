@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry import CopyPlan, Pieces, Segment
-from kvxfer.geometry.copyplan import Box
+from kvxfer.geometry import CopyPlan, Pieces
+from kvxfer.geometry.copyplan import Box, Segment
 
 I64 = NDArray[np.int64]
 

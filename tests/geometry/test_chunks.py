@@ -9,7 +9,8 @@ from staged import gather
 from worlds import Rank, contiguous
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry import STAGING_ALIGNMENT, ChunkGrid, PairPlan, TransferPlan, common, resolve
+from kvxfer.geometry import ChunkGrid, PairPlan, TransferPlan, common, resolve
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 
 
 def rank(*tensors: dict[str, object], blocks: dict[str, tuple[list[int], int]]) -> Rank:
@@ -55,9 +56,9 @@ def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: in
     ordered = sorted(map(plain.of, range(len(plain))), key=lambda cell: (cell[1] // 8 // band, cell[0], cell[1]))
     grid = replace(plain, band=band)
     assert list(map(grid.of, range(len(grid)))) == ordered
-    assert sorted(grid.cells[number] for number in range(len(grid))) == list(range(len(plain)))
-    assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
-    assert grid.cells_of(range(1, len(grid))).tolist() == [grid.cells[number] for number in range(1, len(grid))]
+    assert sorted(grid.cell(number) for number in range(len(grid))) == list(range(len(plain)))
+    assert [plain.of(grid.cell(number)) for number in range(len(grid))] == ordered
+    assert grid.cell(np.arange(1, len(grid))).tolist() == [grid.cell(number) for number in range(1, len(grid))]
     for layer in plain.layers:
         assert grid.last_of(layer) == max(n for n in range(len(grid)) if layer in grid.of(n)[0])
 

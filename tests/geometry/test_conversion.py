@@ -23,7 +23,6 @@ from kvxfer.geometry import (
     CacheGeometry,
     CacheTensor,
     ChunkGrid,
-    Elements,
     PairPlan,
     Selection,
     TensorSpec,
@@ -31,6 +30,7 @@ from kvxfer.geometry import (
     differences,
     resolve,
 )
+from kvxfer.geometry.copyplan import Elements
 
 GUARD = 64
 

@@ -8,8 +8,8 @@ from execute import by_destination, byte_pairs, table_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Box, BoxAxis, CopyPlan, Elements, Pieces, Segment
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES, fold
+from kvxfer.geometry import CopyPlan, Pieces
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, BoxAxis, Elements, Segment, fold
 
 
 def pieces(*rows: tuple[int, int, int]) -> Pieces:

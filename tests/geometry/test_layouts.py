@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry import LAYOUTS, CacheTensor, expand_layout
+from kvxfer.geometry import LAYOUTS, CacheTensor
+from kvxfer.geometry.axes import expand_layout
 
 VLLM = {"LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"}
 LETTERS = {"L": "layer", "B": "block", "N": "token", "H": "head", "C": "kv dim"}

@@ -10,7 +10,7 @@ import torch
 from inside import staging
 from stage import Cache, Copied, quiet
 
-from kvxfer.geometry import STAGING_ALIGNMENT
+from kvxfer.geometry.copyplan import STAGING_ALIGNMENT
 
 MARK = bytes.fromhex("badc0ffee0ddf00d")
 

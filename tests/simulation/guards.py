@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import scenes
 from msgspec.structs import replace
+from test_fuzz_transfers import one_receiver  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import mover, records
 from kvxfer.copy.mover import Mover
@@ -51,6 +53,13 @@ class Guard:
 def scene(one, **settings):
     """A scene with workers of these settings; two guards that name the same one share it."""
     return lambda folder, seed: scenes.play(one, folder, seed=seed, **settings)
+
+
+def receiving(folder, seed):
+    """The machine of a decode rank, whatever its peer says."""
+    del folder
+    for number in range(seed * 200, seed * 200 + 200):
+        one_receiver(Random(number))
 
 
 def _whenever(patch, *, posts):
@@ -250,6 +259,30 @@ def unchecked_ends(patch):
     quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
     patch.setattr(Receiver, "blocks_safe", property(lambda one: one.protocol.state in quiet))
     patch.setattr(Receiver, "in_doubt", property(lambda one: False))
+
+
+def stale_arrivals(patch):
+    """Whatever is said to have arrived counts, also what is no news, or comes too late."""
+    came = Receiving.on_arrived
+
+    def take(receiving, message):
+        fresh = came(receiving, message)
+        if not fresh:
+            receiving.arrived = message.chunks
+        return fresh
+
+    patch.setattr(Receiving, "on_arrived", take)
+
+
+def early_success(patch):
+    complete = Receiving._complete
+
+    def at_once(receiving):
+        done, receiving.chunks_done = receiving.chunks_done, receiving.chunks
+        complete(receiving)
+        receiving.chunks_done = done
+
+    patch.setattr(Receiving, "_complete", at_once)
 
 
 def _taken_all_the_same(patch, why):
@@ -534,4 +567,6 @@ GUARDS = [
     Guard("end of own scatters", kept_flow, scene(scenes.cancelled_before_it_is_scattered, **RING)),
     Guard("steps for another ring", kept_run, scene(scenes.a_ring_is_replaced, **RING)),
     Guard("Cancel while we read", unread_at_once, scene(scenes.our_own_read_is_in_flight, route="pull")),
+    Guard("stale arrivals", stale_arrivals, receiving),
+    Guard("last result of a success", early_success, receiving),
 ]

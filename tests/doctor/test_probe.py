@@ -26,8 +26,8 @@ def facts(**changes):
 @pytest.mark.parametrize(
     ("route", "last", "known", "host", "status", "seen", "remedy"),
     [
-        ("staged", came("staged"), {}, here(), "ok", "16 MiB at 1.7 GB/s over cma/memory, all bytes right", ""),
-        ("mapped", came("mapped"), {"lane": "tcp/lo"}, here(), "ok", "1.7 GB/s, all bytes right", ""),
+        ("staged", came("staged"), {}, here(), "ok", "16 MiB at 1.68 GB/s over cma/memory, all bytes right", ""),
+        ("mapped", came("mapped"), {"lane": "tcp/lo"}, here(), "ok", "1.68 GB/s, all bytes right", ""),
         ("staged", came("staged"), {"lane": "tcp/lo"}, here(), "warn", "the slowest lane", "cross-memory attach"),
         ("staged", came("staged"), {"lane": "tcp/lo", "gpu": True}, here(), "warn", "the slowest lane", "cuda_ipc"),
         ("staged", came("staged"), {"lane": "tcp/eth0", "gpu": True}, FAR, "warn", "slowest lane", "rdma"),

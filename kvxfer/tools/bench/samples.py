@@ -23,15 +23,6 @@ class Samples:
     seconds: Sequence[float]  # one a repetition, in the order in which they were measured
     warmups: int = 0  # runs before them, which are not among them
 
-    def __post_init__(self) -> None:
-        """Refuse what no figure can be made of.
-
-        Raises:
-            ValueError: If there is none, or one is not a duration.
-        """
-        if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
-            raise ValueError(f"these are no durations: {self.seconds}")
-
     @property
     def median(self) -> float:
         """The middle one, or the mean of the two in the middle."""

@@ -24,6 +24,7 @@ from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn, words
 from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
 from kvxfer.tools.doctor.machine import Machine
 from kvxfer.tools.doctor.trial import Channel
+from kvxfer.tools.shown import size
 
 __all__ = ["ROUTES", "Probe", "ProbeCache", "judge"]
 
@@ -223,11 +224,7 @@ def judge(name: str, route: str, came: list[dict[str, Any]], facts: dict[str, An
     timed = came[1:] or came
     speed = max(one["bytes"] / one["seconds"] for one in timed) / 1e9
     facts = {**facts, "gbps": speed, "route": last["route"], "bytes": last["bytes"]}
-    went = (
-        f"{last['bytes'] // _MIB} MiB at {speed:.2g} GB/s"
-        if speed < 100
-        else (f"{last['bytes'] // _MIB} MiB at {speed:.0f} GB/s")
-    )
+    went = f"{size(last['bytes'])} at {speed:.3g} GB/s"
     over = f" over {facts['lane']}" if facts["lane"] and last["route"] != "mapped" else ""
     if last["route"] != route:
         return _another(name, route, f"{last['route']} was taken instead, {went}{over}", reasons, facts, host)

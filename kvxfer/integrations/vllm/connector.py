@@ -181,7 +181,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             raise ConfigError("this connector cannot describe caches whose tokens are spread over ranks (DCP, PCP)")
         extra = _Extra.read(transfer.kv_connector_extra_config)
         layerwise, back = extra.layerwise, extra.bidirectional_kv_xfer
-        self._caches_config: Final = kv_cache_config
         groups = block_groups(kv_cache_config)
         # vLLM takes failed blocks, and loads inside of a step, only where a request has all blocks before them
         simple = [group.window for group in groups] == [None] and len(kv_cache_config.kv_cache_groups) == 1
@@ -298,14 +297,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Groups whose blocks vLLM need not zero: none that it does, as nothing is loaded behind a block's last token.
+        """Groups whose blocks vLLM need not zero: none, as nothing is loaded behind a block's last token.
 
         What another request left there may be no number for a group of another dtype.
         """
-        if self._caches_config.needs_kv_cache_zeroing:
-            return ()
-        groups: tuple[int, ...] = super().get_loaded_kv_cache_group_ids(request)
-        return groups
+        return ()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide`."""
@@ -338,7 +334,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the caches. Blocks."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        told = self._caches_config, self._place, self._model, layers
+        told = self._kv_cache_config, self._place, self._model, layers
         found = describe(kv_caches, *told, release=str(vllm.__version__), trusted=self._trust_layout)
         self._worker.register(found)
 

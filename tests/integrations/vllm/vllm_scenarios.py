@@ -241,8 +241,7 @@ def configured_ranks(wires):
             models.append({"hf_text_config": SimpleNamespace(rope_parameters=rope), "max_model_len": tokens})
     changes = [{"model": model} for model in models] + [given | {"model": model} for model in models[-2:]]
     known = [pair.prefill.workers.call("settings", {}, "kv_both", 0, changed) for changed in changes]
-    zeroing = {"zeroes": False}, {"zeroes": True}
-    zeroed = [KvxferConnector(*configured(ENGINE | more, None)).get_loaded_kv_cache_group_ids("r") for more in zeroing]
+    zeroed = KvxferConnector(*configured(ENGINE | {"zeroes": True}, None)).get_loaded_kv_cache_group_ids("r")
     dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
     return pair.until_over() | {
         "settings": settings,

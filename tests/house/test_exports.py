@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 NEEDS = {  # where the package may be missing
     "kvxfer.copy.kernel": "triton",
-    "kvxfer.integrations.sglang": "sglang",
     "kvxfer.integrations.sglang.conn": "sglang",
     "kvxfer.integrations.vllm": "vllm",
     "kvxfer.integrations.vllm.connector": "vllm",

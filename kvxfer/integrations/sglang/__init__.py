@@ -13,15 +13,7 @@ Only the first of them imports sglang. What it overrides, reads there and is rea
 whose sources `make engines` compares it.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvxfer.integrations.sglang.conn import KvxferKVBootstrapServer as KvxferKVBootstrapServer
-    from kvxfer.integrations.sglang.conn import KvxferKVManager as KvxferKVManager
-    from kvxfer.integrations.sglang.conn import KvxferKVReceiver as KvxferKVReceiver
-    from kvxfer.integrations.sglang.conn import KvxferKVSender as KvxferKVSender
-
-__all__ = ["KvxferKVBootstrapServer", "KvxferKVManager", "KvxferKVReceiver", "KvxferKVSender", "plugin"]
+__all__ = ["plugin"]
 
 
 def plugin() -> None:
@@ -32,12 +24,3 @@ def plugin() -> None:
     from kvxfer.integrations.sglang.conn import install
 
     install()
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvxfer.integrations.sglang import conn
-
-    found: object = getattr(conn, name)
-    return found

@@ -1297,7 +1297,7 @@ class BlockingWorker:
         return offer
 
     def awaited(self, request: str, *, attempt: int = 0) -> Awaited | None:
-        """What decode ranks have said of a request that is not on offer yet; None if nothing.
+        """What decode ranks have said of a request that is not on offer yet; None before one wants it, or none does.
 
         For an engine that computes a prompt when somebody wants it, or from where somebody wants it on. Does not wait.
 

@@ -11,7 +11,7 @@ import heapq
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -625,8 +625,10 @@ class OfferBook:
         if early is None:
             return None
         fetches = tuple(early.fetches)
-        if not fetches and not early.releases:
-            return None  # a claim alone: nothing is known of what will be wanted
+        if not (fetches or early.declined):
+            said = Counter((who.epoch, who.world) for who in tuple(early.releases.values()))
+            if not any(ranks >= world for (_, world), ranks in said.items()):
+                return None  # a claim alone, or ranks that want nothing of this one: another one may want something
         return Awaited(min((fetch.protocol.fetch.token_start for fetch in fetches), default=None), early.declined)
 
     def claim_early(self, key: RequestKey, who: Identity) -> None:

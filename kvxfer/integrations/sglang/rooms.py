@@ -303,7 +303,9 @@ class Sending:
         if seen is not None and seen.declined:
             self.fail("the decode engine gave it up")
         elif seen is not None:
-            self._first, self._wanted = seen.first_token or 0, seen.first_token is not None
+            if self._first is None:  # sglang may have been told already, and count its pages from there
+                self._first = seen.first_token or 0
+            self._wanted = seen.first_token is not None
         elif self._first is not None:
             self.fail("the decode engine does not wait for it any more")
         elif time.monotonic() - self._since >= self._rooms.patience:

@@ -211,9 +211,11 @@ class Engine:
     def port(self) -> int:
         return self.told["port"]
 
-    def add(self, room: int, length: int, prefix: int = 0, *, hold: bool = False, address: str = "") -> None:
+    def add(
+        self, room: int, length: int, prefix: int = 0, *, hold: bool = False, late: bool = False, address: str = ""
+    ) -> None:
         """A request arrives: `prefix` tokens of it are in the cache of a decode engine."""
-        request = SimpleNamespace(room=room, length=length, prefix=prefix, hold=hold, queue="bootstrap")
+        request = SimpleNamespace(room=room, length=length, prefix=prefix, hold=hold, late=late, queue="bootstrap")
         request.pages, request.row = [], -1
         request.sent, request.failure, request.exact = request.prefix, "", True
         request.state = "live"
@@ -417,17 +419,24 @@ class Engine:
                 count = -(-request.length // PAGE)
                 request.pages, self.free = self.free[:count], self.free[count:]
                 request.row = (request.room + 3) % ROWS
-                kept = request.prefix // PAGE
-                for rank, peer in zip(self.ranks, request.peers, strict=True):
+                for rank in self.ranks:
                     for pool in rank.pools:
                         pool[request.pages] = UNTOUCHED
                     if request.prefix:
                         rank.compute(request.room, request.pages, range(request.prefix))
-                    pages = torch.tensor(request.pages[kept:], dtype=torch.int32).numpy()
-                    peer.send_metadata(pages, request.row, [], decode_prefix_len=request.prefix)
+                self._ask(request, request.peers[:1] if request.late else request.peers)
                 request.queue = "transfer"
             else:
                 assert poll in (1, 2), poll
+
+    def _ask(self, request: SimpleNamespace, peers: list[Any]) -> None:
+        pages = torch.tensor(request.pages[request.prefix // PAGE :], dtype=torch.int32).numpy()
+        for peer in peers:
+            peer.send_metadata(pages, request.row, [], decode_prefix_len=request.prefix)
+
+    def ask_late(self, room: int) -> None:
+        """All ranks but the first have been slow."""
+        self._ask(self.requests[room], self.requests[room].peers[1:])
 
     def _pop_transferred(self) -> None:
         for request in self._in("transfer"):

@@ -114,6 +114,19 @@ def test_a_prompt_in_chunks_of_which_the_decode_engine_has_some(pair, shape):
     pair.idle()
 
 
+def test_decode_ranks_may_ask_one_after_the_other(pair):
+    """Of which tokens they want the rest is known when it is known of all that want something of a rank."""
+    pair.open(prefill={"tp": 2}, decode={"tp": 2})
+    pair.add(21, 16, prefix=4, decode={"late": True})
+    pair.run(lambda p, d: pair.decode.fetches(21))
+    for _ in range(100):
+        pair.prefill.step()
+        time.sleep(0.005)
+    assert not pair.prefill.waits(21)
+    pair.decode.ask_late(21)
+    pair.serves(21)
+
+
 def test_metadata_alone(pair):
     pair.open()
     pair.add(31, 16, prefix=16)

@@ -235,6 +235,13 @@ def test_pages_in_doubt_may_be_known_to_be_safe_before_long(rooms):
         raise room.failed()
 
 
+def test_what_sglang_counts_its_pages_from_does_not_change(rooms):
+    room = Sending(rooms, 7)
+    for first in (16, 0):
+        rooms.worker.awaited = lambda _, first=first: SimpleNamespace(declined=False, first_token=first)
+        assert (room.poll(), room.first_token) == (Poll.WAITING, 16)
+
+
 def test_a_prompt_that_was_aborted_stays_so_though_it_was_fetched_meanwhile(rooms):
     room = Sending(rooms, 7)
     room.begin(1, None)

@@ -127,14 +127,11 @@ class Driver:
     def _later(self, stream: int, what: str, work: Any) -> None:
         self.streams.setdefault(stream, deque()).append((what, work))
 
-    def go(self, stream: int | None = None, *, marks: int = 1 << 30) -> None:
-        """Let streams go on until they have come past so many marks, or are through."""
-        for one in [stream] if stream is not None else list(self.streams):
-            queue, left = self.streams.get(one, deque()), marks
-            while queue and left:
-                what, work = queue.popleft()
-                work()
-                left -= what == "mark"
+    def go(self) -> None:
+        """Let streams go on until they are through."""
+        for queue in list(self.streams.values()):
+            while queue:
+                queue.popleft()[1]()
 
     def go_one(self, stream: int) -> None:
         """Let it do one thing."""

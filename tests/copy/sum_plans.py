@@ -18,16 +18,16 @@ FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 class Side:
     """A cache in memory of its own, on any device."""
 
-    def __init__(self, rng, layout, block, heads, dim, dtype, *, device="cpu", blocks=8, layers=2, scale=None):
+    def __init__(self, rng, layout, block, heads, dim, dtype, *, device="cpu", scale=None):
         axes, shape = LAYOUTS[layout]
-        shape = (layers, blocks, *shape(block, heads, dim))
+        shape = (2, 8, *shape(block, heads, dim))
         gap = int(rng.choice([0, 1, 8]))  # elements before it, so that it is not always aligned
         count = int(np.prod(shape))
         raw = torch.from_numpy(rng.integers(0, 256, (count + gap) * dtype.itemsize, dtype=np.uint8)).to(device)
         self.memory = raw.view(dtype)[gap:].reshape(shape)
         number = None if scale is None else torch.tensor(scale)
         tensor = CacheTensor(
-            self.memory, axes, layers=range(layers), heads=range(heads), scale=number, tokens=Interleave(0, 1, 1)
+            self.memory, axes, layers=range(2), heads=range(heads), scale=number, tokens=Interleave(0, 1, 1)
         )
         self.geometry = CacheGeometry.of([tensor])
 

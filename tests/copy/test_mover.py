@@ -34,8 +34,8 @@ def canvas():
     return np.full(MIB, CANARY, np.uint8)
 
 
-def small_plan(dst, *, rows=4, row_bytes=4096):
-    return contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=rows, regions=1, row_bytes=row_bytes, pool=rows)
+def small_plan(dst):
+    return contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=4, regions=1, row_bytes=4096, pool=4)
 
 
 @pytest.fixture

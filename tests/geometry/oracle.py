@@ -87,10 +87,10 @@ def held_rows(tensor: Tensor, blocks: BlockList) -> list[tuple[int, int, int]]:
     return rows
 
 
-def wanted_rows(tensor: Tensor, blocks: BlockList, tokens: tuple[int, int], last: int) -> list[tuple[int, int, int]]:
-    """Those of `held_rows` that lie in `tokens`: a row belongs to its last token, and state to token `last - 1`."""
+def wanted_rows(tensor: Tensor, blocks: BlockList, tokens: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Those of `held_rows` that lie in `tokens`: a row belongs to its last token, and state to the last of all."""
     if is_state(tensor):
-        return held_rows(tensor, blocks) if tokens[1] == last else []
+        return held_rows(tensor, blocks)
     unit = tensor["unit"]
     return [row for row in held_rows(tensor, blocks) if tokens[0] <= (row[0] + 1) * unit - 1 < tokens[1]]
 
@@ -102,8 +102,6 @@ def byte_pairs(
     src_blocks: Mapping[str, BlockList],
     dst_blocks: Mapping[str, BlockList],
     tokens: tuple[int, int],
-    *,
-    last: int | None = None,
 ) -> I64:
     """int64 (n, 2): every byte to copy, as (offset at the source, offset at the destination), sorted by destination.
 
@@ -114,17 +112,16 @@ def byte_pairs(
         src_blocks: Block list by group.
         dst_blocks: Block list by group.
         tokens: First token and one past the last.
-        last: End of the whole transfer, of which `tokens` is a window; state belongs to its last token.
     """
-    src, dst, last = list(src), list(dst), tokens[1] if last is None else last
+    src, dst = list(src), list(dst)
     found: list[I64] = []
     for group, part, kv, layers, head_start, head_stop in selections:
         for layer in layers:
             mine: dict[tuple[int, int], I64] = {}
             for tensor in src:
-                mine |= _cells(tensor, (group, part, kv, layer), src_blocks, tokens, last)
+                mine |= _cells(tensor, (group, part, kv, layer), src_blocks, tokens)
             for tensor in dst:
-                for cell, to in _cells(tensor, (group, part, kv, layer), dst_blocks, tokens, last).items():
+                for cell, to in _cells(tensor, (group, part, kv, layer), dst_blocks, tokens).items():
                     if head_start <= cell[0] < head_stop and cell in mine:
                         pairs = np.stack([mine[cell], to], axis=1)  # element by element along dim
                         found.append((pairs[:, None] + np.arange(tensor["item"])[None, :, None]).reshape(-1, 2))
@@ -148,8 +145,8 @@ def element_moves(
         for layer in layers:
             place = (group, part, kv, layer)
             for tensor, other in product(src, dst):
-                mine = _cells(tensor, place, src_blocks, tokens, tokens[1])
-                theirs = _cells(other, place, dst_blocks, tokens, tokens[1])
+                mine = _cells(tensor, place, src_blocks, tokens)
+                theirs = _cells(other, place, dst_blocks, tokens)
                 for cell in mine.keys() & theirs.keys():
                     if head_start <= cell[0] < head_stop:
                         yield tensor, other, cell[0], mine[cell], theirs[cell]
@@ -168,13 +165,12 @@ def _cells(
     wanted: tuple[str, str, str, int],
     blocks: Mapping[str, BlockList],
     tokens: tuple[int, int],
-    last: int,
 ) -> dict[tuple[int, int], I64]:
     """Byte offsets of the elements along dim, by (head, row), of what a tensor holds of one layer and half."""
     group, part, kv, layer = wanted
     if (tensor["group"], tensor["part"]) != (group, part) or kv not in tensor["kv"] or layer not in tensor["layers"]:
         return {}
-    rows = wanted_rows(tensor, blocks[group], tokens, last)
+    rows = wanted_rows(tensor, blocks[group], tokens)
     heads = range(*tensor["heads"])
     if not rows:
         return {}

@@ -320,9 +320,9 @@ def tell_the_same(worker: Any, as_another: Any) -> None:
 # --- the agent that is made anew
 
 
-def rebuild(worker: Any, *, urgent: bool = True, answered: bool = False) -> Callable[[], None]:
+def rebuild(worker: Any, *, urgent: bool = True) -> Callable[[], None]:
     """There is a doubt that only a new agent ends, until what is returned is called."""
-    leave: Callable[[], None] = worker._service.site.rebuilds.request(urgent=urgent, answered=answered)
+    leave: Callable[[], None] = worker._service.site.rebuilds.request(urgent=urgent)
     return leave
 
 

@@ -391,19 +391,19 @@ def remove():
 class Pool:
     """Memory as an allocator of expandable segments has it: one reservation, with pieces mapped where there is need."""
 
-    def __init__(self, driver, mapped="xxxx", kinds=FILE, granule=GRANULE):
-        self.driver, self.granule, self.size = driver, granule, len(mapped) * granule
+    def __init__(self, driver, mapped="xxxx", kinds=FILE):
+        self.driver, self.size = driver, len(mapped) * GRANULE
         _, self.base = driver.cuMemAddressReserve(self.size, 0, 0, 0)
         access = driver.CUmemAccessDesc()
         access.location.id = 0
         for number, there in enumerate(mapped):
             if there == "x":
-                handle = driver.create(granule, kinds)
-                driver.cuMemMap(self.piece(number), granule, 0, handle, 0)
-                driver.cuMemSetAccess(self.piece(number), granule, [access], 1)
+                handle = driver.create(GRANULE, kinds)
+                driver.cuMemMap(self.piece(number), GRANULE, 0, handle, 0)
+                driver.cuMemSetAccess(self.piece(number), GRANULE, [access], 1)
                 driver.cuMemRelease(handle)
         driver.state.calls.clear()
         driver.state.admitted.clear()
 
     def piece(self, number):
-        return self.base + number * self.granule
+        return self.base + number * GRANULE

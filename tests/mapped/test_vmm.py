@@ -39,8 +39,8 @@ def memory(address, size):
     return (ctypes.c_ubyte * size).from_address(address)
 
 
-def pattern(size, seed=0):
-    return bytes((number * 31 + seed) % 251 for number in range(size))
+def pattern(size):
+    return bytes(number * 31 % 251 for number in range(size))
 
 
 def open_files():

@@ -122,7 +122,7 @@ class Rank:
             blocks = self.blocks[tensor["group"]]
             rows = oracle.held_rows(tensor, blocks)
             if tokens is not None:
-                rows = oracle.wanted_rows(tensor, blocks, (tokens.start, tokens.stop), tokens.stop)
+                rows = oracle.wanted_rows(tensor, blocks, (tokens.start, tokens.stop))
             if rows:
                 found += [_bytes(tensor, rows, layer, kv, coder) for layer in tensor["layers"] for kv in tensor["kv"]]
         return np.concatenate(found)
@@ -232,10 +232,10 @@ class World:
             at, codes = rank.cells(self.coder).T
             rank.memory[at] = contents(codes, request.seed)
 
-    def needs(self, rank: Rank, tokens: range | None = None) -> I64:
+    def needs(self, rank: Rank) -> I64:
         """int64 (n, 2): offset and code of every byte that a fetch must bring to a decode rank."""
         held = np.concatenate([source.cells(self.coder)[:, 1] for source in self.prefill])
-        cells = rank.cells(self.coder, tokens or self.request.tokens)
+        cells = rank.cells(self.coder, self.request.tokens)
         return cells[np.isin(cells[:, 1], held)]  # all but what is padding at the source
 
     def expected(self, rank: Rank, cells: I64 | None = None) -> NDArray[np.uint8]:

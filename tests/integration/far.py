@@ -29,7 +29,7 @@ from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
 from kvxfer.safety import fence
 from kvxfer.testing import LoopbackTransport
-from kvxfer.tickets import EngineCard, Issuer, RankCard
+from kvxfer.tickets import EngineCard, Issuer
 
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a GPU: a copy that does not wait is done long before."""
@@ -138,30 +138,20 @@ class Ranks:
 
     async def open(self, engine, caches, *, device="cpu", network=None, **config) -> dict[str, Any]:
         """Open a rank for each cache and join them; returns the engine's card. Without a network it is over NIXL."""
-        cards = [
-            await self.open_rank(engine, cache, rank, len(caches), device=device, network=network, **config)
-            for rank, cache in enumerate(caches)
-        ]
-        card = EngineCard.of(cards)
-        self.join(card, last=len(caches))
-        return card.to_dict()
-
-    async def open_rank(self, engine, cache, rank, world, *, device="cpu", network=None, **config) -> RankCard:
-        """Open one rank of an engine, of which others may be elsewhere."""
-        placed = self.placed(cache, device)
-        settings = Config(engine=engine, rank=rank, world=world, **config)
-        transport = self.transport(f"{engine}{rank}", network) if network is not None else None
-        worker = Worker(placed.tensors, settings, groups=self.groups(cache), transport=transport)
-        self._given.append(cache)
-        self.caches.append(placed)
-        self.workers.append(await self._stack.enter_async_context(worker))
-        return worker.card
-
-    def join(self, card, *, last):
-        """Tell the ranks that were opened last which engine they are of."""
-        for worker in self.workers[-last:]:
+        for rank, cache in enumerate(caches):
+            placed = self.placed(cache, device)
+            settings = Config(engine=engine, rank=rank, world=len(caches), **config)
+            transport = self.transport(f"{engine}{rank}", network) if network is not None else None
+            worker = Worker(placed.tensors, settings, groups=self.groups(cache), transport=transport)
+            self._given.append(cache)
+            self.caches.append(placed)
+            self.workers.append(await self._stack.enter_async_context(worker))
+        fresh = self.workers[len(self.workers) - len(caches) :]
+        card = EngineCard.of([worker.card for worker in fresh])
+        for worker in fresh:
             worker.join(card, key=KEY)
         self.issuer = Issuer(card, KEY)
+        return card.to_dict()
 
     def transport(self, name, network):
         """An agent of a loopback network."""

@@ -1,7 +1,7 @@
 """The two engines of a case as workers, in whichever process: the harness of `far`, over those of `ranks`."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,6 @@ class Sides(Ranks):
         """Open all ranks of the decode engine of a world that is held already."""
         await self.open(engine, [Held(rank) for rank in world.decode], **{**SIZES, **config})
 
-    async def one(self, name: str, side: str, rank: int, **config: Any) -> dict[str, Any]:
-        """Open one rank of an engine, the others of which are in other processes; returns its card."""
-        self.world = World.of(CASES[name])
-        ranks: Sequence[Rank] = getattr(self.world, side)
-        return (await self.open_rank(side, Held(ranks[rank]), rank, len(ranks), **{**SIZES, **config})).to_dict()
-
-    def joined(self, card: Mapping[str, Any]) -> None:
-        """Join the rank that was opened last to its engine."""
-        self.join(EngineCard.from_dict(card), last=1)
-
     def offer_all(self, request: str, **options: Any) -> None:
         """Offer the case's request on every rank of the prefill engine that is here."""
         for at, held in enumerate(self.caches):
@@ -74,23 +64,6 @@ class Sides(Ranks):
         """Take the offers back, and say how they ended."""
         endings = [await self._offers[at, request].withdraw() for at in range(len(self.caches))]
         return [type(ending).__name__ for ending in endings]
-
-    def fetch_all(self, request: str, ticket: Mapping[str, Any], **options: Any) -> None:
-        """Begin to fetch the case's request on every rank that is here."""
-        for at, held in enumerate(self.caches):
-            self.start_fetch(at, ticket, held.rank.spans, tokens=self.world.request.tokens, after=READY, **options)
-
-    async def fetched_all(self, request: str) -> list[Any]:
-        """Wait for all of it."""
-        return await asyncio.gather(*(self.fetched(at, request) for at in range(len(self.caches))))
-
-    def differences(self) -> list[int]:
-        """For each decode rank that is here, in how many bytes of all its memory it differs from what it must hold."""
-        found = []
-        for held in self.caches:
-            now, held.rank.memory[:] = held.rank.memory.copy(), held.before
-            found.append(int((self.world.expected(held.rank) != now).sum()))
-        return found
 
     def placed(self, cache: Held, device: str) -> Held:
         """It has been placed already, between guards of its own."""

@@ -98,16 +98,11 @@ class Batch(Struct, eq=False):
     helpers: int = 0  # on a CPU how many threads any of them wakes, if there are so many
 
     @classmethod
-    def of(cls, variants: Variants, out: I64, copies: int) -> "Batch":
-        """What compiled code has written of so many."""
-        said = out[: copies * variants.told].reshape(copies, variants.told)
-        return cls(variants, out, said, said[:, binding.T_BYTES], said[:, binding.T_STAGED])
-
-    @classmethod
     def nothing(cls) -> "Batch":
         """A copy of nothing: who asks for it waits for events, posts, or has something added up."""
         variants = Variants([BYTES])
-        return cls.of(variants, np.zeros(variants.told, np.int64), 1)
+        said = np.zeros((1, variants.told), np.int64)
+        return cls(variants, said.ravel(), said, said[:, binding.T_BYTES], said[:, binding.T_STAGED])
 
     @property
     def words(self) -> list[int]:
@@ -438,7 +433,9 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
             GeometryError: If a table is too large to be numbered.
         """
         template, grid, count = self.plan.template, self.grid, len(chunks)
-        shapes, cells = template.shapes[kind], grid.cell(np.arange(chunks.start, chunks.stop))
+        shapes, cells = template.shapes[kind], np.arange(chunks.start, chunks.stop)
+        if grid.band > 1:  # else they have the order of chunks
+            cells = grid.cell(cells)
         told = shapes.variants.told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // len(grid.layers) + shapes.slack
         room += 3 * self.rows
@@ -446,8 +443,8 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
         common = shapes.words, regions, *self.plan.lists, grid.layers_per_chunk, grid.tokens_per_chunk, cells
         while True:
             out = np.empty(count * (told + room), np.int64)
-            found = Batch.of(shapes.variants, out, count)
-            found.nbytes[:] = addresses  # where `write_tables` reads them
+            said = out[: count * told].reshape(count, told)
+            said[:, binding.T_BYTES] = addresses  # where `write_tables` reads them
             code = binding.write_tables(int(kind), *common, self.scratch, told, out)
             if code != binding.FULL:
                 break
@@ -460,4 +457,4 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
                 "a copy has more words in a row, rows times regions or tiles in a launch than the "
                 f"{LIMIT - 1} that can be numbered: cut it into smaller ones"
             )
-        return found
+        return Batch(shapes.variants, out, said, said[:, binding.T_BYTES], said[:, binding.T_STAGED])

@@ -241,7 +241,9 @@ def batch(*tables: Tables) -> Batch:
         for number, blank in enumerate(one.blanks):
             place = blank.address, blank.width, blank.lines, blank.pitch
             blanks[binding.BLANK_WORDS * number :][: binding.BLANK_WORDS] = place
-    return Batch.of(variants, np.concatenate([said.ravel(), *[one.words for one in tables]]), len(tables))
+    out = np.concatenate([said.ravel(), *[one.words for one in tables]])
+    told = out[: said.size].reshape(said.shape)
+    return Batch(variants, out, told, told[:, binding.T_BYTES], told[:, binding.T_STAGED])
 
 
 def packed(plan: CopyPlan) -> Batch:

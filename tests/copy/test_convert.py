@@ -9,7 +9,7 @@ import torch
 from copy_plans import CANARY, PAIRS, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing import copy, pack, packed
+from packing import copy, pack, packed, variants
 
 from kvxfer.copy import CopyJob, Direction, tables
 from kvxfer.copy.mover import Mover
@@ -98,12 +98,12 @@ def test_regions_have_numbers_of_their_own():
 def test_a_usual_layout_needs_one_variant():
     plan = conversions.line("bfloat16", "float8_e4m3fn", 1 << 20, 1 << 30, 1024)
     expected = tables.Variant(8, Elements(2, 1, "bfloat16", "float8_e4m3fn"))
-    assert tables.variants([plan]) == {expected}
+    assert variants([plan]) == {expected}
 
 
 def test_no_access_counts_on_more_than_the_alignment_of_staging():
     plans = [conversions.line("float32", "float32", 1 << 20, to, 1024) for to in ((1 << 30) + 16, 1 << 30)]
-    assert tables.variants(plans) == {tables.Variant(4, Elements(4, 4, "float32", "float32"))}
+    assert variants(plans) == {tables.Variant(4, Elements(4, 4, "float32", "float32"))}
 
 
 def test_there_are_no_pieces_of_it():

@@ -356,7 +356,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._worker.preempt(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: KvxferMetadata) -> None:
-        """Begin a step. Offers begin here, as `start_load_kv` may come after the forward pass."""
+        """Begin a step. Offers by layer begin here, as `start_load_kv` may come after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin_step(connector_metadata.orders)
 

@@ -102,6 +102,7 @@ class WorkerSide:
         self._running: set[str] = set()  # of these, what this step computes: who has finished had their name before
         self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those that have not ended, preempted ones too
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
+        self._steps: Final[list[OfferStep]] = []  # to be offered at the end of this step
         self._growing: Final[list[tuple[BlockingOffer, OfferStep]]] = []  # in this step's forward pass
         self._in_step: Final[list[BlockingTransfer]] = []  # which this step's forward pass reads
         self._received: set[str] = set()
@@ -184,7 +185,10 @@ class WorkerSide:
             self._refuse(name)
         self._running = {step.request for step in orders.steps if not step.computed}
         for step in orders.steps:
-            self._offer(step)
+            if self._layerwise or step.computed:
+                self._offer(step)
+            else:  # nobody waits for it yet, but how long it waits for somebody would count from here
+                self._steps.append(step)
 
     def load(self, orders: Orders) -> None:
         """Give up fetches of aborted requests, and begin those of this step: others may have their names by now."""
@@ -215,6 +219,9 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """The forward pass is queued: what it computes may be read once it is done."""
+        for step in self._steps:
+            self._offer(step)
+        self._steps.clear()
         after = self._now() if self._growing else None
         for offer, step in self._growing:
             offer.ready(tokens=step.stop, after=after)

@@ -177,6 +177,15 @@ def test_layers_are_ready_one_by_one_then_all(side):
     ]
 
 
+def test_a_prompt_waits_for_nobody_while_it_is_computed_unless_layers_may_be_read(side, monkeypatch):
+    monkeypatch.setattr(side, "_layerwise", False)
+    service = begun(side, growing())
+    assert service.offers == [], "a forward pass may take longer than an offer waits"
+    side.end_step()
+    side.end_step()
+    assert [call[0] for call in service.offers[0].calls] == ["extend", "ready", "finish"]
+
+
 def test_an_offer_ends_with_its_request_where_blocks_are_overwritten_before_that_is_told(side, monkeypatch):
     monkeypatch.setattr(side, "_late", True)
     service = begun(side, growing(last=False))

@@ -65,19 +65,19 @@ def a_place_of_its_own(no_settings, monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kind():
-    """Of ranks: a module may have its own."""
+def kind_of_ranks():
+    """A module may have its own."""
     from far import Ranks
 
     return Ranks
 
 
 @pytest.fixture(scope="module")
-def process(kind):
+def process(kind_of_ranks):
     """Another process with ranks."""
     from far import Far
 
-    far = Far(kind)
+    far = Far(kind_of_ranks)
     yield far
     far.end()
 
@@ -90,9 +90,9 @@ async def far(process):
 
 
 @pytest.fixture
-async def near(kind):
+async def near(kind_of_ranks):
     """Ranks in this process."""
-    ranks = kind()
+    ranks = kind_of_ranks()
     yield ranks
     await ranks.close()
 

@@ -19,10 +19,12 @@ COPY = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 import numpy as np
-from kvxfer.copy import posts, records
-state = np.zeros(records.STATE_WORDS, np.int64)
-assert posts.acquire_agent(state.ctypes.data)
-assert state[records.WANTED] == 1, state
+from kvxfer.copy import walk
+word, key, room, sums = np.asarray([5]), np.asarray([3]), np.zeros(1, np.int64), np.zeros(2, np.int64)
+axis, region, row = [1, 0, 0, 8, 8, 0], [word.ctypes.data, 0], [0, 0, 1]
+head = np.asarray([0, 0, 1, 1, 0, 0, 1, 1, 18, 24, 26, 0, 0, 0, 0, 0, 0, 1, *axis, *region, *row])
+walk.add_up(head.ctypes.data, 1, 8, 0, 0, key.ctypes.data, room.ctypes.data, sums.ctypes.data)
+assert sums[0] == sums[1] != 0, sums
 """
 
 

@@ -40,7 +40,7 @@ held_on_gpus = pytest.mark.parametrize(("there", "here", "how"), HELD[1:])
 
 
 @pytest.fixture(scope="module")
-def kind():
+def kind_of_ranks():
     return Holding
 
 

@@ -25,7 +25,7 @@ LIMITS = {
     "settings": (30, 30),
     "attributes of a class in the core at most": (40, 12),
     "class names in the core that mean two things": (0, 0),
-    "lines of tests": (67_152, 35_000),
+    "lines of tests": (67_156, 35_000),
     "words in documents": (30_000, 30_000),
 }
 """Of each figure, what it may be at most, which falls but for what mends a defect, and what it is to become."""

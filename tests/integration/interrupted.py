@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("copy", "geometry", "integration"))
 
 from awaits import interrupt, once
 from stage import Cache, Copied

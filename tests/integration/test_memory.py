@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from stage import Cache, quiet
@@ -103,6 +102,6 @@ assert owned and all(one() is not None for one in owned), "what the mover may wr
 
 
 def test_memory_of_a_worker_that_is_dropped_in_mid_fetch_is_never_freed():
-    code = DROPPED.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    code = DROPPED.format(path=sys.path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from stage import KEY, SOON, Cache, Copied, eventually, raised
+from stage import KEY, SOON, Cache, Copied, eventually, frames, raised
 
 from kvxfer import errors
 from kvxfer.blocking import OwnLoopWorker
@@ -185,6 +185,7 @@ async def test_a_fetch_whose_loop_is_closed_shows_how_it_ended(pair):
         return transfer
 
     transfers = [await asyncio.to_thread(asyncio.run, begin(number)) for number in range(2)]
+    await eventually(lambda: frames(pair[0], "Fetch") == 2)
     offers = [pair[0].offer(f"r{number}", [number], tokens=4, streaming=True) for number in range(2)]
     offers[0].ready()
     offers[0].finish()

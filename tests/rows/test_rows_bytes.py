@@ -40,7 +40,7 @@ class RecordedSides(Recorded, Sides):
 
 
 @pytest.fixture(scope="module")
-def kind() -> type[RecordedSides]:
+def kind_of_ranks() -> type[RecordedSides]:
     """Ranks of cases."""
     return RecordedSides
 

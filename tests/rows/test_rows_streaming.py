@@ -35,7 +35,7 @@ TURNS = 50
 
 
 @pytest.fixture(scope="module")
-def kind() -> type[Sides]:
+def kind_of_ranks() -> type[Sides]:
     """All of them are in this process."""
     return Sides
 

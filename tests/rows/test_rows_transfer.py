@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 
 @pytest.fixture(scope="module")
-def kind() -> type[Sides]:
+def kind_of_ranks() -> type[Sides]:
     """The prefill engines have a process of their own."""
     return Sides
 

@@ -372,6 +372,11 @@ def _check(parallel: Any) -> None:
         raise ConfigError(
             "SGLANG_DISAGG_STAGING_BUFFER is not supported by kvxfer, which has buffers of its own: unset it"
         )
+    if envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() == "INTRA_NODE_NVLINK":
+        raise ConfigError(
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK is not supported by kvxfer: it puts rows of metadata on "
+            "the GPU, where they are not read; unset it"
+        )
 
 
 def _total_heads(args: Any, server_args: Any) -> int:

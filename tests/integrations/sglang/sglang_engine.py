@@ -121,6 +121,7 @@ class Rank:
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": told["deferred"],
             "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": told["force_query"],
             "SGLANG_DISAGG_STAGING_BUFFER": told["staging"],
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": told["mem_pool"],
             "SGLANG_PLUGINS": "kvxfer",
         }
 

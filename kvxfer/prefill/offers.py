@@ -598,13 +598,15 @@ class OfferBook:
     def publish(self, offer: Entry) -> None:
         """The offer is complete enough to be found: hand it what came early."""
         self._site.metrics.offer_began(offer.key, self._site.now())
-        early = self._forget_early(offer.key)
+        early = self._early.get(offer.key)
         if early is not None:
             for engine, world in early.claims.items():
                 self.renew(offer, engine, world)
-            for fetch in early.fetches:
+            while early.fetches:  # one may end another
+                fetch = early.fetches.pop(0)
                 self.attach(offer, fetch)
                 fetch.wake()
+            self._forget_early(offer.key)
             for who in early.releases.values():
                 self.release(offer.key, who, kept=True)
         self.watch(offer.key, offer.lease)

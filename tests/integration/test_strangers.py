@@ -203,3 +203,17 @@ async def test_who_cannot_be_reached_keeps_no_frame_alive(stage):
         return [frame() for frame in frames if frame() is not None]
 
     await eventually(lambda: not alive())  # the loop itself holds the last one for a turn
+
+
+async def test_an_engine_that_is_lost_as_an_offer_comes_does_not_take_it_back(stage, monkeypatch):
+    """It waits twice; the other engine takes the offer from its first fetch, and hearing so is more than it reads."""
+    prefill, _, peer = await met(stage)
+    ref = Ticket.parse(prefill.engine.ticket("r")).ref()
+    lost, other = Stranger(peer, 1), Stranger(peer, 2)
+    monkeypatch.setattr(lost, "send", lambda *_, **__: inside.lose(prefill, lost))
+    for number, link in enumerate([lost, other, lost]):
+        inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
+    offer = prefill.offer("r", [1], tokens=4)
+    entry = inside.entry(offer)
+    assert (entry.engine, [one.link for one in entry.transfers]) == (other.peer.identity.epoch, [other])
+    await offer.withdraw()

@@ -81,6 +81,16 @@ def test_a_list_need_not_hold_a_compressed_row_that_is_not_complete() -> None:
         check_cover({"default": Span([], 7)}, cache, range(8))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_list_holds_what_the_shortest_rows_of_its_group_need(order: int) -> None:
+    """Else the offer, or the fetch, would be taken, and its peer refuse it."""
+    latents = CacheTensor(torch.zeros(10, 8, 2), "block token dim", layers=[0])
+    index = CacheTensor(torch.zeros(10, 2, 2), "block token dim", layers=[0], part="index", tokens_per_row=4)
+    cache = CacheGeometry.of([index, latents][::order])
+    with pytest.raises(BlocksError, match="1 blocks of 8 tokens reach up to token 8, but 11 are needed"):
+        check_cover({"default": Span([5])}, cache, range(11))
+
+
 @pytest.mark.parametrize(("slots", "early", "late"), [([], True, False), ([1], True, True), ([1, 2], False, False)])
 def test_state_has_one_slot_in_the_end(slots: list[int], early: bool, late: bool) -> None:
     cache = CacheGeometry.of([CacheTensor(torch.zeros(10, 2), "block dim", layers=[0], group="s")])

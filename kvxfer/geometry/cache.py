@@ -379,8 +379,9 @@ class CacheGeometry:
 
     @lazy
     def sides(self) -> Mapping[str, RowSide]:
-        """By group, how its first tensor addresses tokens; others may cut what an id covers otherwise."""
-        return {name: RowSide.of_tensor(specs[0]) for name, specs in self.groups.items()}
+        """By group, how its tensor of the shortest rows addresses tokens; others may cut an id otherwise."""
+        shortest = {name: min(specs, key=lambda spec: spec.tokens_per_row) for name, specs in self.groups.items()}
+        return {name: RowSide.of_tensor(spec) for name, spec in shortest.items()}
 
     @lazy
     def addressed(self) -> bool:

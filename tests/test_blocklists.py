@@ -81,6 +81,13 @@ def test_a_list_need_not_hold_a_compressed_row_that_is_not_complete() -> None:
         check_cover({"default": Span([], 7)}, cache, range(8))
 
 
+@pytest.mark.parametrize(("turns", "row", "tokens"), [(2, 1, range(14, 16)), (1, 4, range(9, 11))])
+def test_tokens_of_which_this_rank_holds_none_need_no_list(turns: int, row: int, tokens: range) -> None:
+    memory, held = torch.zeros(10, 4, 2), Interleave(0, turns, 2)
+    cache = CacheGeometry.of([CacheTensor(memory, "block token dim", layers=[0], tokens=held, tokens_per_row=row)])
+    assert not wanted_blocks([], cache, tokens)[1]["default"].size
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_list_holds_what_the_shortest_rows_of_its_group_need(order: int) -> None:
     """Else the offer, or the fetch, would be taken, and its peer refuse it."""

@@ -145,7 +145,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
             first, start, stop = map(side.before, (first, start, stop))
         origin, needed = first // size, stop - stop % side.tokens_per_row
         cover = (origin + count) * size
-        if cover < needed and first < needed and asked:
+        if cover < needed and max(first, start) < needed:
             whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
                 f"group {group!r}: {count} blocks of {size} tokens reach up to token {cover}{whose}, "

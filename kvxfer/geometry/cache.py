@@ -214,7 +214,7 @@ class CacheTensor:
 
         Raises:
             GeometryError: If names, coordinates, shape, strides or device do not fit together, or if the tensor reaches
-                beyond its storage.
+                beyond its storage, or has none.
         """
         self._check_types()
         tensor = self.tensor
@@ -250,10 +250,10 @@ class CacheTensor:
         )
         held = tensor.untyped_storage().nbytes()
         reach = tensor.storage_offset() * item_bytes + found.extent_bytes
-        if reach > held:
+        if reach > held or not found.base:
             raise GeometryError(
-                f"{found.name}: its last element ends at byte {reach} of its storage, which has {held}: the storage "
-                "was resized or freed; register what is allocated"
+                f"{found.name}: its last element ends at byte {reach} of its storage, which has {held} at address "
+                f"{found.base:#x}: the storage was resized or freed, or is a fake; register what is allocated"
             )
         return found
 

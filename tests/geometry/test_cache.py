@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
@@ -141,6 +142,7 @@ def test_memory_of_another_kind_is_refused() -> None:
         ),
         (lambda: torch.nested.nested_tensor([torch.zeros(8), torch.zeros(8)]), "is nested; only strided tensors"),
         (lambda: torch.zeros(4, 8).to_sparse_csr(), "is torch.sparse_csr; only strided tensors are supported"),
+        (lambda: FakeTensorMode().from_tensor(torch.zeros(4, 8)), "which has 128 at address 0x0: the storage was"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # torch warns of prototypes

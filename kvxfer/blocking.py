@@ -847,7 +847,7 @@ class BlockingTransfer:
             landed.cancel()
             if not self._ended.done():
                 if not came:
-                    raise TimeoutError(f"layer {layer} of {self.request!r} did not land within {timeout:g} s")
+                    raise TimeoutError(f"layer {layer} of {self.request!r} did not land within {limit:g} s")
                 if not landed.cancelled() and landed.result():
                     return
         self._ended.result()

@@ -1,6 +1,7 @@
 """Callers that use no type checker: a wrong type is a typed error, and nothing is lost by it."""
 
 import asyncio
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.geometry import CacheTensor
 
 NO_SECONDS: list[Any] = ["3", float("inf"), float("nan"), [1], torch.zeros(3)]
+MOMENT: Any = Fraction(1, 100)
 
 
 async def test_a_wrong_timeout_strands_nothing(pair):
@@ -87,6 +89,8 @@ def test_waits_of_an_engine_that_polls():
         for layer in NO_SECONDS[0], NO_SECONDS[3]:
             with pytest.raises(RequestError, match="layers are whole numbers"):
                 transfer.wait_layer(layer, timeout=1)
+        with pytest.raises(TimeoutError, match=r"did not land within 0\.01 s"):
+            transfer.wait_layer(0, timeout=MOMENT)
 
 
 async def test_a_payload_is_bytes(pair):

@@ -124,7 +124,7 @@ class LoopThread:
         self.home: Final = Home()
         self._loop: Final = asyncio.SelectorEventLoop()
         self._stop: Final = asyncio.Event()
-        self._lock: Final = threading.Lock()
+        self._lock: Final = threading.RLock()  # a signal, or a finaliser, may come while its thread has it
         self._closed = False
         self._futures: Final[set[Future[Any]]] = set()  # a loop knows its tasks only weakly
         self._finishing: Final[set[asyncio.Task[Any]]] = set()
@@ -1199,8 +1199,7 @@ class BlockingWorker:
         """Refuse new work from now on, and tell every peer; see `Worker.begin_drain`. Does not wait.
 
         For an engine that is to stop: go on stepping and polling until `idle`, or for as long as there is time, and
-        then `close`. Not from a signal handler, which may interrupt a call that holds a lock: set a flag there, and
-        call this in the next step.
+        then `close`. A signal handler may call it.
 
         Raises:
             ClosedError: If nothing is registered.

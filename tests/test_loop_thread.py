@@ -37,6 +37,23 @@ def test_what_is_handed_in_runs_in_the_context_of_whoever_hands_it_in(thread):
     assert seen == ["one", "other", "nothing"]
 
 
+@pytest.mark.timeout(10)
+def test_what_comes_while_its_thread_hands_something_in_may_do_so_too(thread, monkeypatch):
+    """A signal, or a finaliser that the collection of garbage calls: it would wait for itself."""
+    hand_in, seen, ended = thread._loop.call_soon_threadsafe, [], threading.Event()
+
+    def interrupted(callback):
+        monkeypatch.undo()
+        thread.post(lambda: seen.append("signal"))
+        hand_in(callback)
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    thread.post(lambda: seen.append("call"))
+    thread.post(ended.set)
+    assert ended.wait(PATIENCE)
+    assert seen == ["signal", "call"]
+
+
 async def test_a_wait_that_is_cancelled_cancels_the_work(thread):
     began, ended = threading.Event(), threading.Event()
 

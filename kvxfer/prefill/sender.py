@@ -248,8 +248,8 @@ I64: TypeAlias = NDArray[np.int64]
 _NAME: Final = "kvxfer.send"
 _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
-RETRY_MS: Final = {Code.TOO_MANY: 1000, Code.DRAINING: 1000}
-"""When to try again after a refusal for one of these reasons: there is nothing that is to come first."""
+RETRY_MS: Final = {Code.TOO_MANY: 1000}
+"""When to try again after a refusal for this reason: there is nothing that is to come first."""
 _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20

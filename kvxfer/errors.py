@@ -7,13 +7,13 @@
     |   +-- BlocksError            a block list is out of range, repeated, empty or too short
     |   +-- TokensError            a token range is empty, outside the offer, or unusable for state
     |   +-- EventError             `after=` is missing or was never recorded
-    |   +-- RequestError           a request id is in use, was just used, or is not offered here
+    |   +-- RequestError           a request id is in use or was just used, or something of it makes no sense
     |   |   +-- BusyError          this worker has as much under way as its settings allow
     |   +-- TicketError            a ticket or an engine card is malformed or does not belong here
-    |   +-- ClosedError            the worker is not open, or draining
+    |   +-- ClosedError            the worker is not open, or draining, or was closed meanwhile
     |   +-- ForkedError            the worker runs in the process that this one was forked off
     |   +-- MissingExtraError      an optional package is not installed
-    |   +-- ArenaError             the arena can never serve this, or not before the deadline
+    |   +-- ArenaError             there is not so much memory for an arena, or to share
     +-- PeerError                  the other side, or the way to it
     |   +-- UnreachableError       no connection, or no handshake in time
     |   +-- IdentityError          no proof that it is the process that it says to be
@@ -241,7 +241,7 @@ class KvxferError(Exception):
 
 
 class UsageError(KvxferError):
-    """The caller asked for something impossible. Nothing was sent, and no memory changed hands.
+    """The caller asked for something impossible. Nothing was sent, and no memory changed hands (but see `ClosedError`).
 
     Cause: an argument that contradicts the documentation, or another thread or event loop than the worker's.
     Remedy: the message names the argument, its value and the bound, or where to call; mend the call.
@@ -303,9 +303,10 @@ class EventError(UsageError):
 
 
 class RequestError(UsageError):
-    """A request id cannot be used this way now.
+    """A request cannot be offered or fetched this way now.
 
-    Cause: the id (with this attempt) is live, ended less than ten minutes ago, or the offer is already finished.
+    Cause: the id (with this attempt) is live, ended less than ten minutes ago, or the offer is already finished; or a
+    time-out, a layer or a payload is none.
     Remedy: use an id once; raise `attempt` to offer the same request again.
     """
 
@@ -315,7 +316,7 @@ class RequestError(UsageError):
 class BusyError(RequestError):
     """This worker has as much under way as its settings allow. Nothing was begun.
 
-    Cause: more fetches, claims or offers than `max_transfers` allows, or events that nobody polls.
+    Cause: more fetches or offers than `max_transfers` allows, 65,536 claims, or events that nobody polls.
     Remedy: wait for one of them to end, or about `retry_after` seconds; give the request to another worker.
     """
 
@@ -339,7 +340,8 @@ class TicketError(UsageError, ValueError):
 class ClosedError(UsageError):
     """The worker is not open: not entered yet, draining, or closed.
 
-    Cause: a call outside `async with Worker(...)`, or after a drain had begun.
+    Cause: a call outside `async with Worker(...)`, or after a drain had begun. A fetch that was under way when its
+    worker was closed raises it too: the blocks in its `report` hold no usable data.
     Remedy: send new requests to another worker.
     """
 
@@ -368,10 +370,11 @@ class MissingExtraError(UsageError, ImportError):
 
 
 class ArenaError(UsageError):
-    """The staging arena cannot serve a reservation.
+    """There is not so much memory for the staging arena, or to share.
 
-    Cause: one chunk is larger than the whole share, the wait passed its deadline, or too much is quarantined.
-    Remedy: raise `arena_bytes`, lower `chunk_bytes`, or look for the silent peer that `describe()` names.
+    Cause: the system, or the GPU, has less than `arena_bytes`, or than `shared_empty` was asked for. Transfers for
+    which an arena has no room fail with `TransferFailedError`, whose `reason` is `ARENA`: their message has the cause.
+    Remedy: lower `arena_bytes`.
     """
 
     code: ClassVar[Code] = Code.ARENA

@@ -396,9 +396,8 @@ def _lay_over(
             group, names = values.setdefault(name, {}), cast("Mapping[str, Any]", plain)
             _lay_over(group, origins, inner, names, origin, f"{prefix}{name}.")
         else:
-            raise ConfigError(
-                f"{_place(origin)}{name} is {_shown(value)}; it is a group of settings: give names and values"
-            )
+            kind = type(plain).__name__  # there may be secrets in it
+            raise ConfigError(f"{_place(origin)}{name} is a group of settings: give names and values, not {kind}")
 
 
 def _by_field(model: type[BaseModel], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -434,7 +433,7 @@ _KEY: Final = b"PRIVATE KEY-----"
 
 def _parse_path(value: object) -> object:
     value = parse_optional(value)
-    if isinstance(value, str) and _PEM in value:  # its value must not get into a message: it may be a key
+    if _PEM in repr(value):  # its value must not get into a message: it may be a key
         raise ConfigError("a setting of tls holds PEM text itself; put it into a file and give the file's path")
     return _of_home(value) if isinstance(value, str) else value
 

@@ -873,6 +873,8 @@ class Receiver(Struct, eq=False):
             self.tally.bytes += bound.carried(protocol.chunks_done, stop)
             if stop == protocol.chunks and self._nbytes not in {None, self.tally.bytes}:
                 raise self._bytes_differ()
+        elif self._nbytes is None:  # about: this side has no plan of it, and the last result says it
+            self.tally.bytes = protocol.nbytes * stop // protocol.chunks
         protocol.chunks_landed(stop)
         self.fetch.landed()
 

@@ -397,6 +397,7 @@ class Receiving(Struct, eq=False):
     failure: Failure | None = None  # why it does not succeed, once that is known
     payload: bytes = b""  # the offer's payload, once the last result is in
     chunks: int = 0  # that the peer has cut it into; 0 before it was accepted
+    nbytes: int = 0  # of the peer's plan
     ready: int = 0  # the first so many are ready
     reading: int = 0  # of the first so many a read was begun (`pull`)
     # the first so many are, or were, in the peer's hands (`pull`: have been read, and it is to confirm that they were
@@ -439,7 +440,7 @@ class Receiving(Struct, eq=False):
         following = RECEIVE_TRANSITIONS.get((self.state, "accept"))
         if following is None:
             return False
-        self.state, self.chunks, self._accepted = following, chunks, True
+        self.state, self.chunks, self.nbytes, self._accepted = following, chunks, message.bytes, True
         if message.ahead:
             self.ready, self.granted = chunks, min(chunks, staging) if staging else chunks
         self.ahead = False

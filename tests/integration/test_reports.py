@@ -196,6 +196,13 @@ async def a_later_post_that_is_refused(scene):
     return transfer
 
 
+@says(Said(Step.MOVING, Code.FABRIC, Step.MOVING, route="direct", chunks=(3, 4)), route="direct")
+async def a_later_post_in_place_that_is_refused(scene):
+    scene.stage.network.refuse_next("decode", skip=3)
+    scene.offers()
+    return scene.start()
+
+
 @says(Said(Step.MOVING, Code.TIMEOUT, Step.MOVING, why=Code.TIMEOUT), revoke_timeout=1)
 async def bytes_that_do_not_arrive_in_time(scene):
     transfer = await scene.moving(timeout=1)

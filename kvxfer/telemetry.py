@@ -292,7 +292,7 @@ class Ended(Struct, frozen=True):
     """A transfer that is over."""
 
     side: Side
-    code: Code | None  # kind of its failure; None if it succeeded
+    code: Code | None  # why it failed; None if it succeeded
     stats: TransferStats
     report: FailureReport | None = None
     transfer: str = ""  # its name in the logs

@@ -346,9 +346,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         elif not self.spared.done():
             site.custody.release(self.id)
         error, report = report_on(self, self._standing, error, elapsed=stats.duration, route=stats.route)
-        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
         key = self.request, self.ticket.attempt
-        site.metrics.transfer_ended(Ended("receive", code, stats, report, self.id, key, tally.stages))
+        site.metrics.transfer_ended(Ended("receive", report.code, stats, report, self.id, key, tally.stages))
         say = _log.info if report.code is Code.CANCELLED else _log.warning
         say("fetch_failed", **stats.log_fields(), **report.log_fields())
         self.fail(error, report)

@@ -307,6 +307,7 @@ async def test_it_says_all_that_is_known(stage, caplog, case):
     assert level == (logging.INFO if said.code is Code.CANCELLED else logging.WARNING)
     assert line.items() >= {**report.log_fields(), "route": said.route, "chunks": chunks}.items()
     assert line["blocks"] == len(INTO)
+    assert of.decode.describe()["metrics"]["receive"]["transfers"] == {line["code"]: 1}
     if said.there is None:
         await asyncio.sleep(0)
         assert not lines(caplog, "transfer_failed")
@@ -317,6 +318,7 @@ async def test_it_says_all_that_is_known(stage, caplog, case):
     assert there["peer"].startswith("decode[0/1]@")
     assert (there["step"], there["route"]) == (said.there.value, said.route)
     assert there["code"] == (said.why or said.code).name.lower()
+    assert of.prefill.describe()["metrics"]["send"]["transfers"] == {there["code"]: 1}
     assert there["memory_safe"] is said.safe[1]
     assert there["reason"]
     assert landed <= there["chunks_done"] <= there["chunks"] == chunks

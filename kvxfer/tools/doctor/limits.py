@@ -44,15 +44,14 @@ def check_locked(machine: Machine) -> Iterator[Finding]:
 
 def check_files(machine: Machine) -> Iterator[Finding]:
     """Open files."""
-    soft, hard = machine.limit(resource.RLIMIT_NOFILE)
+    soft, _ = machine.limit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _FILES:
         yield ok("open files", f"{soft} (ulimit -n)", files=soft)
     else:
         yield warn(
             "open files",
             f"{soft} may be open (ulimit -n); peers, tensors and UCX need descriptors",
-            f"ulimit -n {_FILES if hard == resource.RLIM_INFINITY else min(_FILES, max(soft, hard))} or more "
-            "(systemd: LimitNOFILE; docker: --ulimit nofile)",
+            f"ulimit -n {_FILES} or more (systemd: LimitNOFILE; docker: --ulimit nofile)",
             files=soft,
         )
 

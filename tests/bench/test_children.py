@@ -114,11 +114,24 @@ if __name__ == "__main__":
 """
 
 
-def test_an_interrupt_as_a_child_starts_is_heard_of(bodies, tmp_path):
+STRUCK = """
+import os, signal
+from multiprocessing import util
+
+def started(path, arguments, files, *, begin=util.spawnv_passfds):
+    process = begin(path, arguments, files)
+    if b"--multiprocessing-fork" in map(os.fsencode, arguments):  # and it was not yet told what to do
+        os.kill(os.getpid(), {number})
+    return process
+
+util.spawnv_passfds = started
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_a_child_starts_is_heard_of(bodies, tmp_path, number):
     program = tmp_path / "program.py"
-    struck = "process.start = lambda self: (start(self), os.kill(os.getpid(), signal.SIGINT))"
-    early = f"import os\nfrom multiprocessing.context import SpawnProcess as process\nstart = process.start\n{struck}\n"
-    program.write_text(early + PROGRAM)
+    program.write_text(STRUCK.format(number=int(number)) + PROGRAM)
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, str(program)],
@@ -128,8 +141,8 @@ def test_an_interrupt_as_a_child_starts_is_heard_of(bodies, tmp_path):
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
-    assert done.stderr.count("Traceback") == 1, done.stderr  # the program's own
+    assert (done.returncode, done.stdout) == (143 if number is signal.SIGTERM else -number, "")
+    assert done.stderr.count("Traceback") == (number is signal.SIGINT), done.stderr  # the program's own
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

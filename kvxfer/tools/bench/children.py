@@ -232,7 +232,7 @@ class _Children:
         process = multiprocessing.get_context("spawn").Process(
             target=_child, args=(name, theirs, other, *arguments), name=f"kvxfer-bench-{name}", daemon=True
         )
-        with _interrupts_held():
+        with _signals_held():
             process.start()
             self._processes[name] = process
             self._pipes[name] = cast("Pipes", ours)  # type: ignore[redundant-cast]  # not on Windows
@@ -274,25 +274,27 @@ class _Children:
 
 
 @contextmanager
-def _interrupts_held() -> Generator[None, None, None]:
-    """What is started inside hears of no Ctrl-C, which goes to the whole group: this process ends the others itself.
+def _signals_held() -> Generator[None, None, None]:
+    """This process hears of a signal that comes meanwhile when it leaves: half a start cannot be tidied up.
 
-    It hears of one that comes meanwhile when it leaves.
+    What is started inside hears of no Ctrl-C, which goes to the whole group: this process ends the others itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     resource_tracker.ensure_running()  # which would let interrupts in again, were it started with a child
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))  # another thread may take it
+    held = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(one, lambda number, _: came.append(number)) for one in held]  # another thread may take it
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        signal.signal(signal.SIGINT, before)
+        for one, handler in zip(held, before, strict=True):
+            signal.signal(one, handler)
         if came:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(came[0])
 
 
 def _child(

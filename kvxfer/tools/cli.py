@@ -6,9 +6,12 @@ code 1.
 """
 
 import io
+import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
@@ -49,8 +52,16 @@ def main() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(number: int, _: object) -> None:
-    """End as an exception does, so that terminals, folders and processes are tidied up on the way."""
+def _end(number: int, frame: FrameType | None) -> None:
+    """End as an exception does, so that terminals, folders and processes are tidied up on the way.
+
+    Not while a module is imported: of compiled ones some swallow an exception, and others abort.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
     raise SystemExit(128 + number)
 
 

@@ -142,6 +142,19 @@ def test_where_no_output_is_open_nothing_is_printed():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_module_that_is_imported_when_the_command_is_told_to_end_is_imported_to_its_end(tmp_path):
+    (tmp_path / "slow.py").write_text("import os, time\nos.kill(os.getpid(), 15)\ntime.sleep(0.01)\nprint('whole')\n")
+    code = (
+        "import sys, time\n"
+        "from kvxfer.tools import cli\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "cli.app = lambda: (__import__('slow'), sys.stdout.flush(), time.sleep(30))\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "whole\n", "")
+
+
 ENGINES = ["--prefill", "tp=4,pp=1,block=16,layout=NHD", "--decode", "tp=2,block=64,layout=HND,cross-layer"]
 
 

@@ -32,7 +32,8 @@ class Looked:
 
     async def revoke(self, number):
         self.looks += 1
-        return self._found
+        found, self._found = self._found, self._found and Revoked.IDLE  # who died in it is seen once
+        return found
 
     async def writers_inside(self, number):
         self.looks += 1

@@ -6,10 +6,11 @@ import threading
 import pytest
 from inside import break_steps, cut, plan_steps_in_threads, timers
 from stage import Cache, Copied, eventually, extents, frames, quiet, written
+from wire import virtual
 
 import kvxfer
 from kvxfer.plans.pairs import decode_spans
-from kvxfer.prefill.sender import plan_transfer
+from kvxfer.prefill.sender import _IDLE_S, plan_transfer
 from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
@@ -119,6 +120,22 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
     assert result.stats.chunks > 5
     assert [len(said.ring) for said in tap.of(Reserve) if said.ring][:2] == [1, 6]
     await quiet(prefill, decode)
+
+
+@virtual
+async def test_what_goes_on_after_a_pause_gives_its_memory_back_with_its_last_chunk(one):
+    """And not only when it is seen to be idle, as it was before that."""
+    await one.pair(route="staged")
+    offer, transfer = one.prefill.offer("r", IDS, tokens=16, streaming=True), one.start("r", INTO, range(16))
+    offer.ready(layers=[0])
+    await transfer.layers(0, 1)
+    await asyncio.sleep(1.0)
+    assert not extents(one.prefill, "send")
+    offer.ready(layers=[1])
+    offer.finish()
+    await transfer
+    await asyncio.sleep(_IDLE_S / 2)
+    assert not extents(one.prefill, "send")
 
 
 async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):

@@ -461,7 +461,7 @@ class Share:
             turn = self._judge(request.peer, request.length, contenders, alone=len(self._queue.peers) == 1)
             if turn is _Turn.BLOCKS:
                 if overtaken[request] >= self.max_overtakes:
-                    return served
+                    return False
                 passed.append(request)
             elif turn is _Turn.FITS:
                 granted.append((request, self._reserve(request.peer, request.nbytes, request.length)))
@@ -470,7 +470,7 @@ class Share:
                 for blocked in passed:
                     overtaken[blocked] += 1
                 if any(overtaken[blocked] >= self.max_overtakes for blocked in passed):
-                    return served
+                    return False
         return served
 
     def _judge(self, peer: str, length: int, contenders: int, *, alone: bool) -> _Turn:

@@ -11,11 +11,9 @@ called from the scheduler's thread.
 import math
 import secrets
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from kvxfer.blocking import BlockingWorker
@@ -212,7 +210,7 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
         if state_indices:
             raise ConfigError("this model has state beside its pages, which cannot be handed over by kvxfer yet")
         after, self._early_send_wait_event = self._early_send_wait_event, None
-        self._inner.send(_numbers(kv_indices), after)
+        self._inner.send(kv_indices, after)
 
     def mark_prefill_complete(self) -> None:
         """Nothing: pages are sent when both sides have them."""
@@ -285,7 +283,7 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
         if state_indices or destination != KVTransferDestination.DEVICE:
             self._inner.fail("only pages of the device can be handed over by kvxfer, and no state")
             return
-        self._inner.fetch(_numbers(kv_indices), aux_index, decode_prefix_len or 0)
+        self._inner.fetch(kv_indices, aux_index, decode_prefix_len or 0)
 
     def poll(self) -> Any:
         """How it stands."""
@@ -405,9 +403,3 @@ def _bootstrap_address() -> str:
     leader: str | None = get_parallel().dist_init_addr
     host = leader.rpartition(":")[0] if leader else _ANYWHERE.get(serving.host, serving.host)
     return f"{host}:{port}"
-
-
-def _numbers(pages: Any) -> Sequence[int]:
-    """Ids of pages, which come as an array."""
-    found: list[int] = np.asarray(pages).tolist()
-    return found

@@ -4,7 +4,7 @@ A room is sglang's number of a request, which its router gives to both engines. 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -37,6 +37,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.geometry import Span
+from kvxfer.geometry.rows import Ids
 from kvxfer.integrations.sglang.caches import Rows
 from kvxfer.telemetry import TransferStats
 
@@ -206,7 +207,7 @@ class Sending:
         """So many pages will be sent, and this row of metadata with the last of them."""
         self._pages, self._row = pages, row
 
-    def send(self, pages: Sequence[int], after: Any = None) -> None:
+    def send(self, pages: Ids, after: Any = None) -> None:
         """Send the next pages; they may be read once `after` has fired, or else what is queued by now has run."""
         if self._end is Poll.FAILED:
             return
@@ -269,7 +270,7 @@ class Sending:
                 self.fail("it was withdrawn")
         self._over = True
 
-    def _send(self, pages: Sequence[int], after: Any) -> None:
+    def _send(self, pages: Ids, after: Any) -> None:
         rooms, first = self._rooms, self.first_token
         if self._offer is None:
             self._offer = rooms.worker.offer(self._name, streaming=True)
@@ -279,7 +280,7 @@ class Sending:
         stop = first + self._sent * rooms.page_tokens
         start = first + before * rooms.page_tokens if before else 0
         if stop > start:
-            offer.extend(list(pages) if before else Span(list(pages), first), tokens=range(start, stop))
+            offer.extend(pages if before else Span(pages, first), tokens=range(start, stop))
             offer.ready(tokens=stop, after=rooms.queued() if after is None else after)
         if self._sent >= self._pages:
             offer.finish(b"" if self._row is None else rooms.rows.read(self._row))
@@ -358,7 +359,7 @@ class Receiving:
             return Poll.TRANSFERRING
         return Poll.BOOTSTRAPPING if self._ticket is None else Poll.WAITING
 
-    def fetch(self, pages: Sequence[int], row: int | None, first_token: int) -> None:
+    def fetch(self, pages: Ids, row: int | None, first_token: int) -> None:
         """Ask for the tokens from `first_token` on, into these pages; metadata goes into this row."""
         if self._end is not None or self._ticket is None:
             self.fail("its prefill engine is not known")
@@ -369,7 +370,7 @@ class Receiving:
         try:
             self._transfer = rooms.worker.start_fetch(
                 self._ticket,
-                Span(list(pages), first_token),
+                Span(pages, first_token),
                 tokens=tokens,
                 after=rooms.queued(),
                 timeout=rooms.patience,

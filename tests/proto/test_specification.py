@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from kvxfer.errors import GeometryError
+from kvxfer.mapped import host
 from kvxfer.plans.pairs import geometry_from_wire
 from kvxfer.protocol import framing, messages
 from kvxfer.protocol.messages import Message, TensorFrame, pack_u32
+from kvxfer.safety import fence
 from kvxfer.tools.inspect import registry_name
 from proto.schema import body_schema, messages_schema
 
@@ -107,6 +109,20 @@ def test_halves_of_a_tensor_are_said_as_they_are_read():
     assert {kv for kv in spellings if is_read(kv, 1)} == one | {""}
     assert {kv for kv in spellings if is_read(kv, 2)} == two
     assert meaning.split(";")[2].strip().startswith("empty")
+
+
+def test_tokens_that_no_rank_shares_have_turns_of_one():
+    text = section("3.3")
+    turn = next(row for row in table(text[text.index("A **tensor** is") :]) if row[0] == "interleave_chunk")
+    assert turn[2].endswith("0 is read as 1")  # the digest (6.5) counts it as that
+    frame = TensorFrame("g", "", "", "block token dim", [4, 2, 8], [64, 32, 4], pack_u32([0]), 0, 1, "float32", 4, 0)
+    assert [geometry_from_wire([frame]).tensors[0].tokens.chunk, frame.interleave_chunk] == [1, 0]
+
+
+def test_shared_files_are_called_what_a_peer_looks_for():
+    text = section("3.3")
+    assert f"a memfd called `{host._NAME}`" in text
+    assert f"a memfd `{fence._NAME}`" in text
 
 
 WIRE_TYPES = {

@@ -348,6 +348,8 @@ _INVALID: list[tuple[str, str, bytes]] = [
      b"\x92\x05\xdc" + (4097).to_bytes(2, "big") + _TICKET * 4097),
     ("trace_is_too_long", "65 characters, 64 are allowed",
      bytes.fromhex("dc00130601") + _TICKET + bytes.fromhex("9090 0001 90 0000 000000 c400 000000 c2") + _text(65)),
+    ("sums_are_torn", "seven bytes are no whole number of u64", bytes.fromhex("94cc830100c407") + bytes(7)),
+    ("every_is_negative", "a tag of 128 and up is skipped only if it is not known", bytes.fromhex("92cc82ff")),
     ("tail_is_nested_too_deeply", "20,000 arrays in each other", b"\x92\x04" + b"\x91" * 20_000 + b"\x01"),
 ]  # fmt: skip
 

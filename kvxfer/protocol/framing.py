@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
+from kvxfer.protocol.messages import BY_TAG, IGNORABLE_TAG, Agent, AgentBody, Message
 
 __all__ = [
     "HANDSHAKE_FRAME_LIMIT",
@@ -249,7 +249,7 @@ class FrameReader:
         tag, begin = peek_tag(payload), bytes(payload[:_QUOTED_BYTES]).hex()
         if isinstance(error, ProtocolError):
             raise self._break(str(error))
-        if not isinstance(error, msgspec.ValidationError) or tag is None or tag < IGNORABLE_TAG:
+        if not isinstance(error, msgspec.ValidationError) or not _is_skipped(tag):
             what = f"a frame of {len(payload)} bytes cannot be decoded (tag {tag}, begins {begin})"
             raise self._break(f"{what}: {error}") from error
 
@@ -280,12 +280,17 @@ def peek_tag(payload: bytes | memoryview) -> int | None:
         return None
 
 
+def _is_skipped(tag: int | None) -> bool:
+    """Whether a frame of this tag is nothing to this side, whatever follows; a message that it knows is held to it."""
+    return tag is not None and tag >= IGNORABLE_TAG and tag not in BY_TAG
+
+
 def _refuse_nesting(payload: bytes | memoryview) -> None:
     if len(payload) <= _SAFE_RECURSION or sys.getrecursionlimit() <= _SAFE_RECURSION:
         return
     if not fits(payload, depth=MAX_DEPTH, items=_MAX_ITEMS):
         tag = peek_tag(payload)
-        if tag is None or tag < IGNORABLE_TAG:
+        if not _is_skipped(tag):
             raise ProtocolError(
                 f"a frame of {len(payload)} bytes (tag {tag}) is nested too deeply or has too many values"
             )

@@ -7,9 +7,9 @@ as packed little-endian u32, addresses and byte counts as u64, durations in mill
 
 import array
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntFlag, unique
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvxfer.errors import Code, OpenEnum
 from kvxfer.names import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_REQUEST, MAX_SCALES, MAX_SUMS, MAX_TENSORS, MAX_TRACE
 
 __all__ = [
+    "BY_TAG",
     "FOREVER_MS",
     "I64",
     "IGNORABLE_TAG",
@@ -142,7 +143,7 @@ Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
 TraceParent = Annotated[str, msgspec.Meta(max_length=MAX_TRACE)]
 # four bytes a number; one a head at most
 Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
-# a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
+# a struct with one of these checks it in __post_init__: a length of no whole words is refused while decoding
 Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
 Packed64 = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_SUMS, description="u64 numbers, little-endian, packed")]
 
@@ -188,9 +189,9 @@ class Capability(IntFlag):
     RENEWED = 1 << 9
 
 
-def torn(packed: bytes) -> ValueError:
-    """Why a list is refused whose length is no multiple of four; msgspec makes an error of its own of it."""
-    return ValueError(f"{len(packed)} bytes are no whole number of words of 4")
+def torn(packed: bytes, word: int = 4) -> ValueError:
+    """Why a list is refused whose length is no multiple of its words; msgspec makes an error of its own of it."""
+    return ValueError(f"{len(packed)} bytes are no whole number of words of {word}")
 
 
 # --- messages
@@ -553,6 +554,10 @@ class Sums(msgspec.Struct, frozen=True, array_like=True, tag=131):
     chunk: U32
     sums: Packed64
 
+    def __post_init__(self) -> None:
+        if len(self.sums) % 8:
+            raise torn(self.sums, 8)
+
 
 class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=132):
     """`pull` only: the transfer is given up while reads of it are under way. `Cancel` follows when they have ended."""
@@ -591,3 +596,6 @@ Message: TypeAlias = (
     | Renewed
 )
 """Every message of version 2."""
+
+BY_TAG: Final[Mapping[int, type[Any]]] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
+"""The same by their tags."""

@@ -10,15 +10,15 @@ Sans-I/O; works on hostile bytes.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, cast
 
 import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import LENGTH, SESSION_FRAME_LIMIT, decode, decode_body, peek_tag
-from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, AgentBody, Capability, Message, unpack_f32, unpack_u32
+from kvxfer.protocol.messages import BY_TAG, IGNORABLE_TAG, WHOLE, Agent, AgentBody, Capability, unpack_f32, unpack_u32
 
 __all__ = ["frames", "from_hex", "registry_name"]
 
@@ -37,9 +37,6 @@ _FIELD: Final = re.compile(r"at `\$\[(\d+)\]")
 def registry_name(message: type[Any]) -> str:
     """The name of a message in `proto/registry.toml`: `KvAgentResult` is `KV_AGENT_RESULT`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", message.__name__).upper()
-
-
-_TYPES: Final[Mapping[int, type[Any]]] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
 
 
 def from_hex(text: str) -> bytes:
@@ -99,7 +96,7 @@ def _title(payload: bytes) -> str:
     tag = peek_tag(payload)
     if tag is None:
         return "no tag"
-    kind = _TYPES.get(tag)
+    kind = BY_TAG.get(tag)
     if kind is not None:
         return f"tag {tag} {registry_name(kind)}"
     return f"tag {tag}, unknown to this version; " + (
@@ -112,7 +109,7 @@ def _frame(payload: bytes) -> tuple[list[str], bool]:
     try:
         message = decode(payload)
     except ProtocolError as error:
-        kind = _TYPES.get(peek_tag(payload) or 0)
+        kind = BY_TAG.get(peek_tag(payload) or 0)
         return [f"  ! {_explain(error, ('', *kind.__struct_fields__) if kind else ())}"], False
     if message is None:
         return [], True

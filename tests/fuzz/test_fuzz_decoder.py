@@ -12,7 +12,7 @@ from mutation import INVALID, SPOKEN, VALID, Mutator, decoded, frame, pack, piec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body, fits, peek_tag
-from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody
+from kvxfer.protocol.messages import BY_TAG, IGNORABLE_TAG, AgentBody
 from kvxfer.tools.inspect import frames
 
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])
@@ -31,6 +31,7 @@ def one_payload(draw: Random) -> int:
         tag = peek_tag(payload)
         assert tag is not None
         assert tag >= IGNORABLE_TAG
+        assert tag not in BY_TAG
         return 1
     # what it took is MessagePack for an independent reader too, with the tag of the message
     assert tag_of(payload) == message.__struct_config__.tag

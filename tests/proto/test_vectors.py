@@ -141,7 +141,8 @@ BEYOND_A_SCHEMA = {
     "payload_is_truncated", "array_is_truncated", "array_of_four_billion", "bin_of_four_gigabytes", "trailing_bytes",
     "byte_c1", "empty", "str_for_bin", "bin_for_str", "float_for_int", "string_is_no_utf8", "string_is_a_surrogate",
     "mac_is_too_long", "incarnation_is_too_short", "incarnation_is_too_long", "agent_proves_too_little",
-    "agent_proves_too_much", "ids_are_torn", "layers_are_torn", "span_is_torn", "tail_is_nested_too_deeply",
+    "agent_proves_too_much", "ids_are_torn", "layers_are_torn", "span_is_torn", "sums_are_torn",
+    "tail_is_nested_too_deeply",
 }  # fmt: skip
 
 

@@ -46,6 +46,8 @@ def structs(kind):
         packed = (kind.__name__, field.name) in PACKED
         ids = st.lists(st.integers(0, 0xFFFF_FFFF), max_size=5).map(wire.pack_u32)
         fields[field.name] = ids if packed else values(field.type)
+        if (kind, field.name) == (wire.Sums, "sums"):
+            fields[field.name] = st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join)
     return st.builds(kind, **fields)
 
 
@@ -131,6 +133,7 @@ def test_ids_that_do_not_fit_are_refused(bad):
         lambda torn: wire.Span("g", 0, torn),
         lambda torn: wire.Selection("g", "", "k", torn, 0, 1),
         lambda torn: wire.TensorFrame("g", "", "k", "block", [1], [1], torn, 0, 1, "int8", 1, 0),
+        lambda torn: wire.Sums(1, 0, torn),
     ],
 )
 def test_torn_ids_are_refused(make, size):

@@ -771,7 +771,7 @@ class LoopbackTransport:
                 int(key): tuple(MemorySpan("DRAM", 0, int(address), int(nbytes)) for address, nbytes in ranges)
                 for key, ranges in content["memories"].items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise FabricError(f"this is no metadata of a loopback agent: {error!r}") from error
         self._peers.setdefault(peer, {}).update(memories)
         return peer

@@ -132,10 +132,9 @@ def test_misuse_is_refused(network, pair):
     a, b = pair
     with pytest.raises(FabricError, match="not connected"):
         b.transport.post("a", Operation.WRITE, b.pieces((0, 8)), a.pieces((0, 8)))
-    with pytest.raises(FabricError, match="no metadata"):
-        a.transport.connect(b"{}")
-    with pytest.raises(FabricError, match="no metadata"):
-        a.transport.connect(b"\xff")
+    for metadata in (b"{}", b"\xff", b"[" * 100_000, b'{"agent": "b", "memories": {"1": [[1e999, 8]]}}'):
+        with pytest.raises(FabricError, match="no metadata"):
+            a.transport.connect(metadata)
     with pytest.raises(FabricError, match="memory of this process only"):
         a.transport.register([MemorySpan("VRAM", 0, 4096, 8)])
     with pytest.raises(FabricError, match="open already"):

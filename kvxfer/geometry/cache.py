@@ -34,9 +34,10 @@ __all__ = ["Bytes", "CacheGeometry", "CacheTensor", "Group", "group", "shared"]
 #
 # Ranges of addresses do not tell: K and V packed in one tensor, slices by head, and layers inside of a block lie
 # between each other without a common byte. So the question is decided in two steps. Views whose largest strides are
-# equal are folded by that stride, and what then lies apart cannot meet; this leaves few pairs, however many layers
-# there are. For each of these numpy decides it exactly. With strides that have nothing to do with each other that is a
-# subset-sum problem, so work is counted, and what is undecided when it is used up counts as apart.
+# equal are folded by that stride, and what then lies apart, or was in other turns of it, cannot meet; this leaves few
+# pairs, however many layers there are, and those of equal strides do meet. For each of the others numpy decides it
+# exactly. With strides that have nothing to do with each other that is a subset-sum problem, so work is counted, and
+# what is undecided when it is used up counts as apart.
 
 _STEPS: Final = 50_000
 """Steps for a whole list of views, beyond those that each view may take by itself: about 0.1 s."""
@@ -57,6 +58,7 @@ class Bytes:
     # (bytes, count) of every axis that is longer than 1, the largest stride first; none steps inside of those after it
     axes: _Axes
     run: int  # bytes that lie together at each index
+    turns: tuple[range, ...] = ()  # of each stride that it was folded by, in which multiples it was
 
     @classmethod
     def of(cls, start: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> "Bytes":
@@ -81,10 +83,18 @@ class Bytes:
 
     def folded(self, stride: int) -> "Iterator[Bytes]":
         """The view without its largest axis, on a circle of that stride: twice where it lies across the cut."""
-        one = Bytes(self.start % stride, self.axes[1:], self.run)
+        turn, start = divmod(self.start, stride)
+        count = self.axes[0][1]
+        one = Bytes(start, self.axes[1:], self.run, (*self.turns, range(turn, turn + count)))
         yield one
         if one.stop > stride:
-            yield Bytes(one.start - stride, one.axes, one.run)
+            yield Bytes(start - stride, one.axes, one.run, (*self.turns, range(turn + 1, turn + 1 + count)))
+
+    def may_meet(self, other: "Bytes") -> bool:
+        """Whether views that were folded alike lie in the same place, in the same turns; they meet if both are runs."""
+        places = (range(view.start, view.stop) for view in (self, other))
+        both = [places, *zip(self.turns, other.turns, strict=True)]
+        return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in both)
 
     def as_array(self, first: int) -> NDArray[np.uint8]:
         """An array that lies so, counted from the address `first` on; its memory is never read."""
@@ -105,11 +115,12 @@ def shared(views: Sequence[Bytes]) -> tuple[int, int] | None:
             if stride and not others:
                 waiting.append([(at, part) for at, view in close for part in view.folded(stride)])
                 continue
-            for (one, _), (other, _) in combinations(close, 2):
+            for (one, part), (other, rest) in combinations(close, 2):
                 left -= _STEPS_A_PAIR
                 if left < 0:
                     return None
-                if one != other and _meet(views[one], views[other]):
+                met = one != other and part.may_meet(rest)
+                if met and (not (part.axes or rest.axes) or _meet(views[one], views[other])):
                     return min(one, other), max(one, other)
         if left < 0:
             return None

@@ -68,3 +68,12 @@ def test_what_cannot_be_decided_counts_as_apart(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(overlap, "_STEPS", 0)
     monkeypatch.setattr(overlap, "_STEPS_A_VIEW", 2)
     assert shared([one, other]) is None
+
+
+def test_views_of_equal_strides_are_decided_whatever_gaps_they_have() -> None:
+    shape, strides = [2, 2, 3, 4, 58], [3012, 1508, 512, 120, 2]
+    mine = addresses((4096, shape, strides, 2))
+    for further in (2, 114, 116, 120, 476, 480, 1024, 1500, 3012, 4500, 6024):
+        met = bool(mine & addresses((4096 + further, shape, strides, 2)))
+        found = shared([Bytes.of(start, shape, strides, 2) for start in (4096, 4096 + further)])
+        assert (found is not None) == met, further

@@ -183,21 +183,17 @@ class LoopThread:
         async def step() -> _T:
             return work()
 
-        return self.wait(step())
+        return self.wait(step)
 
-    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def wait(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Run a coroutine on the loop and block until it has ended.
 
         Raises:
             UsageError: In the thread of such a loop: see `check_may_block`.
         """
+        check_may_block()
         try:
-            check_may_block()
-        except UsageError:
-            work.close()
-            raise
-        try:
-            return self.submit(work).result()
+            return self.submit(work()).result()
         except FutureCancelledError:
             raise _closed_error() from None
 
@@ -819,7 +815,7 @@ class BlockingTransfer:
         Raises:
             ClosedError: If the worker is closed.
         """
-        return self._thread.wait(self._spared())
+        return self._thread.wait(self._spared)
 
     def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
         """Block until every byte of a layer has landed.
@@ -1144,7 +1140,7 @@ class BlockingWorker:
             transport = self._transport() if self._transport is not None else None
             worker = ServedWorker(tensors, self._config, groups=self._groups, transport=transport)
             try:
-                worker.thread.wait(worker.__aenter__())
+                worker.thread.wait(worker.__aenter__)
                 self._worker = worker
             except BaseException:
                 self._worker = None

@@ -676,11 +676,11 @@ class Outbox:
         self._live: Final[set[_Handle]] = set()
 
     def take(self, timeout: float) -> list[PollEvent]:
-        """Every event that came since the last call; waits for the first one at most `timeout` seconds."""
+        """Every event that came since the last call; waits for news at most `timeout` seconds."""
         with self._changed:
             if timeout > 0 and not self._events:
                 check_may_block()
-                self._changed.wait_for(lambda: bool(self._events), timeout)
+                self._changed.wait(timeout)
             events, self._events = self._events, []
             return events
 
@@ -726,6 +726,7 @@ class Outbox:
         with self._changed:
             for handle in list(self._live):
                 handle.abandon()
+            self._changed.notify_all()
 
     def _put(self, handle: _Handle, event: PollEvent) -> None:
         handle.note(event)
@@ -1373,7 +1374,8 @@ class BlockingWorker:
         """Every event that came since the last call, each once, whichever thread asks. Also after `unregister`.
 
         Args:
-            timeout: Seconds to wait for the first one; by default it does not wait.
+            timeout: Seconds to wait for the first one, unless another thread closes the worker, or takes that one; by
+                default it does not wait.
 
         Raises:
             RequestError: If the time-out is no number.

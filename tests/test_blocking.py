@@ -654,6 +654,18 @@ def test_unregister_drains(pair):
     assert pair.landed([2, 7], [3, 5], 32)
 
 
+def test_who_polls_as_it_closes_waits_no_longer(pair):
+    polled = []
+    waiter = threading.Thread(target=lambda: polled.append(pair.decode.poll(PATIENCE)))
+    waiter.start()
+    eventually(lambda: pair.decode._outbox._changed._waiters)
+    began = time.monotonic()
+    pair.decode.close()
+    waiter.join(PATIENCE)
+    assert polled == [[]]
+    assert time.monotonic() - began < PATIENCE / 2
+
+
 def test_close_with_work_under_way():
     before = threading.enumerate()
     with Pair(drain_timeout="100ms") as pair:

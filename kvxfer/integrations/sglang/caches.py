@@ -39,8 +39,8 @@ class Rows:
         self.nbytes: Final = sum(row_bytes)
         if self.nbytes > MAX_ROW_BYTES:
             raise ConfigError(
-                f"a row of sglang's metadata has {self.nbytes} bytes, and {MAX_ROW_BYTES} travel with a request; "
-                "hidden states that are handed over for speculative decoding make it so long"
+                f"a row of sglang's metadata has {self.nbytes} bytes, and {MAX_ROW_BYTES} travel with a request: "
+                "hidden states for speculative decoding or sampling masks (--sampling-mask-max-tokens) make it so long"
             )
 
     def read(self, index: int) -> bytes:

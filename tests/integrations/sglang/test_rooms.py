@@ -51,7 +51,7 @@ def test_a_row_travels_from_all_buffers_into_all_buffers():
 
 def test_a_row_that_is_too_long_is_refused():
     memory = (ctypes.c_uint8 * (MAX_ROW_BYTES + 1))()
-    with pytest.raises(errors.ConfigError, match="hidden states"):
+    with pytest.raises(errors.ConfigError, match="or sampling masks"):
         Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES + 1])
     Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES])
 

@@ -11,7 +11,7 @@ called from the scheduler's thread.
 import math
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import torch
@@ -51,7 +51,8 @@ __all__ = ["KvxferKVBootstrapServer", "KvxferKVManager", "KvxferKVReceiver", "Kv
 
 _log: Final = logger("kvxfer.sglang")
 _PLUGIN: Final = "kvxfer"
-_QUERIES_AT_ONCE: Final = 4  # one a prefill server is under way
+_QUERIES_AT_ONCE: Final = 64  # two a prefill server are under way
+_ANSWER_SECONDS: Final = 0.5
 _ANYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - what is connected to instead
 
 
@@ -76,6 +77,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.is_asked = not self._by_room or envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
         self.says_where = self.dp_size > 1 and self.is_asked and parallel.attn_tp_rank == 0
         self._queries: Final = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="kvxfer-sglang-query")
+        self._asked: Final[set[str]] = set()  # addresses that are asked now
         self._registering: threading.Thread | None = None
         device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
         total = 0 if is_mla_backend else _total_heads(args, server_args)
@@ -122,15 +124,23 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server is known whose pages are as here; asks for it if not.
 
-        sglang asks again for a while, and then fails the request: another one may name another server.
+        sglang asks again for a while, and then fails the request: another one may name another server. One that lives
+        answers at once, and for one whose host is gone all that is decoded here does not wait.
         """
-        if bootstrap_addr in self.prefill_info_table:
-            return True
+        if bootstrap_addr not in self.prefill_info_table and bootstrap_addr not in self._asked:
+            self._asked.add(bootstrap_addr)
+            wait([self._queries.submit(self._find, bootstrap_addr)], _ANSWER_SECONDS)
+        return bootstrap_addr in self.prefill_info_table
+
+    def _find(self, bootstrap_addr: str) -> None:
+        """Ask for a prefill server. Blocks, in a thread of its own."""
         try:
             found = ask(bootstrap_addr)
         except UnreachableError as error:
             _log.warning("prefill_server_not_found", address=bootstrap_addr, error=str(error))
-            return False
+            return
+        finally:
+            self._asked.discard(bootstrap_addr)
         mine = self._engine
         for theirs in found.engines.values():
             if (theirs.page_tokens, theirs.dtype) != (mine.page_tokens, mine.dtype):
@@ -139,9 +149,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
                     f"{mine.page_tokens} of {mine.dtype}: give both the same --page-size and --kv-cache-dtype"
                 )
                 _log.error("prefill_server_refused", address=bootstrap_addr, error=why)
-                return False
+                return
         self.prefill_info_table[bootstrap_addr] = found
-        return True
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nobody writes the pages of a request that has failed."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import socket
 import time
 
 import pytest
@@ -281,6 +282,20 @@ def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
     pair.decode.abort(133)
     pair.add(134, 16)
     pair.serves(134)
+
+
+def test_a_server_that_never_answers_holds_up_nobody(pair):
+    """Its host may be gone: all requests of the decode engine stand still while its scheduler waits."""
+    pair.open()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        pair.decode.add(138, 16, address=f"127.0.0.1:{silent.getsockname()[1]}")
+        for _ in range(3):
+            began = time.monotonic()
+            pair.decode.step()
+            assert time.monotonic() - began < 3
+        pair.decode.abort(138)
+    pair.add(139, 16)
+    pair.serves(139)
 
 
 def test_pages_of_another_kind_are_not_fetched_and_end_nothing(pair):

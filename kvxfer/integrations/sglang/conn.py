@@ -119,7 +119,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
     def register_to_bootstrap(self) -> None:
         """Tell the bootstrap server of this engine; its first rank does. It may begin later than this rank."""
         if get_parallel().attn_tp_rank == 0:
-            self._registering = keep_registering(_bootstrap_address(), self._engine, self.rooms.patience)
+            self.meets_at = _bootstrap_address()
+            self._registering = keep_registering(self.meets_at, self._engine, self.rooms.patience)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server is known whose pages are as here; asks for it if not.
@@ -185,6 +186,7 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
+        del bootstrap_addr  # a client may have named it, and nobody may live there
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
         self._early_send_wait_event: Any = None  # sglang sets it before it sends what is still being computed
@@ -197,7 +199,7 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
             )
         elif mgr.says_where and not told:
             try:
-                register_room(bootstrap_addr, bootstrap_room, mgr.dp_rank)
+                register_room(mgr.meets_at, bootstrap_room, mgr.dp_rank)
             except UnreachableError as error:
                 self._inner.fail(str(error))  # nobody will ask for it
 

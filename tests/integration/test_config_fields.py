@@ -21,7 +21,6 @@ import torch
 from certificates import Authority
 from far import Far, Ranks
 from stage import KEY, Cache, Copied, Gate, raised
-from traced import Spans
 from wire import SIZES, TIMES, play
 
 from kvxfer import (
@@ -29,11 +28,9 @@ from kvxfer import (
     Config,
     ConfigError,
     FabricError,
-    IntegrityError,
     KvxferError,
     MismatchError,
     RequestError,
-    TicketError,
     TransferFailedError,
     UnreachableError,
     Worker,
@@ -62,6 +59,15 @@ class Case:
 
 
 CASES: list[Case] = []
+ELSEWHERE = {
+    "convert": "test_convert",
+    "integrity": "test_checking",
+    "rank": "test_ranks",
+    "route": "test_routes",
+    "traces": "test_traces",
+    "world": "test_ranks",
+}
+"""Fields that a file of tests is about, and fails without."""
 
 
 def field(name, *values, virtual=True, marks=()):
@@ -99,60 +105,6 @@ async def different_models_do_not_meet(play):
     assert (await refused(play, MismatchError)).fields == {"model": ("mamba", "llama")}
     nameless = await play.worker("nameless", Cache())
     await nameless.fetch(play.ticket("r"), [3, 4], tokens=range(8))
-
-
-@field("convert")
-async def another_dtype_is_converted(play):
-    source, target = Cache(dtype=torch.float32), Cache(dtype=torch.bfloat16)
-    await play.pair(source=source, target=target, decode={"convert": True})
-    await play.bring("r")
-    strict = await play.worker("strict", Cache(dtype=torch.bfloat16))
-    play.prefill.offer("s", [1], tokens=4)
-    assert "convert=True" in str(await raised(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
-
-
-@field("traces")
-async def spans_are_exported(play):
-    spans = Spans()
-    await play.pair(traces="otel")
-    await play.bring("r")
-    assert {"fetch", "send"} <= set(spans.names)
-
-
-@field("integrity")
-async def what_arrives_damaged_is_found(play):
-    await play.pair(route="staged", decode={"integrity": "full"})
-    play.network.damage_next("decode", byte=3)
-    assert (await refused(play, IntegrityError)).code is Code.INTEGRITY
-
-
-async def duo(play, **config):
-    """A prefill engine of two ranks, half of the heads each."""
-    caches = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
-    ranks = [
-        await play.worker(f"duo{rank}", cache, engine="duo", rank=rank, world=2, **config)
-        for rank, cache in enumerate(caches)
-    ]
-    return caches, ranks
-
-
-@field("rank")
-@field("world")
-async def ranks_of_an_engine_share_the_work(play):
-    caches, ranks = await duo(play)
-    with pytest.raises(TicketError, match="rank 1 of 2"):
-        ranks[1].offer("r", [1, 2], tokens=8)
-    card = EngineCard.of([rank.card for rank in ranks])
-    for rank in ranks:
-        rank.join(card, key=KEY)
-        rank.offer("r", [1, 2], tokens=8)
-    decode = await play.worker("decode", play.target)
-    copied = Copied(play.target)
-    for cache in caches:
-        copied.bring(cache, [1, 2], [3, 4], range(8))
-    result = await decode.fetch(Issuer(card, KEY).ticket("r"), [3, 4], tokens=range(8))
-    copied.check()
-    assert [peer.split("@")[0] for peer in result.stats.peers] == ["duo[0/2]", "duo[1/2]"]
 
 
 # --- where it listens, and whom it trusts
@@ -205,13 +157,6 @@ async def nobody_else_is_connected_to(play):
 
 
 # --- how bytes travel
-
-
-@field("route", "staged", "direct", "pull")
-async def the_route_that_was_asked_for(route, play):
-    await play.pair(route=route)
-    result, _ = await play.bring("r")
-    assert result.stats.route == route
 
 
 @field("arena_bytes")
@@ -566,4 +511,6 @@ async def test_it_takes_effect_in_real_time(case, tmp_path):
 
 def test_no_field_is_without_a_case():
     """Those of `TIMES` decide on when a caller of `test_bounds` hears."""
-    assert {case.field for case in CASES} | TIMES.keys() == {setting.name for setting in Config().effective()}
+    fields = {case.field for case in CASES} | TIMES.keys() | ELSEWHERE.keys()
+    assert fields == {setting.name for setting in Config().effective()}
+    assert all(Path(__file__).with_name(f"{name}.py").exists() for name in ELSEWHERE.values())

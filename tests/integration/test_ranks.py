@@ -59,6 +59,8 @@ async def test_heads_are_divided_and_every_offer_is_released(stage, theirs, ours
     endings = await asyncio.gather(*(offer.released() for offer in offers))
     assert {type(ending) for ending in endings} == {Released}
     assert sum(stats.bytes for ending in endings for stats in ending.stats) == 13 * HEADS * 2 * 2 * 32
+    peers = {peer.split("@")[0] for result in results for peer in result.stats.peers}
+    assert peers == {f"prefill[{rank}/{theirs}]" for rank in range(theirs)}
     await quiet(*prefill, *decode)
     assert card.world == theirs
 

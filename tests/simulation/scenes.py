@@ -112,6 +112,11 @@ class Scene:
             )
         )
 
+    def silence(self):
+        """Neither hears of the other any more."""
+        for rank in (self.a, self.b):
+            self.streams.silence(rank.worker)
+
     def cut(self):
         """Reset every control stream."""
         for rank in (self.a, self.b):
@@ -198,8 +203,7 @@ async def bytes_of_a_silent_peer(scene):
     """The stream is lost while bytes are in flight, and they land later."""
     scene.keep_agents()
     _, transfer = await scene.in_flight()
-    scene.streams.silence(scene.a.worker)
-    scene.streams.silence(scene.b.worker)
+    scene.silence()
     await scene.failure(transfer)
     await scene.land()
 
@@ -355,8 +359,7 @@ async def granted_with_the_request(scene):
 async def bytes_of_a_host_that_is_gone(scene):
     """The same, once what they were for has been given to others: the agent that they were sent to is no more."""
     _, transfer = await scene.in_flight()
-    scene.streams.silence(scene.a.worker)
-    scene.streams.silence(scene.b.worker)
+    scene.silence()
     assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
     await scene.rebuilt(scene.b)
     await scene.land()
@@ -439,8 +442,7 @@ async def its_process_ends_and_bytes_wait_for_this_side(scene):
 async def blocks_in_doubt(scene):
     """Blocks that a silent peer may still write are refused to everybody."""
     _, transfer = await scene.in_flight()
-    scene.streams.silence(scene.a.worker)
-    scene.streams.silence(scene.b.worker)
+    scene.silence()
     assert isinstance(await scene.failure(transfer), MemoryInDoubtError)
     for use in (lambda: scene.fetch("other"), lambda: scene.b.worker.offer("other", INTO, tokens=8, after=READY)):
         with pytest.raises(BlocksError):
@@ -481,12 +483,12 @@ async def finished_while_bytes_are_in_flight(scene):
 # --- chunks that take turns in a ring
 
 
-def streamed(scene):
-    """An offer of which the first layer is ready."""
+def streamed(scene, blocks=2):
+    """An offer of which the first layer is ready, of so many blocks."""
     scene.a.books.take(IDS)
     scene.a.books.offered(IDS)
     offer = scene.a.worker.offer("r", streaming=True)
-    offer.extend(IDS, tokens=TOKENS)
+    offer.extend(IDS[:blocks], tokens=TOKENS[: 4 * blocks])
     offer.ready(layers=[0], after=READY)
     return offer
 
@@ -518,8 +520,7 @@ async def the_first_arrives(scene):
 async def a_ring_of_a_silent_peer(scene):
     """Places are in doubt, those that it may still write and no others."""
     _, transfer = await the_first_arrives(scene)
-    scene.streams.silence(scene.a.worker)
-    scene.streams.silence(scene.b.worker)
+    scene.silence()
     await scene.failure(transfer)
     doubtful = inside.held(scene.b.worker, "receive", ExtentState.QUARANTINED)
     await scene.land()
@@ -583,11 +584,7 @@ async def cancelled_before_it_is_scattered(scene):
 
 async def a_ring_is_replaced(scene):
     """A stream begins in a place or two; by the time there are more, it is known how the rest would have gone there."""
-    scene.a.books.take(IDS)
-    scene.a.books.offered(IDS)
-    offer = scene.a.worker.offer("r", streaming=True)
-    offer.extend(IDS[:1], tokens=TOKENS[:4])
-    offer.ready(layers=[0], after=READY)
+    offer = streamed(scene, blocks=1)
     transfer = scene.fetch()
     await scene.until(lambda: scene.network.log)
     await asyncio.sleep(0.001)

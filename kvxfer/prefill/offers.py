@@ -703,7 +703,7 @@ class OfferBook:
                 return  # of an engine that was superseded: the offer is another one's now
             for transfer in () if kept else tuple(found.transfers):
                 if transfer.peer.identity.incarnation == who.incarnation:
-                    transfer.stop(_OVER)
+                    transfer.on_cancel(_OVER)
             if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
                 found.released_ranks.add(who.rank)
             if len(found.released_ranks) >= found.world:

@@ -564,3 +564,14 @@ async def test_what_is_read_yet_for_an_earlier_try_is_released_when_it_has_been(
     await asyncio.wait({transfer.outcome})
     await freed(offer)
     await quiet(prefill, decode)
+
+
+async def test_who_gives_a_request_back_reads_it_no_more(stage):
+    """Other decode ranks than ours need not say `Cancel` besides."""
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
+    offer, transfer = await stage.in_flight(prefill, decode)
+    hear(prefill, session(prefill), Release(TicketRef("r", 0, bytes.fromhex(offer.ticket["mac"]))))
+    await freed(offer)
+    stage.network.release("*")
+    await asyncio.wait({transfer.outcome})
+    await quiet(prefill, decode)

@@ -42,8 +42,10 @@ def parser(**about: Any) -> argparse.ArgumentParser:
         default="cpu",
         help=f"cpu, cuda:1, or cuda: prefill on the first, decode on others; cuda:1,cuda:2: a rank each {usual}",
     )
-    parser.add_argument("--prefills", type=_from(0), default=1, help=f"prefill servers; 0: decode does it all {usual}")
-    parser.add_argument("--decodes", type=_from(1), default=1, help=f"decode servers {usual}")
+    parser.add_argument(
+        "--prefills", type=_from(0, 64), default=1, help=f"prefill servers; 0: decode does it all {usual}"
+    )
+    parser.add_argument("--decodes", type=_from(1, 64), default=1, help=f"decode servers {usual}")
     parser.add_argument(
         "--tp", type=_pair, default="1:1", metavar="P:D", help=f"ranks of a prefill, a decode server {usual}"
     )

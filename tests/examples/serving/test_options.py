@@ -25,6 +25,7 @@ def run(*options, **environment):
     ("options", "says"),
     [
         (["--batch", "0"], "--batch: 0 is not from 1"),
+        (["--decodes", "1000"], "--decodes: 1000 is not from 1 to 64"),
         (["--port", "65536"], "--port: 65536 is not from 0 to 65535"),
         (["--admin", "127.0.0.1:0"], "--admin 127.0.0.1:0: of several servers it is HOST:PORT, the port of the first"),
         (["router", "--decode", "http://x", "--admin", "127.0.0.1:1"], "--admin is of prefill and decode servers"),

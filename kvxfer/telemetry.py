@@ -214,7 +214,7 @@ class TransferStats:
         route: How the bytes travelled; several, joined by `+`, if peers differed.
         why: Why this route was chosen.
         bytes: Bytes of cache moved; converted elements count in the narrower of their two sizes.
-        pieces: Contiguous runs that they were in, in the blocks.
+        pieces: Contiguous runs that they were in, in the blocks; neighbours that could be copied as one are not joined.
         chunks: Chunks that they travelled in.
         descriptors: Pieces that this side handed to its transport.
         peers: Names of the other sides.

@@ -1,7 +1,8 @@
 """Writes `schema/` and `vectors/`: `python -m proto.generate`.
 
 The schema follows the types. Golden bytes do not: what a name stands for is never changed, so this refuses to write a
-frame or a conversation that differs from the one in git. Add new names; rename what was wrong before its first release.
+frame, a conversation or a plan that differs from the one in git. Add new names; rename what was wrong before its first
+release.
 Only a version that speaks no older one begins with vectors of its own: who makes it removes the files of the old ones.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from proto.conversations import conversations, handshake_vector
 from proto.frames import invalid, valid
+from proto.plans import plans
 from proto.schema import body_schema, messages_schema
 
 HERE = Path(__file__).parent
@@ -28,6 +30,7 @@ def generate() -> dict[str, dict[str, Any]]:
         "vectors/invalid.json": {"frames": invalid()},
         "vectors/conversations.json": conversations(),
         "vectors/handshake.json": handshake_vector(),
+        "vectors/plans.json": plans(),
     }
 
 
@@ -50,7 +53,7 @@ def changed_vectors(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 def _golden(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What of an entry never changes; its note and the names of fields may."""
-    return {key: entry.get(key) for key in ("hex", "message", "outcome", "limit", "frames")}
+    return {key: entry.get(key) for key in ("hex", "message", "outcome", "limit", "frames", "digest", "chunks")}
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ def builtins(value):
     return int(value) if type(value).__name__ in {"Code", "Route", "Status"} else value
 
 
-@pytest.mark.parametrize("file", ["valid", "invalid", "conversations", "handshake"])
+@pytest.mark.parametrize("file", ["valid", "invalid", "conversations", "handshake", "plans"])
 def test_the_vectors_in_git_are_what_the_code_writes(file):
     document = generate.generate()[f"vectors/{file}.json"]
     assert (HERE / f"vectors/{file}.json").read_text() == text(document), "run `make schema`"

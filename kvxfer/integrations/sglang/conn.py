@@ -11,7 +11,8 @@ called from the scheduler's thread.
 import math
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -130,7 +131,8 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         """
         if bootstrap_addr not in self.prefill_info_table and bootstrap_addr not in self._asked:
             self._asked.add(bootstrap_addr)
-            wait([self._queries.submit(self._find, bootstrap_addr)], _ANSWER_SECONDS)
+            with suppress(TimeoutError):
+                self._queries.submit(self._find, bootstrap_addr).result(_ANSWER_SECONDS)
         return bootstrap_addr in self.prefill_info_table
 
     def _find(self, bootstrap_addr: str) -> None:

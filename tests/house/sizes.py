@@ -20,7 +20,7 @@ LIMITS = {
     "modules in the root": (12, 12),
     "modules in the core": (65, 65),
     "lines in the core": (31_955, 18_000),
-    "lines in kvxfer/": (44_281, 30_000),
+    "lines in kvxfer/": (44_283, 30_000),
     "floors of imports": (14, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (40, 12),

@@ -2,8 +2,8 @@
 
 The schema follows the types. Golden bytes do not: what a name stands for is never changed, so this refuses to write a
 frame, a conversation or a plan that differs from the one in git. Add new names; rename what was wrong before its first
-release.
-Only a version that speaks no older one begins with vectors of its own: who makes it removes the files of the old ones.
+release. Only a version that speaks no older one begins with vectors of its own: who makes it removes the files of the
+old ones.
 """
 
 import json
@@ -53,7 +53,8 @@ def changed_vectors(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 def _golden(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What of an entry never changes; its note and the names of fields may."""
-    return {key: entry.get(key) for key in ("hex", "message", "outcome", "limit", "frames", "digest", "chunks")}
+    golden = ("hex", "message", "outcome", "limit", "frames", "agreement", "digest", "bytes", "chunks")
+    return {key: entry.get(key) for key in golden}
 
 
 def main() -> int:

@@ -119,7 +119,7 @@ def _plan(
         "prefill": plain(prefill),
         "decode": plain(decode),
         "selections": plain([selection_to_wire(selection) for selection in selections]),
-        "spans": plain(encode_spans(theirs, pair.groups)),
+        "prefill_spans": plain(encode_spans(theirs, pair.groups)),
         "decode_spans": plain(encode_spans(ours, pair.groups)),
         "token_start": tokens.start,
         "token_stop": tokens.stop,

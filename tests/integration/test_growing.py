@@ -138,6 +138,21 @@ async def test_what_goes_on_after_a_pause_gives_its_memory_back_with_its_last_ch
     assert not extents(one.prefill, "send")
 
 
+@virtual
+async def test_what_pauses_gives_its_memory_at_once_to_who_waits_for_it(one):
+    await one.pair(route="staged", prefill={"arena_bytes": "4KiB"})
+    paused, whole = one.prefill.offer("a", IDS, tokens=16, streaming=True), one.prefill.offer("b", IDS, tokens=16)
+    transfers = one.start("a", INTO, range(16)), one.start("b", [8, 9, 10, 11], range(16))
+    paused.ready(layers=[0])
+    begun = one.now
+    await transfers[1]
+    assert one.now - begun < _IDLE_S
+    assert isinstance(await whole.released(), kvxfer.Released)
+    paused.ready(layers=[1])
+    paused.finish()
+    await transfers[0]
+
+
 async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
     source, target, prefill, decode, offer, transfer = await streams(stage)
     offer.extend([3, 2], tokens=range(8))

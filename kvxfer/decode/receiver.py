@@ -35,7 +35,7 @@ from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import SMALL_PLAN, BoundPlan, bind, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
+from kvxfer.protocol.messages import FOREVER_MS, ROUTE_NAMES, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, ReceiveState, Receiving
 from kvxfer.runtime import Callback, no_op, resolve
@@ -959,6 +959,10 @@ class Receiver(Struct, eq=False):
             reason = f"the peer chose the route {route.name.lower()}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
+        if (preferred := site.config.route) != "auto" and ROUTE_NAMES[self._routes[0]] != preferred:  # it was not asked
+            reason = f"{preferred} is not possible for this pair"
+            site.metrics.fell_back(reason)
+            _log.warning("route_fell_back", peer=self.peer.name, transfer=self.fetch.id, reason=reason)
         self.route, self.why, staged = route, message.why, route is Route.STAGED
         self._flushes = not staged and _by_nic(self, staged=False)
         tally.chunks, tally.predicted = message.chunks, message.predicted_us / 1e6 or None

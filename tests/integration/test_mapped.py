@@ -79,6 +79,8 @@ async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, capl
     await goes_another_way(stage, prefill, decode)
     assert "kvxfer.shared_empty" in caplog.text
     assert told(decode).mapped == []
+    assert caplog.text.count("route_fell_back") == 1
+    assert decode.describe()["metrics"]["fallbacks"] == {"mapped is not possible for this pair": 1}
 
 
 @pytest.mark.parametrize("preference", ["auto", "mapped"])

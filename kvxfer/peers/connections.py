@@ -561,7 +561,7 @@ class Peers:
         if epoch is not None and theirs != epoch:
             raise MismatchError(
                 f"the ticket is of epoch {epoch.hex()}, but the engine at {endpoint} is of epoch {theirs.hex()}: "
-                "it has restarted, or was joined differently, or not in time",
+                "it has restarted (have the request prefilled again), or was joined differently, or not in time",
                 peer=link.peer.name,
                 fields={"epoch": (epoch.hex(), theirs.hex())},
             )

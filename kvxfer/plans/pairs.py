@@ -149,7 +149,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
             whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
                 f"group {group!r}: {count} blocks of {size} tokens reach up to token {cover}{whose}, "
-                f"but {needed} are needed"
+                f"but {needed} are needed; the list begins at token {span.first_token}, which a kvxfer.Span can say"
             )
         begin = max(0, start // size - origin)
         end = max(0, -(-stop // size) - origin) if asked else begin

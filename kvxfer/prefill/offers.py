@@ -579,8 +579,8 @@ class OfferBook:
         while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
             self._past.popitem(last=False)
         if key in self._offers or key in self._past:
-            when = "live" if key in self._offers else "just used"
-            raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
+            when = "is live" if key in self._offers else f"was just used, less than {REMEMBERED_SECONDS:g} s ago"
+            raise RequestError(f"request {request!r} (attempt {attempt}) {when}; raise attempt= to offer it again")
         if len(self._offers) >= self._most:
             raise BusyError(
                 f"there are {len(self._offers)} offers already; 4 times max_transfers, which is "

@@ -342,7 +342,7 @@ async def test_an_id_is_used_once_and_fits_a_ticket(stage, source, target, monke
     with pytest.raises(kvxfer.RequestError, match="max_transfers, which is 1"):
         prefill.offer("s", [2], tokens=4)
     await offer.withdraw()
-    with pytest.raises(kvxfer.RequestError, match="just used"):
+    with pytest.raises(kvxfer.RequestError, match="was just used, less than 600 s ago"):
         prefill.offer("r", [2], tokens=4)
     copied = Copied(target).bring(source, [2], [2], range(4))
     await decode.fetch(prefill.engine.ticket("r", attempt=1), [2], tokens=range(4), timeout=5)
@@ -363,7 +363,7 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
     for edit in edits:
         with refused(kvxfer.Code.TICKET_FORGED):
             await decode.fetch({**ticket, **edit}, [1], tokens=range(4), timeout=5)
-    with pytest.raises(kvxfer.MismatchError) as caught:
+    with pytest.raises(kvxfer.MismatchError, match="have the request prefilled again") as caught:
         await decode.fetch({**ticket, "epoch": "ab" * 16}, [1], tokens=range(4), timeout=5)
     assert caught.value.fields == {"epoch": ("ab" * 16, ticket["epoch"])}
     for one in ({}, None, {**ticket, "v": 2}, {**ticket, "mac": "zz"}):

@@ -1293,7 +1293,7 @@ class BlockingWorker:
         return offer
 
     def awaited(self, request: str, *, attempt: int = 0) -> Awaited | None:
-        """What decode ranks have said of a request that is not on offer yet; None before one wants it, or none does.
+        """What decode ranks have said of a request that is not on offer yet; None before one fetches or declines it.
 
         For an engine that computes a prompt when somebody wants it, or from where somebody wants it on. Does not wait.
 
@@ -1402,7 +1402,6 @@ class BlockingWorker:
         return worker.thread.home.own(worker)
 
     def _begin(self, worker: ServedWorker, handle: _Handle, callback: Callable[[], None]) -> None:
-        """Let a fetch or an offer begin."""
         self._outbox.add(handle)
         try:
             self._post(worker, callback)

@@ -775,9 +775,9 @@ class Config(BaseModel):
     """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory. `pinned` where the
     GPU's is short, `fabric` (with a handle) where NVLink reaches the other host."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
-    """Bytes of one chunk at most, or about that on routes in place. Left out, 32 MiB on the route `staged`, of a small
-    arena 16 MiB or its share, and 256 MiB on the others, whose chunks need no staging memory. Smaller ones suit a slow
-    lane."""
+    """Bytes of one chunk at most, or about that on routes in place. Left out, 32 MiB on the route `staged` (of a small
+    arena a quarter of its share, but 16 MiB if it has them), and 256 MiB on the others, whose chunks need no staging
+    memory. Smaller ones suit a slow lane."""
     window: Annotated[int, Field(ge=1, le=1024)] = 6
     """Chunks of one transfer in flight at most, where they are not granted all at once, in place: more where the lane
     is idle between them."""
@@ -797,8 +797,8 @@ class Config(BaseModel):
     A tenth of it, 2 s at most, is the heartbeat: a frame is sent that often, and more often to a peer whose own
     heartbeat is shorter, up to every 0.1 s."""
     revoke_timeout: Duration = 15.0
-    """How long evidence that memory is safe is waited for before `MemoryInDoubt`: shorter where blocks can be
-    spared."""
+    """How long evidence that memory is safe is waited for before `MemoryInDoubtError`: shorter where blocks can
+    be spared."""
     grant_lease: Duration = 30.0
     """How long a grant may wait for its post: longer where work on its blocks takes longer. Where more is under way
     than `window` chunks of `chunk_bytes`, in proportion longer, so that a slow wire gets to all of it. As long staging

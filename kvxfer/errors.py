@@ -274,7 +274,7 @@ class BlocksError(UsageError, ValueError):
     """A block list cannot be used.
 
     Cause: an id that is negative or beyond the pool, an id named twice at the receiver, an empty or too short list, or
-    blocks that are in custody after `MemoryInDoubt`.
+    blocks that are in custody after `MemoryInDoubtError`.
     Remedy: the message names the group, the position in the list and the id.
     """
 
@@ -284,8 +284,9 @@ class BlocksError(UsageError, ValueError):
 class TokensError(UsageError, ValueError):
     """A token range cannot be used.
 
-    Cause: it is empty, it lies outside what is offered, or it ends before the last token although the request has state
-    (which belongs to the last token only).
+    Cause: it is empty, has a step, or does not go with this side's offer. What only the prefill rank can see of a fetch
+    is a `RefusedError`: it goes beyond the offer (`TOKENS_OUTSIDE_OFFER`), or ends before it although the request has
+    state, which belongs to the last token only (`TOKENS`).
     Remedy: ask for a range inside the offer; with state groups, up to its end.
     """
 
@@ -434,10 +435,10 @@ class IdentityError(PeerError):
 class MismatchError(PeerError):
     """The two engines cannot exchange this cache.
 
-    Cause: another model, dtype, scale, shape or protocol version on the other side; or settings that leave no
-    common route, or no chunk that is large enough.
+    Cause: another model, dtype, scale, shape or protocol version on the other side; settings that leave no common
+    route, or no chunk that is large enough; or a ticket of an engine that has restarted since (`epoch`).
     Remedy: `fields` names each one with both values; `convert=True` at the decode rank converts dtypes and scales; a
-    `model` that is left empty is not compared.
+    `model` that is left empty is not compared; prefill again what an engine has forgotten.
 
     Attributes:
         fields: Name of each differing field, with (this side's value, the peer's value).
@@ -636,7 +637,7 @@ async def _settled_elsewhere() -> None:
 
 
 MemoryInDoubt = MemoryInDoubtError
-"""The name under which the documentation speaks of it."""
+"""The same, for short."""
 
 
 class FabricError(KvxferError):

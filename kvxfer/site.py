@@ -342,7 +342,6 @@ class Desk:
             wait.end()
 
     def _expire(self, request: Request) -> None:
-        """Somebody has waited for as long as he may."""
         if self._paused:
             self._overdue.append(request)
         elif (wait := self._waiting.get(request)) is not None and wait.since is not None:

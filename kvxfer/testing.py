@@ -45,8 +45,6 @@ class _VirtualSelector(selectors.DefaultSelector):
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time."""
-
     def __init__(self, selector: _VirtualSelector) -> None:
         self._virtual = selector
         super().__init__(selector)

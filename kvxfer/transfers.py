@@ -235,7 +235,7 @@ class Claim:
     def close(self) -> None:
         """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent.
 
-        If the last fetch of the request was cancelled, it frees them at once.
+        If the last fetch of the request was cancelled, it frees them at once; if it failed, 2 s after that.
 
         Raises:
             ForkedError: In a process that was forked off the one that made the claim.
@@ -509,6 +509,7 @@ class Transfer:
 
         Raises:
             KvxferError: If it failed.
+            asyncio.CancelledError: If it was cancelled.
             asyncio.InvalidStateError: If it is not done.
         """
         return self._progress.result()

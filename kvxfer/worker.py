@@ -1061,9 +1061,10 @@ class Worker:
             payload: Travels with the last result; for streaming offers give it to `Offer.finish`.
 
         Raises:
-            RequestError: If the id is in use or was just used; `BusyError` if there are too many offers.
+            RequestError: If the id is in use or was just used, or arguments do not go together; `BusyError` if there
+                are too many offers.
             BlocksError: If ids are out of range, too few, or in custody.
-            TokensError: If there are no tokens.
+            TokensError: If there are no tokens, or the payload is too large.
             EventError: If `after` is missing or was never recorded.
             ClosedError: If the worker is draining.
         """
@@ -1126,7 +1127,8 @@ class Worker:
 
         Args:
             ticket: As the prefill side issued it.
-            blocks: Destination ids, covering `tokens`; they are the fetch's until it ends.
+            blocks: Destination ids in token order, from the block of token 0 on (a `Span` begins elsewhere), covering
+                `tokens`; those that hold some of these are the fetch's until it ends.
             tokens: Which tokens; blocks keep what they hold of others, byte for byte. `range(n, n)` if all n are held
                 already: then only state and the payload are brought.
             after: On CUDA required: the blocks may be written once this event (or the work on this stream) has

@@ -216,7 +216,6 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
 
 @inlined
 def _free(state: Any, job: Any, slot: Any) -> None:
-    """A row is free again."""
     job[r.STATE] = r.FREE
     if slot >= r.JOBS:
         state[r.SPARE + state[r.SPARE_COUNT]] = slot
@@ -235,7 +234,6 @@ def _free(state: Any, job: Any, slot: Any) -> None:
 
 @inlined
 def _step_at(flow: Any, step: Any) -> Any:
-    """Where the record of a step is."""
     return flow[r.STEPS_AT] + 8 * r.RECORD_WORDS * (step % flow[r.STEPS_ROOM])
 
 

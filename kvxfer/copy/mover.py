@@ -568,7 +568,6 @@ class Mover:
         return list(dict.fromkeys([*waiting, *self._queue, *self._parked, *self._flows.values()]))
 
     async def _end_posts(self) -> None:
-        """Give up what was posted."""
         catching = asyncio.ensure_future(self.abandon_posts())
         await asyncio.wait({catching}, timeout=_CATCH_S)
         if catching.done():
@@ -607,7 +606,6 @@ class Mover:
             self._query_timer = self._loop.call_soon(self._query_events)
 
     def _query_events(self) -> None:
-        """Ask each event that is waited for."""
         self._query_timer = None
         asked, self._unfired = self._unfired, []
         fired: list[tuple[int, int, Flow]] = []
@@ -747,7 +745,6 @@ class Mover:
     # --- flows
 
     def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[_Step]:
-        """Steps that are to follow."""
         found: list[_Step] = []
         for job in jobs:
             if job.post is not None:
@@ -794,7 +791,6 @@ class Mover:
             self._send_progress(flow)
 
     def _send_progress(self, flow: Flow) -> None:
-        """Tell the machine how far a flow may go."""
         said = flow.pushed, flow.allowed, flow.total, flow.quiet, flow.peer_steps, flow.until
         if said != flow.sent and self._flows.get(flow.slot) is flow and not flow.cancelled:
             flow.sent = said
@@ -903,7 +899,6 @@ class Mover:
     # --- events of the machine
 
     def _read_events(self) -> None:
-        """Take what the machine says."""
         first = not self._news  # else a turn in which the rest is told is due
         if (nbytes := _read(self._machine.news, self._inbox, len(self._inbox))) < 0:  # there is none after all
             return

@@ -446,7 +446,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 self._task.cancel()
 
     def _note_failure(self, error: Cause, failed: Receiver | None = None) -> None:
-        """Note why it fails, and where it stands."""
         self._error, self._standing = error, self._stands(failed)
 
     def _stands(self, failed: Receiver | None = None) -> Standing:

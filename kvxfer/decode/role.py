@@ -58,8 +58,6 @@ class _Kept:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One prefill rank."""
-
     endpoint: str  # where it is said to be
     at: str  # where the last link to it led: hosts can have two names
     connecting: bool = False  # it is being connected: it is told everything when it is there, and nothing before

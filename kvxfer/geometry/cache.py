@@ -163,7 +163,7 @@ class CacheTensor:
 
     Tensors of one group must not share a byte, since a block id means a block of each of them. Tensors of different
     groups may lie in the same memory (a hybrid pool). Nothing compares their ids, so the caller's allocator must not
-    use the same bytes for two groups at a time, nor bytes that `MemoryInDoubt` names in one group for another.
+    use the same bytes for two groups at a time, nor bytes that `MemoryInDoubtError` names in one group for another.
 
     Args:
         tensor: CPU or CUDA tensor, one dimension per name in `axes`.

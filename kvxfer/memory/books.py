@@ -573,16 +573,12 @@ class _Entry(Struct):
 
 
 class _Entries(dict[str, _Entry]):
-    """By holder."""
-
     def __missing__(self, holder: str) -> NoReturn:
         raise InvariantError(f"{holder} has no blocks in the books (any more)")
 
 
 @dataclass(slots=True)
 class _GroupBooks:
-    """One group's blocks."""
-
     # by id, for as many as were asked about: whether a fetch writes the block
     marks: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     # the offers after which an id may still be read

@@ -623,7 +623,6 @@ class Peers:
         return link
 
     def _note_unreachable(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:
-        """It could not be reached (again)."""
         before = self._away.pop(endpoint, None)
         if before is not None and before.epoch == epoch:
             backoff = before.backoff

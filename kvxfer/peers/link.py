@@ -275,7 +275,6 @@ class Link(asyncio.Protocol):
             self._fail(self._end)
 
     def _on_opened(self, found: Any) -> None:
-        """The handshake is complete."""
         self.renewals = self.peer.body.renewals
         if not self.trusted:
             _log.warning(

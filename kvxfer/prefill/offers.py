@@ -515,8 +515,10 @@ _OVER: Final = Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was 
 class Awaited:
     """What decode ranks have said of a request that is not on offer yet."""
 
-    first_token: int | None  # where the first of their fetches begins; None if they want nothing of this rank
-    declined: bool = False  # whether one of them has said that it will not fetch it
+    first_token: int | None
+    """Where the first of their fetches begins; None if they want nothing of this rank."""
+    declined: bool = False
+    """Whether one of them has said that it will not fetch it."""
 
 
 @dataclass(slots=True)

@@ -789,7 +789,6 @@ class Sender(Struct, eq=False):
             active.idle = self.site.call_at(active.since + _IDLE_S, partial(self._check_idle, active))
 
     def _on_progress(self, active: _ActiveFlow, outcome: CopyOutcome) -> None:
-        """More chunks have arrived."""
         self._count_arrived(active, outcome)
         if active.first + outcome.steps == active.allowed:
             active.since = self.site.now()
@@ -929,8 +928,6 @@ class Sender(Struct, eq=False):
             self._reporting = self.site.call_at(self.site.now() + delay, self._report_rest)
 
     def _sum_chunk(self, chunk: int, nbytes: int, bound: BoundPlan) -> None:
-        """Add up what a chunk was made of."""
-
         def summed(outcome: CopyOutcome) -> None:
             if outcome.error is None:
                 self._summing[chunk] = outcome.sums
@@ -1033,7 +1030,6 @@ class Sender(Struct, eq=False):
         self.wake()
 
     def _refuse_or_stop(self, code: Code, reason: str) -> None:
-        """Refuse if nothing was accepted yet, and stop otherwise."""
         if self.protocol.state is SendState.PARKED:
             self.refuse(code, reason)
         else:

@@ -574,7 +574,6 @@ class Session:
         return hmac.digest(self._shared, _SAME + role.value.encode() + self._transcript, "sha256")
 
     def _check_same(self, theirs: Hello | Welcome, heard: bytes, now: float) -> None:
-        """See that the peer has proved its incarnation."""
         role = Role.SERVER if self.role is Role.CLIENT else Role.CLIENT
         if not hmac.compare_digest(self._same(theirs, role), heard):
             error = IdentityError(

@@ -293,7 +293,6 @@ class Rebuilding:
         self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
 
     async def _run(self) -> None:
-        """Do it."""
         site = self._site
         began, done, why = site.now(), False, "it cannot be done now, and is tried again"
         try:

@@ -776,14 +776,14 @@ def from_hf_config(
 
     Args:
         config: A Hugging Face config as a mapping, or the path of a `config.json` or its folder.
-        tp: As in `EngineLayout`.
-        pp: As in `EngineLayout`.
-        cp: As in `EngineLayout`.
-        cp_chunk: As in `EngineLayout`.
-        block: As in `EngineLayout`.
-        kernel_block: As in `EngineLayout`.
-        layout: As in `EngineLayout`.
-        cross_layer: As in `EngineLayout`.
+        tp: Ranks that share the heads; more ranks than heads hold copies.
+        pp: Number of stages, or the layers of each.
+        cp: Ranks that share the tokens.
+        cp_chunk: Consecutive tokens per turn among them.
+        block: Tokens that a block id covers on a rank.
+        kernel_block: Tokens in a block of the kernel, where the engine counts in larger ones.
+        layout: An axis string, or a name such as `"NHD"`.
+        cross_layer: Whether all layers of a block lie next to each other.
         dtype: Of K, V and latent rows: torch's name, or `bf16`, `fp16`, `fp8`. By default the model's. State keeps the
             dtype of the model.
         blocks: Block ids in every group.

@@ -367,7 +367,6 @@ def _class_of(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _check(parallel: Any) -> None:
-    """Refuse what is not handed over."""
     spread = {"pp_size": "pipeline", "attn_cp_size": "context", "attn_dcp_size": "decode context"}
     for field, kind in spread.items():
         if (size := getattr(parallel, field)) > 1:

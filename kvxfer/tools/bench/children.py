@@ -199,7 +199,6 @@ def collect(
 
 
 def _listen(children: "_Children", show: Callable[[Any], None], silence: float) -> None:
-    """Until all have ended well, or one has not."""
     broken: list[_Broken] = []
     while children.alive and not broken:
         news = list(children.news(silence))

@@ -130,7 +130,10 @@ class Streams:
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot listen at {where!r}: {error}") from error
+            advice = (
+                "a path that can be made" if where.startswith("unix") else "an address of this host and a free port"
+            )
+            raise ConfigError(f"cannot listen at {where!r}: {error}; set listen to {advice}") from error
 
     async def connect(self, endpoint: str) -> Link:
         """Open a link and complete its handshake.

@@ -54,6 +54,12 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, target, blocks, toke
     await works(stage, prefill, decode)
 
 
+@pytest.mark.parametrize(("listen", "advice"), [("tcp:192.0.2.1:0", "an address"), ("unix:/nowhere/sock", "a path")])
+async def test_who_cannot_listen_is_told_what_to_set(stage, target, listen, advice):
+    with pytest.raises(kvxfer.ConfigError, match=f"cannot listen at '{listen}'.*set listen to {advice}"):
+        await stage.worker("w", target, listen=listen)
+
+
 @pytest.mark.parametrize(
     ("blocks", "tokens", "error", "words"),
     [

@@ -159,11 +159,11 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not isinstance(cards, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise TicketError(f"an engine card is made of a list of rank cards, not of {type(cards).__name__}")
         ranks = sorted((c if isinstance(c, RankCard) else RankCard.from_dict(c) for c in cards), key=lambda c: c.rank)
+        if len({(c.engine, c.world) for c in ranks}) > 1:
+            raise TicketError(f"cards of different engines: {sorted({(c.engine, c.world) for c in ranks})}")
         if not ranks or [c.rank for c in ranks] != list(range(ranks[0].world)):
             world = ranks[0].world if ranks else "?"
             raise TicketError(f"an engine card needs every rank of {world} once, not {[c.rank for c in ranks]}")
-        if len({(c.engine, c.world) for c in ranks}) > 1:
-            raise TicketError(f"cards of different engines: {sorted({(c.engine, c.world) for c in ranks})}")
         places = sorted(card.endpoint for card in ranks)
         if twice := [place for place, following in pairwise(places) if place == following]:
             raise TicketError(f"two ranks are said to be at {twice[0]}: give each a listen, or advertise, of its own")

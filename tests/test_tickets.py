@@ -63,7 +63,7 @@ def test_the_oldest_rank_fixes_the_version():
         ([], r"every rank of \?"),
         ([rank_card(0, 2)], r"every rank of 2 once, not \[0\]"),
         ([rank_card(0, 2), rank_card(0, 2)], r"not \[0, 0\]"),
-        ([rank_card(0, 2), rank_card(1, 2, engine="other")], "different engines"),
+        ([rank_card(0, 2), rank_card(0, 2, engine="other")], "different engines"),
         ([rank_card(0, 2, "unix:/a"), rank_card(1, 2, "unix:/a")], "two ranks are said to be at unix:/a: give each"),
         ([rank_card(0, 2).to_dict() | {"rank": "0"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"incarnation": "00"}], "this is no rank card"),

@@ -315,6 +315,19 @@ def _fail_flow(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> N
 
 
 @inlined
+def _fired(ports: Any, flow: Any) -> Any:
+    """Whether all events of a flow's next step have; 1, 0, or the code of an error as a negative number."""
+    while flow[r.FIRED] < flow[r.EVENT_COUNT]:
+        code = call(ports[r.QUERY], load(flow[r.EVENTS] + 8 * flow[r.FIRED]))
+        if code == _NOT_READY:
+            return 0
+        if code != 0:
+            return -code
+        flow[r.FIRED] += 1
+    return 1
+
+
+@inlined
 def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
     """Give rows to the steps of a flow that may begin; whether any got one."""
     flow, fed = jobs[slot], False
@@ -339,7 +352,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         for word in range(r.LOCK, r.LOCK_USERS + 1):
             state[r.FEED + word] = flow[word]
         state[r.FEED + r.PEER_NUMBER], state[r.FEED + r.OF_FLOW] = flow[r.PEER_NUMBER], slot + 1
-        state[r.FEED + r.EVENT_COUNT] = flow[r.FIRED] = 0
+        flow[r.FIRED] = 0
         state[r.SPARE_COUNT] -= 1
         free = state[r.SPARE + state[r.SPARE_COUNT]]
         _fill_row(state, jobs[free], r.FEED, free, r.WAITING)
@@ -521,19 +534,6 @@ def _read_records(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
 
 
 @inlined
-def _fired(ports: Any, job: Any) -> Any:
-    """Whether all events of a copy have; 1, 0, or the code of an error as a negative number."""
-    while job[r.FIRED] < job[r.EVENT_COUNT]:
-        code = call(ports[r.QUERY], load(job[r.EVENTS] + 8 * job[r.FIRED]))
-        if code == _NOT_READY:
-            return 0
-        if code != 0:
-            return -code
-        job[r.FIRED] += 1
-    return 1
-
-
-@inlined
 def _may_begin(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
     """Whether a copy begins: its lease has not ended, and nobody keeps it out. Else it is over."""
     job = jobs[slot]
@@ -561,15 +561,8 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
         if job[r.STATE] != r.WAITING or (lane >= 0 and job[r.LANE] != lane):
             continue
         if job[r.TAG] < 0:
-            fired = _fired(ports, job)
-            if fired < 0:
-                job[r.CODE] = -fired
-                _end(state, jobs, ports, slot, r.FAILED, now)
-            if fired <= 0:
-                continue
-            if (
-                job[r.PART_COUNT] + job[r.BLANK_COUNT] + job[r.FLUSHED] == 0
-            ):  # what is to be posted, or told of its events
+            # what is only to be posted, or waited for its events
+            if job[r.PART_COUNT] + job[r.BLANK_COUNT] + job[r.FLUSHED] == 0:
                 if _may_begin(state, jobs, ports, slot, now):
                     _end(state, jobs, ports, slot, r.DONE, now)
                 continue

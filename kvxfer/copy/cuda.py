@@ -95,42 +95,38 @@ class Gpu:
     def prepare(
         self, batch: "Batch", job: CopyJob, lane: int
     ) -> tuple[SumTables | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """See to all that launching copies, and sums behind the only one, needs and takes a while: in a worker thread.
+        """See to all that launching copies, or sums, needs and takes a while: in a worker thread.
 
         Returns:
-            Tables of the sums; memory for those of all, pinned and on the device, if they are larger than a ring.
+            Tables of the sums; memory for tables, pinned and on the device, if they are larger than a ring.
         """
         for variant in batch.needed():
             self.kernel.compile(variant)
         sums = None if job.sums is None else pack_sums(job.sums)
-        more = 0 if sums is None else len(sums.words)
         for one in () if sums is None else sums.launches:
             self.kernel.compile(one.variant)
         if job.from_nic and self.arrival is None:
             self.arrival = arrival(self.device.index)
             if self.arrival is Arrival.UNKNOWN:
                 _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
-        words = sum([size + more + SPARE_WORDS + 1 for size in batch.words if size + more > self.limits[0]])
+        sizes = batch.words if sums is None else [len(sums.words)]
+        words = sum([size + SPARE_WORDS + 1 for size in sizes if size > self.limits[0]])
         return sums, self._room(words, lane) if words else None
 
-    def add_sums(self, record: I64, batch: "Batch", sums: SumTables, kept: list[Any]) -> I64:
-        """Have what a record copies, the only one of a batch, added up behind it; returns where the results will be.
+    def add_sums(self, record: I64, sums: SumTables, kept: list[Any], room: Any) -> I64:
+        """Have the record of a copy of nothing add up; returns where the results will be.
 
-        `kept` gets what the record points to.
+        `kept` gets what the record points to; `room` is what `prepare` made.
         """
-        words, launches = batch.of_first()
-        behind = len(words)
-        more = [
-            (*self.kernel.launchable(one.variant), behind + one.first, one.headers, one.blocks, 1)
-            for one in sums.launches
-        ]
-        launches = np.concatenate([launches, np.asarray(more, np.int64).reshape(-1, records.LAUNCH_WORDS)])
-        words = np.concatenate([words, sums.words])
-        found = np.zeros(len(sums.words) - sums.at, np.int64)
+        kernel, words, found = self.kernel, sums.words, np.zeros(len(sums.words) - sums.at, np.int64)
+        each = [(*kernel.launchable(one.variant), one.first, one.headers, one.blocks, 1) for one in sums.launches]
+        launches = np.array(each, np.int64)
         kept += [words, launches]
         record[records.PARTS], record[records.PART_COUNT] = launches.ctypes.data, len(launches)
         record[records.TABLES], record[records.TABLE_WORDS], record[records.NEAR] = words.ctypes.data, len(words), 0
-        record[records.SUMS_AT], record[records.SUMS] = behind + sums.at, found.ctypes.data
+        record[records.SUMS_AT], record[records.SUMS] = sums.at, found.ctypes.data
+        if room is not None:
+            record[records.OWN_HOST], record[records.OWN_DEVICE] = room[0].data_ptr(), room[1].data_ptr()
         return found
 
     @property

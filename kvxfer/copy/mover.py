@@ -693,7 +693,7 @@ class Mover:
         if met is None and known:
             until = int(job.until * _NS)
             common = (
-                *(records.COPY, 0, flow.lane, 0, job.nbytes, until),
+                *(records.COPY, 0, flow.lane, 0, 0, until),
                 *(*_NO_LOCK, *(_listed(kept, step.handles) if step.handles else _NOWHERE), 0, 0, 0, 0),
                 *(0 if gpu is None else self._ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
@@ -701,15 +701,14 @@ class Mover:
                 *(_NO_POST if job.post is None else self._post_words(kept, job.post, len(batch.said))),
                 0,
             )
-            step.records = batch.write_records(common, gpu, kept, step.room, 0 if sums is None else len(sums.words))
+            step.records = batch.write_records(common, gpu, kept, step.room)
             if step.records is not None:
-                if job.nbytes:
-                    step.records[:, records.BYTES] = job.nbytes
                 if batch.helpers:
                     wanted = step.records[:, records.HELPERS]
                     np.minimum(wanted, self._machine.helpers(batch.helpers), out=wanted)
-                elif gpu is not None and sums is not None:
-                    flow.found = gpu.add_sums(step.records[0], batch, sums, kept)
+                elif gpu is not None and job.sums is not None and sums is not None:
+                    step.records[0, records.BYTES] = job.sums.bytes
+                    flow.found = gpu.add_sums(step.records[0], sums, kept, step.room)
                 return step.records
         flow.kept.append(self._loop.create_task(self._prepare(step, batch, met), name="kvxfer prepare a copy"))
         return None

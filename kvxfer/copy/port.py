@@ -298,7 +298,6 @@ class CopyJob(Struct, frozen=True, eq=False):
     gate: Gate | None = None  # where the memory that is copied to is another process's, and that is on a GPU
     # whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first
     from_nic: bool = False
-    nbytes: int = 0  # about how many bytes it copies
     owner: Hashable = None  # on whose behalf: owners take turns, by bytes
-    sums: "SumPlan | None" = None  # what is added up when the copy has run. Its addresses must stay valid likewise
+    sums: "SumPlan | None" = None  # what is added up, and nothing is copied. Its addresses must stay valid likewise
     post: Post | None = None  # what is posted then. Its addresses must stay valid until it has ended

@@ -110,13 +110,6 @@ class Batch(Struct, eq=False):
         found: list[int] = (self.said[:, binding.T_STOP] - self.said[:, binding.T_BEGIN]).tolist()
         return found
 
-    def of_first(self) -> tuple[I64, I64]:
-        """Words and launches, int64 (launches, LAUNCH_WORDS), of the first, once records were made."""
-        said = self.said[0]
-        launches = said[binding.TOLD :][: binding.LAUNCH_WORDS * said[binding.T_LAUNCHES]]
-        words = self.out[said[binding.T_BEGIN] : said[binding.T_STOP]]
-        return words, launches.reshape(-1, binding.LAUNCH_WORDS)
-
     def needed(self) -> set[Variant]:
         """What the kernel has to be compiled for; nothing may have been laid yet."""
         rows: list[list[int]] = self.said.tolist()
@@ -126,9 +119,7 @@ class Batch(Struct, eq=False):
                 found.add(Variant(row[at + binding.L_WIDTH], self.variants.elements[row[at + binding.L_ELEMENTS]]))
         return found
 
-    def write_records(
-        self, common: Sequence[int], gpu: "Gpu | None", kept: list[Any], room: Any, more: int
-    ) -> "I64 | None":
+    def write_records(self, common: Sequence[int], gpu: "Gpu | None", kept: list[Any], room: Any) -> "I64 | None":
         """Records of all of them, int64 (copies, RECORD_WORDS); None if `Gpu.prepare` has to see to something before.
 
         Args:
@@ -136,7 +127,6 @@ class Batch(Struct, eq=False):
             gpu: What copies; None for CPU memory.
             kept: Gets what they point to.
             room: What that made, if it was asked.
-            more: Words that will come behind the tables.
         """
         where, told = addressof(_first_byte(self.out)), self.variants.told
         made = np.empty((len(self.said), records.RECORD_WORDS), np.int64)
@@ -149,8 +139,7 @@ class Batch(Struct, eq=False):
             return made
         kept += [self, room]
         at = _NOWHERE if room is None else (room[0].data_ptr(), room[1].data_ptr())
-        ring, *few = gpu.limits
-        how = np.array((*common, where, 1, 0, 0, ring - more, *few, *at), np.int64)
+        how = np.array((*common, where, 1, 0, 0, *gpu.limits, *at), np.int64)
         for anew in (False, True):  # what was compiled since it was looked at last
             functions = self.variants.of(gpu.kernel, anew=anew)
             if not binding.write_records(self.out, told, how, functions, self.out, made.ravel()):

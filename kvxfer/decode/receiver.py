@@ -911,7 +911,7 @@ class Receiver(Struct, eq=False):
             return
         part = await self.site.offload(partial(bound.chunk, chunk), rows=bound.chunk_rows)
         self._check_moving()
-        outcome = await self._flush_or_sum(SumPlan.at_destination(part), nbytes)
+        outcome = await self._flush_or_sum(SumPlan.at_destination(part))
         self._check_moving()
         wrong = checking.compare(chunk, part, outcome.sums, self.peer.name)
         self.site.metrics.chunks_checked["damaged" if wrong else "ok"] += 1
@@ -921,8 +921,8 @@ class Receiver(Struct, eq=False):
                 self.link.send(wire.Cancel(self.protocol.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
-    async def _flush_or_sum(self, sums: SumPlan | None = None, nbytes: int = 0) -> CopyOutcome:
-        """Add up about so many bytes that are in the caller's blocks, or flush what has come there.
+    async def _flush_or_sum(self, sums: SumPlan | None = None) -> CopyOutcome:
+        """Add up what is in the caller's blocks, or flush what has come there.
 
         Raises:
             KvxferError: If it failed, or no more copies are taken.
@@ -935,7 +935,7 @@ class Receiver(Struct, eq=False):
             self._reclaim()
 
         owner = self.protocol.transfer
-        job = CopyJob(None, done, from_nic=sums is None, nbytes=nbytes, owner=owner, sums=sums)
+        job = CopyJob(None, done, from_nic=sums is None, owner=owner, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
         self._copies += 1
         outcome = await ended

@@ -752,8 +752,7 @@ class Sender(Struct, eq=False):
             return CopyJob(None, after=event)
         local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
         remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
-        nbytes = bound.carried(chunk, chunk + 1)
-        return CopyJob(None, after=event, nbytes=nbytes, post=with_fields(post, local=local, remote=remote))
+        return CopyJob(None, after=event, post=with_fields(post, local=local, remote=remote))
 
     def _allow(self, active: _ActiveFlow, terms: _Terms) -> None:
         """Chunks that it has steps of were granted."""
@@ -909,8 +908,8 @@ class Sender(Struct, eq=False):
         if self._sums_every and protocol.state is SendState.MOVING:
             for chunk in range(begin, chunks):
                 wanted = selected(protocol.fetch.transfer, chunk, self._sums_every)
-                if wanted and (nbytes := bound.carried(chunk, chunk + 1)):
-                    self._sum_chunk(chunk, nbytes, bound)
+                if wanted and bound.carried(chunk, chunk + 1):
+                    self._sum_chunk(chunk, bound)
         if self._summing:
             chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
             for chunk in sorted(self._summing):
@@ -927,7 +926,7 @@ class Sender(Struct, eq=False):
             delay = REPEAT_S if protocol.token else 0.0
             self._reporting = self.site.call_at(self.site.now() + delay, self._report_rest)
 
-    def _sum_chunk(self, chunk: int, nbytes: int, bound: BoundPlan) -> None:
+    def _sum_chunk(self, chunk: int, bound: BoundPlan) -> None:
         def summed(outcome: CopyOutcome) -> None:
             if outcome.error is None:
                 self._summing[chunk] = outcome.sums
@@ -938,7 +937,7 @@ class Sender(Struct, eq=False):
 
         try:
             sums = SumPlan.at_source(bound.chunk(chunk))
-            job = CopyJob(None, summed, nbytes=nbytes, owner=self.name, sums=sums)
+            job = CopyJob(None, summed, owner=self.name, sums=sums)
             self.site.mover.submit(job, Direction.GATHER)
             self._summing[chunk] = None
         except KvxferError as error:

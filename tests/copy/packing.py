@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from staged import Blank
 
@@ -246,6 +247,7 @@ def batch(*tables: Tables) -> Batch:
     return Batch(variants, out, told, told[:, binding.T_BYTES], told[:, binding.T_STAGED])
 
 
-def packed(plan: CopyPlan) -> Batch:
-    """A plan as the mover takes it."""
-    return batch(pack(plan))
+def packed(plan: CopyPlan, nbytes: int | None = None) -> Batch:
+    """A plan as the mover takes it; it may be said to carry other bytes than it does."""
+    tables = pack(plan)
+    return batch(tables if nbytes is None else replace(tables, nbytes=nbytes))

@@ -121,9 +121,11 @@ class World:
         np.testing.assert_array_equal(found, self.src[at : at + nbytes])
         return True
 
-    def submit(self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, **job) -> Flow:
+    def submit(
+        self, name, plan: CopyPlan | None = None, direction=Direction.GATHER, *, rows=4, at=0, nbytes=None, **job
+    ) -> Flow:
         """Ask for a copy."""
-        tables = packed(self.plan(rows=rows, at=at) if plan is None else plan)
+        tables = packed(self.plan(rows=rows, at=at) if plan is None else plan, nbytes)
         return self.mover.submit(CopyJob(tables, self.reports(name), **job), direction)
 
     def step(self) -> float | None:

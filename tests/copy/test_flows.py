@@ -44,7 +44,7 @@ class Progress:
         made = []
         for number in range(self.added, self.added + steps):
             plan = self.world.plan(rows=1, row_bytes=ROW, at=(self.first + number) * ROW)
-            made.append(CopyJob(packed(plan), nbytes=ROW, **step))
+            made.append(CopyJob(packed(plan), **step))
         self.added += steps
         return made
 

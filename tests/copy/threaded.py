@@ -69,8 +69,8 @@ class Threaded:
         Raises:
             ClosedError: As the mover says it.
         """
-        nbytes = plan.bytes if nbytes is None else nbytes
-        job = CopyJob(packed(plan), done, after, gate=gate, from_nic=from_nic, nbytes=nbytes, owner=owner, sums=sums)
+        tables = None if sums is not None else packed(plan, nbytes)
+        job = CopyJob(tables, done, after, gate=gate, from_nic=from_nic, owner=owner, sums=sums)
         if self._closed:
             self.mover.submit(job, direction)  # refuses it, and touches nothing of its loop
         else:

@@ -26,7 +26,7 @@ class Posting:
         steps = []
         for number, until in enumerate(leases):
             here, there = rig.piece(PART, peer="b", at=number * PART)
-            steps.append(CopyJob(None, nbytes=PART, until=until, post=Post("b", doing, here, there, late=late)))
+            steps.append(CopyJob(None, until=until, post=Post("b", doing, here, there, late=late)))
         passage = way.passage if way else None
         job = CopyJob(None, rig.results["x"].append, until=1e9, passage=passage, owner="x", post=common)
         self.flow = rig.mover.flow(

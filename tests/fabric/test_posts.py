@@ -494,7 +494,7 @@ def gathered_post(rig: Rig, staging: np.ndarray, nbytes: int, **job: Any) -> Any
     post = Post("b", Operation.WRITE, here, there, late=rig.late.append)
     rows, where = nbytes // PART, (rig.source.ctypes.data, staging.ctypes.data)
     plan = contiguous_rows(*where, rows=rows, regions=1, row_bytes=PART, pool=rows, flat="both")
-    return rig.submit("x", post, tables=packed(plan), nbytes=nbytes, **job)
+    return rig.submit("x", post, tables=packed(plan), **job)
 
 
 async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(rig):

@@ -269,10 +269,10 @@ async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_
             rows = [pieces((at, nbytes)) for at in (a.buffer.ctypes.data + chunk * nbytes, place)]
             here, there = (Descriptors("DRAM", 0, row) for row in rows)
             post = Post("empties", Operation.WRITE, here, there)
-            gathers.append(CopyJob(None, nbytes=nbytes, post=post))
+            gathers.append(CopyJob(None, post=post))
             where = place, target.ctypes.data + chunk * nbytes
             plan = contiguous_rows(*where, rows=1, regions=1, row_bytes=nbytes, pool=1, flat="both")
-            scatters.append(CopyJob(packed(plan), nbytes=nbytes))
+            scatters.append(CopyJob(packed(plan)))
         common = Post("empties", Operation.WRITE, NO_PIECES, NO_PIECES)
         flow = a.mover.flow(
             CopyJob(None, ended[0].set_result, post=common),

@@ -46,5 +46,5 @@ def singly(jobs: Iterable[CopyJob]) -> list[CopyJob]:
             if post is not None:
                 local, remote = (replace(side, pieces=side.pieces[number : number + 1]) for side in sides)
                 post = replace(post, local=local, remote=remote) if local.pieces[0, 1] else None
-            found.append(replace(job, tables=batch(tables), post=post, nbytes=job.nbytes or nbytes))
+            found.append(replace(job, tables=batch(replace(tables, nbytes=nbytes)), post=post))
     return found

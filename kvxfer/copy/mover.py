@@ -229,7 +229,6 @@ class Mover:
         self._idle: Final = self._loop.create_future()
         self._limits: Final = max_descriptors, max_post_bytes
         self._native: Native | None = None  # of the agent that the machine has, or had last
-        self._listed = 1  # times as many pieces between GPUs
         self._disconnected: Final[set[str]] = set()  # peers of which a post said so
         self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
         self._abandoning: asyncio.Future[None] | None = None
@@ -399,20 +398,15 @@ class Mover:
 
     # --- the transport
 
-    def attach(self, native: Native | None, *, orderly: bool = False, listed: bool = False, anew: bool = False) -> None:
+    def attach(self, native: Native | None, *, anew: bool = False) -> None:
         """Post by this agent from now on; by none if there is none.
 
-        Args:
-            native: The agent.
-            orderly: As of its transport.
-            listed: Whether it takes pieces between GPUs as one list.
-            anew: Whether the one before has ended, and with it all that was posted by it and needs it.
+        With `anew` the one before has ended, and with it all that was posted by it and needs it.
         """
         self._native = native or self._native
         if anew:
             self._disconnected.clear()
-        self._listed = _LISTED_MORE if listed else 1
-        self._machine.attach(native, orderly=orderly, anew=anew)
+        self._machine.attach(native, anew=anew)
 
     def hold_awake(self) -> Callable[[], None]:
         """Keep the transport progressing, for peers that write into our memory, until the returned function is called.
@@ -720,7 +714,8 @@ class Mover:
         kept += [name, here, there]
         pieces, nbytes = self._limits
         if near.kind == far.kind == "VRAM":
-            pieces, nbytes = self._listed * pieces, _UNBOUNDED
+            lists = self._native is not None and self._native.listed
+            pieces, nbytes = _LISTED_MORE * pieces if lists else pieces, _UNBOUNDED
         return (
             *(_WAYS[post.operation], ctypes.addressof(name), 0),
             *(_MEMORIES[near.kind], near.device, ctypes.addressof(_first_byte(here)) if len(here) else 0),
@@ -1108,12 +1103,12 @@ class _Machine:
         going = [row[records.STATE] in (records.WAITING, records.RUNNING) for row in rows]
         return not off or any(one and not two for one, two in zip(going, held, strict=True))
 
-    def attach(self, native: Native | None, *, orderly: bool, anew: bool) -> None:
+    def attach(self, native: Native | None, *, anew: bool) -> None:
         """See `Mover.attach`."""
         self._natives[:] = [*self._natives[-1:], *([] if native is None else [native])]
         if native is not None:
             self.ports[records.AGENT_PORTS :] = native.table
-            self.state[records.ORDERLY] = orderly
+            self.state[records.ORDERLY] = native.orderly
         agent, notices = (0, 0) if native is None else (native.agent, native.notices)
         self.send(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
 

@@ -6,7 +6,6 @@ What is posted then cannot be recalled, but each of its parts can be kept from b
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -226,8 +225,7 @@ class Descriptors(Struct, frozen=True, eq=False):
     pieces: NDArray[np.int64]  # int64 (N, 2): address and length in bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Native:
+class Native(Struct, frozen=True, eq=False):
     """A transport's agent as compiled code calls it."""
 
     # int64: addresses of C functions, in the order of `kvxfer.copy.records` from `AGENT_PORTS` on
@@ -238,6 +236,9 @@ class Native:
     # whether something may still be under way
     error: Callable[[int, str, bool, bool], FabricError]
     for_good: bool = False  # whether a peer that is gone never comes back under its name
+    # whether it works inside of these calls only, and a part that is done ends with all before it to that peer
+    orderly: bool = False
+    listed: bool = False  # whether it takes pieces between GPUs as one list
 
 
 class Turns(Struct, frozen=True):

@@ -31,16 +31,6 @@ class Transport(Protocol):
         """Unique name of this agent; another one after `renew`."""
         ...
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether pieces between two GPUs are posted as one list, and not one by one. Asked after `setup`."""
-        ...
-
-    @property
-    def orderly(self) -> bool:
-        """Whether it works inside of these calls only, and a part that is done ends with all before it to that peer."""
-        ...
-
     def setup(self) -> None:
         """Called once on the fabric's thread before anything else (device context, agent creation)."""
         ...

@@ -278,8 +278,7 @@ class Fabric:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _attach(self, *, anew: bool = False) -> None:
-        transport = self._transport
-        self._mover.attach(transport.native(), orderly=transport.orderly, listed=transport.takes_lists, anew=anew)
+        self._mover.attach(self._transport.native(), anew=anew)
 
     def _ready(self, peer: str) -> "asyncio.Future[Any] | None":
         """What is to be waited for before something is posted to a peer."""

@@ -545,7 +545,8 @@ class _Ported:
             self._function(5, self._notice),
             self._function(2, self._cause),
         ]
-        return Native(np.array(table, np.int64), self._agent, 0, self._error)
+        # a part is done when every earlier one to its peer has ended, but for those that were told to be held
+        return Native(np.array(table, np.int64), self._agent, 0, self._error, orderly=True)
 
     def _function(self, count: int, function: Callable[..., int]) -> int:
         made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(partial(self._call, function))
@@ -708,16 +709,6 @@ class LoopbackTransport:
     def name(self) -> str:
         """Unique name of this agent."""
         return self._name
-
-    @property
-    def takes_lists(self) -> bool:
-        """It copies piece by piece."""
-        return False
-
-    @property
-    def orderly(self) -> bool:
-        """A part is done when every earlier one to its peer has ended, but for those that were told to be held."""
-        return True
 
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""

@@ -701,7 +701,8 @@ class NixlTransport:
 
     def native(self) -> Native:
         """NIXL's functions, and the agent."""
-        return Native(self._c.table, self._open().handle, self._heard.handle, _said, for_good=True)
+        where = self._c.table, self._open().handle, self._heard.handle
+        return Native(*where, _said, for_good=True, orderly=self.orderly, listed=self.takes_lists)
 
     def plugins(self) -> list[str]:
         """Backends that NIXL could load, by name."""

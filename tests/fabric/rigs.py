@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 from stepped import Stepped
 
 from kvxfer.copy import records
@@ -190,7 +191,7 @@ class Recorder(Moving):
     def __init__(self, *, listed: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
-        self.mover.attach(ported(cast("LoopbackTransport", self)), listed=listed)
+        self.mover.attach(replace(ported(cast("LoopbackTransport", self)), listed=listed))
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> object:
         del peer, operation

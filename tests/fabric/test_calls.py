@@ -3,13 +3,13 @@
 import asyncio
 import threading
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows
+from msgspec.structs import replace
 from packing import packed
 from rigs import PART, SIZE, Moving, Rig
 from stepped import until

@@ -1,7 +1,5 @@
 """Posts of a flow: one behind the other, a gate for each, and what remains of one that ends in doubt."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from msgspec import structs
@@ -337,7 +335,7 @@ async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make
 
 async def test_a_peer_is_not_taken_for_gone_because_it_was_before_the_agent_was_made_anew(make):
     rig = await make()
-    native = dataclasses.replace(rig.mover._native, for_good=True)
+    native = structs.replace(rig.mover._native, for_good=True)
     rig.mover._native, rig.transport.native = native, lambda: native
     rig.network.hold("b")
     made = Posting(rig, allowed=1).flow

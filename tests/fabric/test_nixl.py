@@ -174,7 +174,8 @@ def test_calls_outside_of_setup_and_close_are_refused():
     with pytest.raises(FabricError, match="not set up"):
         transport.metadata(())
     transport.setup()
-    transport.metadata(())
+    native, _ = transport.native(), transport.metadata(())
+    assert (native.orderly, native.listed, native.for_good) == (True, False, True)
     transport.close()
     transport.close()
     with pytest.raises(FabricError, match="closed"):

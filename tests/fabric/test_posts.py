@@ -1,7 +1,6 @@
 """Posts in the mover, over the loopback: by hand, one step at a time, and in a real thread."""
 
 import asyncio
-import dataclasses
 import threading
 import time
 from itertools import pairwise
@@ -21,7 +20,6 @@ from stepped import Flag
 from kvxfer.copy import records
 from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
 from kvxfer.errors import ClosedError, FabricError
-from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import MemorySpan
 
 
@@ -107,12 +105,6 @@ async def test_posts_between_gpus_are_not_cut_by_bytes_and_have_longer_parts_whe
     many, long = pieces(*((64 + 128 * at, 64) for at in range(40))), pieces((64, 8 * PART))
     assert len(recorder.cut(many, many, kinds)) == by_pieces
     assert len(recorder.cut(long, long, kinds)) == by_bytes
-
-
-@pytest.mark.parametrize("listed", [True, False])
-async def test_the_transport_is_asked_once_it_is_set_up(make, listed, monkeypatch):
-    monkeypatch.setattr(LoopbackTransport, "takes_lists", listed)
-    assert (await make()).mover._listed == (16 if listed else 1)
 
 
 # ---- one post --------------------------------------------------------------------------------------------------------
@@ -274,9 +266,8 @@ async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(rig, 
     assert rig.transport.open_handles == 0
 
 
-async def test_a_transport_that_does_not_flush_leaves_the_doubt(make, monkeypatch):
-    monkeypatch.setattr(LoopbackTransport, "orderly", False)
-    rig = await make()
+async def test_a_transport_that_does_not_flush_leaves_the_doubt(rig):
+    rig.mover.attach(replace(rig.mover._native, orderly=False))
     rig.network.break_next("b", after_bytes=100)
     rig.post()
     rig.step(10)
@@ -285,7 +276,7 @@ async def test_a_transport_that_does_not_flush_leaves_the_doubt(make, monkeypatc
 
 
 async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_left_and_met_again(rig):
-    rig.mover._native = dataclasses.replace(rig.mover._native, for_good=True)
+    rig.mover._native = replace(rig.mover._native, for_good=True)
     rig.network.break_next("b", disconnected=True)
     rig.post("lost")
     rig.step(3)
@@ -301,12 +292,12 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["", "the pipe is full"])
-async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behind_an_error(make, monkeypatch, told):
+async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behind_an_error(rig, told):
     """What is under way then has ended for this side, as if the peer were gone; it is met again."""
-    monkeypatch.setattr(LoopbackTransport, "orderly", told)  # then it is asked whether the rest has ended
-    rig = await make()
-    native = dataclasses.replace(rig.mover._native, for_good=True)
-    rig.mover._native, rig.transport.native = native, lambda: native
+    # if orderly it is asked whether the rest has ended
+    native = replace(rig.mover._native, for_good=True, orderly=told)
+    rig.transport.native = lambda: native
+    rig.mover.attach(native)
     rig.network.break_next("b", after_bytes=24, lingers=True)
     rig.post("x", PART)
     writes = int(rig.machine.ports[records.WRITE])
@@ -318,7 +309,7 @@ async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behi
     caught = asyncio.ensure_future(rig.mover.abandon_posts())
     await rig.settle()
     rig.step(3)
-    rig.mover.attach(native, orderly=told, anew=True)
+    rig.mover.attach(native, anew=True)
     rig.step(3)
     rig.machine.ports[records.WRITE] = writes
     rig.step(3)
@@ -333,7 +324,7 @@ async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behi
 
 async def test_nor_because_it_was_gone_before_that_behind_a_part_that_runs_on(make):
     rig = await make()
-    native = dataclasses.replace(rig.mover._native, for_good=True)
+    native = replace(rig.mover._native, for_good=True)
     rig.mover._native, rig.transport.native = native, lambda: native
     rig.network.wedge("b")
     rig.network.break_next("b", disconnected=True, skip=1)

@@ -43,7 +43,7 @@ class Side(Moving):
         super().__init__(**settings)
         self.transport = LoopbackTransport(name, network)
         self.transport.setup()
-        self.mover.attach(self.transport.native(), orderly=True)
+        self.mover.attach(self.transport.native())
         self.counts: list[int] = []  # how many of its steps were done, each time that this was told
         self.peers: dict[str, LoopbackTransport] = {}  # agents that say what the test says
 
@@ -238,7 +238,7 @@ async def test_a_flow_without_an_agent_goes_by_what_the_loops_say(side):
     side.hear(2)
     side.step(4)
     assert side.done == 2
-    side.mover.attach(side.transport.native(), orderly=True)
+    side.mover.attach(side.transport.native())
     side.step(4)
     assert told(side) == [("a", note(2, SCATTER))], "with an agent it is said"
 

@@ -205,8 +205,8 @@ def no_doubt_of_reads(patch):
 def no_flush(patch):
     """What a post that failed has left in flight is taken to have landed."""
 
-    attach, made = Mover.attach, mover.CopyOutcome
-    patch.setattr(Mover, "attach", lambda *given, **options: attach(*given, **{**options, "orderly": False}))
+    native, made = LoopbackTransport.native, mover.CopyOutcome
+    patch.setattr(LoopbackTransport, "native", lambda transport: replace(native(transport), orderly=False))
     patch.setattr(mover, "CopyOutcome", lambda *given, **options: made(*given, **{**options, "in_doubt": False}))
 
 

@@ -205,7 +205,6 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
         elif stays:
             job[r.STATE] = r.LEFT
             state[r.LEFT_COUNT] += 1
-            state[r.LINGERING] += job[r.LINGERS]
         else:
             _free(state, job, slot)
     if state[r.CATCHING] == 2:  # behind all else that the agent which is given up has said of peers
@@ -452,7 +451,6 @@ def _extend_flow(state: Any, jobs: Any, at: Any, slot: Any) -> None:
 def _end_left(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
     """More is known of what is left of a post: no byte of this side is moved by it any more."""
     state[r.LEFT_COUNT] -= 1
-    state[r.LINGERING] -= job[r.LINGERS]
     job[r.LINGERS] = 0
     job[r.STATE], job[r.OUTCOME], job[r.CODE] = r.ENDED, outcome, code
     _owe(state, slot)

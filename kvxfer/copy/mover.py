@@ -432,7 +432,8 @@ class Mover:
     @property
     def lingering(self) -> int:
         """Posts that were given up, and may still touch memory."""
-        return int(self._machine.state[records.LINGERING])
+        jobs = self._machine.jobs
+        return int(jobs[jobs[:, records.STATE] == records.LEFT, records.LINGERS].sum())
 
     @property
     def unknown_notifications(self) -> int:
@@ -469,9 +470,10 @@ class Mover:
     @property
     def under_way(self) -> bool:
         """Whether parts of posts are: also those that were given up and run on, as far as they are looked at."""
-        state = self._machine.state
+        jobs = self._machine.jobs
         runs_on = any(flow.lefts and flow.job.post and flow.job.post.runs_on for flow in self._flows.values())
-        return bool(state[records.FLYING_COUNT] > 0 or (state[records.WATCHED] > 0 and runs_on))
+        looked_at = (jobs[:, records.STATE] == records.SENDING) | runs_on
+        return bool((looked_at & (jobs[:, records.FLYING] > 0)).any())
 
     async def abandon_posts(self) -> None:
         """Give up what is under way, whose end is told when `attach` was called. Nothing is once this has ended."""

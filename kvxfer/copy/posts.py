@@ -280,7 +280,6 @@ def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> No
         job[r.PIECE], job[r.WITHIN] = state[r.NEXT_PIECE], state[r.NEXT_WITHIN]
     job[r.PARTS_AT + job[r.FLYING]] = request
     job[r.FLYING] += 1
-    state[r.FLYING_COUNT] += 1
 
 
 @inlined
@@ -305,7 +304,6 @@ def look_at_parts(state: Any, ports: Any, job: Any) -> Any:
                 job[r.FLUSHING] = r.FLUSHED_ONCE
                 job[r.LINGERS], job[r.VERDICT] = 0, r.FAILED
         job[r.FLYING] -= 1
-        state[r.FLYING_COUNT] -= 1
         job[r.PARTS_AT + at] = job[r.PARTS_AT + job[r.FLYING]]
         give_back(state, ports, request)
         ended = True
@@ -321,7 +319,6 @@ def settle(state: Any, ports: Any, job: Any) -> Any:
         )  # their ends tell the end of all of it
         job[r.LINGERS] = 1
         _worsen(job, r.IN_DOUBT, r.SILENT, False)
-        state[r.FLYING_COUNT] -= job[r.FLYING]
         state[r.WATCHED] += job[r.FLYING]
         if not watched:
             drop_parts(state, ports, job)
@@ -368,7 +365,6 @@ def cut_off(state: Any, ports: Any, job: Any) -> Any:
         job[r.LINGERS] = 1
     job[r.FLUSHING] = r.FLUSHED_ONCE
     _worsen(job, r.IN_DOUBT, r.CUT_OFF, False)
-    state[r.FLYING_COUNT] -= job[r.FLYING]
     state[r.WATCHED] += job[r.FLYING]
     drop_parts(state, ports, job)
     return True

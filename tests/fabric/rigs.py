@@ -24,7 +24,7 @@ PART = 1024
 """max_post_bytes of every mover here."""
 FLUSH = 64
 """Bytes that are moved once more."""
-COUNTERS = [records.SENDING_COUNT, records.FLYING_COUNT, records.WATCHED, records.LEFT_COUNT, records.LINGERING]
+COUNTERS = [records.SENDING_COUNT, records.WATCHED, records.LEFT_COUNT]
 """What the machine counts of posts."""
 
 
@@ -173,8 +173,8 @@ class Moving:
         assert told == (outcome is Outcome.IN_DOUBT, disconnected, may_move)
 
     def counted(self) -> list[int]:
-        """What the machine counts of posts."""
-        return [int(self.state[word]) for word in COUNTERS]
+        """What the machine counts of posts, and what there is of them."""
+        return [*(int(self.state[word]) for word in COUNTERS), self.mover.lingering, int(self.mover.under_way)]
 
     async def end(self) -> None:
         """End it, whatever still waits."""

@@ -737,7 +737,7 @@ def time_out(worker: Any) -> Any:
 
 def posted(worker: Any) -> bool:
     """Whether a write is in flight."""
-    return bool(mover(worker)._machine.state[records.FLYING_COUNT])
+    return mover(worker).under_way
 
 
 def granted_by(worker: Any) -> list[int]:

@@ -6,12 +6,13 @@
         Cut      the same with a grid: sizes and tables of its chunks
         Batch    tables of chunks that follow one another, of which the mover's records are made
 
-Where lists or tokens are not as they should be the planner is asked, which says what is wrong.
+Where a list is not as it should be the planner is asked, which says what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -38,8 +39,8 @@ from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import BYTES, MAX_OUTER_AXES, Elements
 from kvxfer.geometry.intersect import Folded, SegmentClass
 from kvxfer.geometry.plan import ChunkGrid, PairPlan, TransferPlan
-from kvxfer.geometry.rows import BlockLists
-from kvxfer.names import MAX_TOKENS, lazy
+from kvxfer.geometry.rows import BlockLists, check_tokens
+from kvxfer.names import lazy
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
@@ -297,22 +298,20 @@ class Template:
         return cls(pair, tokens, padded, scratch, shapes)
 
     def bind(
-        self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int, *, distinct: bool = False
-    ) -> "Fitted | None":
-        """Add block lists in normal form, of ids that may be known to be distinct, and a token range.
-
-        None if they are not as they should be, or if it would take long to see that ids are distinct.
-        """
-        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= MAX_TOKENS or not tokens.stop:
-            return None
+        self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
+    ) -> "Fitted":
+        """As `PairPlan.bind`, which is asked what is wrong where lists are not as they should be."""
+        check_tokens(tokens, may_be_empty=True)
+        covered = tokens.stop if covered is None else min(covered, tokens.stop)
+        plan = partial(self.pair.bind, src_spans, dst_spans, tokens, covered=covered)
         src_ids: list[I64] = []
         dst_ids: list[I64] = []
         request = [tokens.start, tokens.stop, covered, *(0,) * binding.TOTALS]
         from_src = from_dst = marks = 0
         for name in self.pair.groups:
-            source, target = src_spans.get(name), dst_spans.get(name)
-            if source is None or target is None:
-                return None
+            if name not in src_spans or name not in dst_spans:
+                plan()
+            source, target = src_spans[name], dst_spans[name]
             # copies: compiled code takes no array that has gaps or cannot be written to
             theirs, ours = np.array(source.ids, np.int64), np.array(target.ids, np.int64)
             request += (from_src, len(theirs), source.first_token, from_dst, len(ours), target.first_token)
@@ -324,9 +323,10 @@ class Template:
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
         both = (src_ids[0], dst_ids[0]) if len(src_ids) == 1 else (np.concatenate(src_ids), np.concatenate(dst_ids))
         lists = np.array(request, np.int64), *both
-        marked = np.zeros(0 if distinct else marks, np.int64)
-        if binding.bind(self.shapes[Kind.COPY].words, *lists, marked) != binding.FITS:
-            return None
+        common = self.shapes[Kind.COPY].words, *lists
+        if binding.bind(*common, np.zeros(marks, np.int64)) != binding.FITS:
+            plan()
+            binding.bind(*common, np.zeros(0, np.int64))  # ids are distinct, and were made to collide
         counted: list[int] = lists[0].tolist()
         at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.pair.groups)
         rows = counted[met + binding.M_CELLS :: binding.MET_WORDS]

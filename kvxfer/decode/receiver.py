@@ -33,7 +33,7 @@ from kvxfer.geometry import BlockLists, ChunkGrid, ChunkPlan, Damage, PairPlan, 
 from kvxfer.mapped.host import may_be_elsewhere
 from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.peers.link import Link
-from kvxfer.plans.pairs import SMALL_PLAN, BoundPlan, bind, block_pieces, decode_spans, encode_spans
+from kvxfer.plans.pairs import SMALL_PLAN, BoundPlan, block_pieces, decode_spans, encode_spans
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, ROUTE_NAMES, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.session import PeerInfo
@@ -523,7 +523,7 @@ class Receiver(Struct, eq=False):
         fetch, agreed = self.fetch, self._grid
         try:
             grid = self._chunk_grid(message) if agreed is None else agreed
-            plan = bind(self.part.pair, source, fetch.spans, fetch.tokens, covered=0)
+            plan = self.part.pair.template.bind(source, fetch.spans, fetch.tokens, covered=0)
             differs = agreed is None and plan.digest(grid) != message.digest
             if differs or plan.nbytes != message.bytes:
                 raise _plan_differs(message)

@@ -45,7 +45,7 @@ from kvxfer.protocol.messages import MAX_CHUNKS, Route, pack_f32, pack_u32, unpa
 from kvxfer.protocol.session import PeerInfo
 
 if TYPE_CHECKING:
-    from kvxfer.copy.template import Batch, Cut, Template
+    from kvxfer.copy.template import Batch, Cut
 
 __all__ = [
     "LISTED",
@@ -53,7 +53,6 @@ __all__ = [
     "Agreed",
     "BoundPlan",
     "PairPlans",
-    "bind",
     "block_pieces",
     "check_cover",
     "choose_and_cut",
@@ -534,24 +533,6 @@ def _compiled() -> ModuleType:
     return import_module("kvxfer.copy.template")
 
 
-def bind(
-    pair: PairPlan, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
-) -> TransferPlan:
-    """As `PairPlan.bind`, by compiled code.
-
-    Raises:
-        BlocksError: As `PairPlan.bind`.
-        TokensError: Likewise.
-    """
-    covered = tokens.stop if covered is None else min(covered, tokens.stop)
-    template: Template = pair.template
-    found = template.bind(src_spans, dst_spans, tokens, covered)
-    if found is not None:
-        return found
-    plan = pair.bind(src_spans, dst_spans, tokens, covered=covered)  # which says what is wrong
-    return template.bind(src_spans, dst_spans, tokens, covered, distinct=True) or plan  # ids were made to collide
-
-
 class BoundPlan:
     """The plan of an accepted transfer, which both sides make.
 
@@ -595,7 +576,7 @@ class BoundPlan:
             BlocksError: If the ids are outside their pools, or do not reach up to `covered`.
         """
         plan = self.plan
-        further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
+        further = plan.pair.template.bind(src_spans, plan.dst_spans, plan.tokens, covered=covered)
         return BoundPlan(further, self.grid, self)
 
     def carried(self, first: int, stop: int) -> int:

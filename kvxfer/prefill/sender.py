@@ -55,7 +55,6 @@ from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import (
     LISTED,
     BoundPlan,
-    bind,
     block_pieces,
     choose_and_cut,
     decode_spans,
@@ -140,7 +139,7 @@ def plan_transfer(
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
     if pair.has_state:
         check_state(pair, tokens, offer.tokens)
-    plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
+    plan: TransferPlan = pair.template.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     agreement = pair.agreement(plan.dst_spans, tokens)
     if (fetch.lease_ms or fetch.agreement) and fetch.agreement != agreement:  # granted ahead for another plan
         reason = "the two sides do not mean the same by this transfer: their plans differ"

@@ -22,7 +22,7 @@ from kvxfer.copy.tables import Kind
 from kvxfer.copy.template import Cut, Template
 from kvxfer.errors import BlocksError, GeometryError, KvxferError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, CopyPlan, PairPlan, Span, TensorSpec, common, resolve
-from kvxfer.plans.pairs import BoundPlan, _planned, bind
+from kvxfer.plans.pairs import BoundPlan, _planned
 
 STAGING = 1 << 46
 SEEDS = st.integers(0, 2**32 - 1)
@@ -60,7 +60,7 @@ def drawn_grid(case, rng):
 
 
 def fitted(case) -> Any:
-    return bind(case.pair, case.src, case.dst, case.tokens)
+    return case.pair.template.bind(case.src, case.dst, case.tokens)
 
 
 def cut_of(plan, grid) -> Any:
@@ -201,7 +201,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
             odd = changed(case, rng)
             covered = rng.choice([None, rng.randint(0, odd.tokens.stop)])
             plan = outcome(lambda: odd.pair.bind(odd.src, odd.dst, odd.tokens, covered=covered))  # noqa: B023
-            found = outcome(lambda: bind(odd.pair, odd.src, odd.dst, odd.tokens, covered=covered))  # noqa: B023
+            found = outcome(lambda: odd.pair.template.bind(odd.src, odd.dst, odd.tokens, covered=covered))  # noqa: B023
             if isinstance(plan, tuple):
                 assert found == plan
                 continue
@@ -223,8 +223,8 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
 def test_a_request_without_rows_asks_nothing_of_its_lists():
     _, _, case = pair_of()
     src = {"default": Span(case.src["default"].ids, 10)}
-    assert not bind(case.pair, src, case.dst, range(7, 7)).rows[0].table.size
-    assert bind(case.pair, src, case.dst, range(7, 7)).nbytes == 0
+    assert not case.pair.template.bind(src, case.dst, range(7, 7)).rows[0].table.size
+    assert case.pair.template.bind(src, case.dst, range(7, 7)).nbytes == 0
 
 
 def test_many_ids_are_told_apart_in_pools_of_any_size():
@@ -235,13 +235,13 @@ def test_many_ids_are_told_apart_in_pools_of_any_size():
         ids = np.asarray(Random(blocks).sample(range(pool), blocks), np.int64)
         tokens = range(16 * blocks)
         spans = {"default": Span(ids)}
-        assert bind(pair, spans, spans, tokens).most_rows == blocks
+        assert pair.template.bind(spans, spans, tokens).most_rows == blocks
         if blocks > 1:
             twice = ids.copy()
             twice[-1] = twice[blocks // 2]
-            assert bind(pair, {"default": Span(twice)}, spans, tokens).most_rows == blocks
+            assert pair.template.bind({"default": Span(twice)}, spans, tokens).most_rows == blocks
             with pytest.raises(BlocksError, match="is named twice, at positions"):
-                bind(pair, spans, {"default": Span(twice)}, tokens)
+                pair.template.bind(spans, {"default": Span(twice)}, tokens)
 
 
 def described(tensors):
@@ -257,7 +257,7 @@ def described(tensors):
     )  # fmt: skip
 
 
-def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
+def test_ids_that_were_made_to_collide_are_told_apart_all_the_same(monkeypatch):
     """A peer names the ids: it must not be able to make this side look for long."""
     pool, number = 1 << 24, 2048
     geometries = [described([contiguous(NHD, SIZES | {"block": pool}, base=base)]) for base in (1 << 44, 1 << 50)]
@@ -267,18 +267,19 @@ def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
     ids = ids[place == 0][:number]
     assert len(ids) == number
     spans, tokens = {"default": Span(ids)}, range(16 * number)
-    template: Any = pair.template
-    assert template.bind(spans, spans, tokens, tokens.stop) is None
-    assert bind(pair, spans, spans, tokens).most_rows == number
+    asked, plan = [], PairPlan.bind
+    monkeypatch.setattr(PairPlan, "bind", lambda *given, **more: asked.append(given) or plan(*given, **more))
+    assert pair.template.bind(spans, spans, tokens).most_rows == number
+    assert len(asked) == 1
     twice = {"default": Span(np.append(ids[:-1], ids[0]))}
     with pytest.raises(BlocksError, match="is named twice, at positions"):
-        bind(pair, spans, twice, tokens)
+        pair.template.bind(spans, twice, tokens)
 
 
 def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
     _, _, case = pair_of()
     grid = ChunkGrid(case.pair.layers, 1, 32, case.tokens.start, case.tokens.stop)
-    ours = BoundPlan(bind(case.pair, case.src, case.dst, case.tokens), grid)
+    ours = BoundPlan(case.pair.template.bind(case.src, case.dst, case.tokens), grid)
     theirs = case.pair.bind(case.src, case.dst, case.tokens)
 
     def reached(regions):
@@ -318,7 +319,7 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     wide = [described([contiguous(axes, sizes, base=base)]) for base in (1, 1 << 50)]
     pair = between(*wide)
     spans = {"default": Span(np.asarray([1]))}
-    bound = BoundPlan(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
+    bound = BoundPlan(pair.template.bind(spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
         bound.tables(Kind.COPY, range(1))
 
@@ -331,7 +332,7 @@ def test_to_bind_takes_as_long_as_there_are_blocks_however_small_what_both_sizes
     took = []
     for _ in range(5):
         began = thread_time()
-        assert bind(pair, src, dst, range(2000 * 8191), covered=16).most_rows == 2000 * 8191
+        assert pair.template.bind(src, dst, range(2000 * 8191), covered=16).most_rows == 2000 * 8191
         took.append(thread_time() - began)
     assert min(took) < 0.01
 
@@ -341,7 +342,7 @@ def test_what_many_small_chunks_carry_is_known_without_a_list_of_them(band):
     """A peer cuts a transfer as it likes, and may say of all chunks at once that they have come."""
     side = described([contiguous(NHD, SIZES | {"block": 1 << 13}, layers=[layer]) for layer in range(2)])
     spans, tokens = {"default": Span(np.arange(1 << 12))}, range(1 << 16)
-    plan = bind(between(side, side), spans, spans, tokens)
+    plan = between(side, side).template.bind(spans, spans, tokens)
     bound = BoundPlan(plan, ChunkGrid((0, 1), 1, 1, 0, len(tokens), band))
     tracemalloc.start()
     try:

@@ -16,7 +16,7 @@ from stage import Cache
 import kvxfer.copy.template  # noqa: F401  # as a worker does when it opens: what is timed is the peer's doing
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.geometry import CacheGeometry
-from kvxfer.plans.pairs import PairPlans, bind, decode_spans, fit, geometry_to_wire
+from kvxfer.plans.pairs import PairPlans, decode_spans, fit, geometry_to_wire
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Span, TensorFrame, pack_u32
 from kvxfer.protocol.session import Identity, PeerInfo
@@ -94,7 +94,7 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
             ours = {group: some_span(draw, 16) for group in pair.groups}
             theirs = decode_spans([Span(g, draw.randrange(3), pack_u32(some_ids(draw))) for g in pair.groups])
             src, dst = (ours, theirs) if sending else (theirs, ours)
-            plan = bind(pair, src, dst, tokens, covered=tokens.stop)
+            plan = pair.template.bind(src, dst, tokens, covered=tokens.stop)
             bound = fit(plan, target_bytes=2048, limit_bytes=4096)
             for number in range(min(bound.grid.chunks, 4)):
                 pieces = bound.chunk(number).listed()

@@ -301,7 +301,7 @@ class PairPlans:
         self._shares: OrderedDict[tuple[bytes | None, ...], list[PairPlan | None]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
         self._agreed: dict[tuple[bytes, bool], Agreed] = {}  # by peer, and whether this rank sends
-        # what a peer asked for last, in how many layers
+        # what a peer that is known asked for last, in how many layers
         self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan, int]] = {}
 
     @property
@@ -412,8 +412,6 @@ class PairPlans:
         """Look up or make the plan from this rank to a peer, and note it for `asked`."""
         pair = self.pair(peer, map(selection_from_wire, selections), sending=True)
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
-            if len(self._asked) >= self._kept:
-                self._asked.clear()
             self._asked[peer.identity.incarnation] = selections, pair, _layers(selections)
         return pair
 

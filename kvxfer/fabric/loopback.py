@@ -79,6 +79,7 @@ class PostedPart:
     polls: int = 0  # polls to answer with "not yet"
     due: float = 0.0  # when its bytes land, by the clock of `LoopbackNetwork.pace`
     held: bool = False  # it waits for `LoopbackNetwork.release`
+    offered: bool = False  # its bytes land when the agent at the far end makes progress
     wedged: bool = False  # it never ends
     released: bool = False
     error: FabricError | None = None  # what a poll raises
@@ -136,9 +137,7 @@ class LoopbackNetwork:
         self._lock = threading.RLock()
         self._agents: dict[str, LoopbackTransport] = {}
         self._faults: dict[str, Faults] = {}
-        self._held: list[PostedPart] = []
-        self._flying: list[PostedPart] = []
-        self._offered: list[PostedPart] = []  # until the far end makes progress
+        self._flying: list[PostedPart] = []  # whose bytes land without a poll
         self._notices: list[tuple[str, str, bytes]] = []  # from, to, what
         self._echoes: list[tuple[str, str, bytes]] = []  # those that come again, behind these
         self._now: Callable[[], float] = _no_clock
@@ -162,17 +161,12 @@ class LoopbackNetwork:
             self._arrive()
             if posts is None:
                 self._of(peer).held = False
-            chosen = [part for part in self._held if peer in self._called(part.dst)][:posts]
-            for part in chosen:
-                self._held.remove(part)
-                part.held = False
-                self._land(part)
-            return len(chosen)
+            return self._bring([part for part in self._flying if part.held and peer in self._called(part.dst)][:posts])
 
     def held(self, peer: str) -> int:
         """How many posts wait for `release`."""
         with self._lock:
-            return sum(peer in self._called(part.dst) for part in self._held)
+            return sum(part.held and peer in self._called(part.dst) for part in self._flying)
 
     def delay(self, peer: str, polls: int) -> None:
         """Let bytes of coming posts land, and their end be seen, at the poll after `polls` polls; not if given up."""
@@ -258,7 +252,7 @@ class LoopbackNetwork:
         with self._lock:
             self._arrive()
             self._dead.add(peer)
-            for part in [*self._held, *self._flying, *self._offered]:
+            for part in self._flying:
                 if peer in self._called(part.dst):
                     part.leave()
 
@@ -298,7 +292,7 @@ class LoopbackNetwork:
         with self._lock:
             self._arrive()
             self.detach(transport)
-            for part in [*self._held, *self._flying, *self._offered]:
+            for part in self._flying:
                 if part.src is transport:
                     part.leave()
                     part.keys -= transport.keys()
@@ -325,7 +319,7 @@ class LoopbackNetwork:
                 raise part.error
             if part.copies and part.dst not in self._agents:
                 raise FabricError(f"{part.dst} is gone", disconnected=True, in_doubt=True)
-            if part.held or part.wedged or self._waits(part):
+            if part.wedged or self._waits(part):
                 return False
             if part.polls > 0:
                 part.polls -= 1
@@ -335,19 +329,14 @@ class LoopbackNetwork:
 
     def _waits(self, part: PostedPart) -> bool:
         """Whether a part is on its way, or one before it that has failed is."""
-        return (
-            part in self._flying
-            or part in self._offered
-            or any(one.error is not None and one.src is part.src and one.dst == part.dst for one in self._held)
+        return part in self._flying or any(
+            one.error is not None and one.src is part.src and one.dst == part.dst for one in self._flying
         )
 
     def progress(self, agent: str) -> None:
         """An agent makes progress: what waits for that lands."""
         with self._lock:
-            arrived = [part for part in self._offered if part.dst == agent]
-            self._offered = [part for part in self._offered if part.dst != agent]
-            for part in arrived:
-                self._land(part)
+            self._bring([part for part in self._flying if part.offered and part.dst == agent])
 
     def notify(self, src: str, dst: str, message: bytes) -> None:
         """An agent tells another something."""
@@ -413,7 +402,7 @@ class LoopbackNetwork:
             self._land(part, fault.after_bytes)
             if fault.lingers:
                 part.copies, part.held = rest, True
-                self._held.append(part)
+                self._flying.append(part)
                 if fault.disconnected:
                     part.leave()
             words = f"the loopback was told to break a {part.operation.value} to {part.dst}"
@@ -421,13 +410,12 @@ class LoopbackNetwork:
             if fault.at_post:
                 raise part.error
             return
-        if part.held and not part.wedged:
-            self._held.append(part)
-        elif part.due and not part.wedged:
+        if part.wedged:
+            return
+        part.offered = not (part.held or part.due) and any(faults.needs_target for faults in self._both(part.dst))
+        if part.held or part.due or part.offered:
             self._flying.append(part)
-        elif any(faults.needs_target for faults in self._both(part.dst)) and not part.wedged:
-            self._offered.append(part)
-        elif not part.wedged and part.polls == 0:
+        elif part.polls == 0:
             self._land(part)
 
     def _travels(self, part: PostedPart, faults: Faults) -> float:
@@ -440,14 +428,17 @@ class LoopbackNetwork:
 
     def _arrive(self) -> None:
         """Let every part land whose time has come."""
-        if self._flying:
-            now = self._now()
-            due, self._flying = (
-                [part for part in self._flying if part.due <= now],
-                [part for part in self._flying if part.due > now],
-            )
-            for part in sorted(due, key=lambda part: part.due):
-                self._land(part)
+        now = self._now()
+        due = [part for part in self._flying if not part.held and 0.0 < part.due <= now]
+        self._bring(sorted(due, key=lambda part: part.due))
+
+    def _bring(self, parts: Sequence[PostedPart]) -> int:
+        """Let these parts land that are in flight; returns how many."""
+        for part in parts:
+            self._flying.remove(part)
+            part.held = False
+            self._land(part)
+        return len(parts)
 
     def _land(self, part: PostedPart, limit: int | None = None) -> None:
         """Move the bytes that a part still owes, at most `limit`, unless either side deregistered the memory since.

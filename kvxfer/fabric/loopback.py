@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ __all__ = [
     "EVERY_PEER",
     "Fault",
     "Faults",
-    "Handle",
     "LogEntry",
     "LoopbackNetwork",
     "LoopbackTransport",
@@ -69,7 +68,7 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class PostedPart:
-    """A posted part: the handle of this transport."""
+    """A posted part."""
 
     src: "LoopbackTransport"
     dst: str  # name of the agent at the far end
@@ -483,9 +482,6 @@ _OPERATIONS: Final = (Operation.READ, Operation.WRITE)
 _MOST_ERRORS: Final = 1000
 _UNDER_WAY: Final = 1
 
-Handle: TypeAlias = object
-"""What a transport returns for a posted part."""
-
 
 def ported(transport: "LoopbackTransport") -> Native:
     """A transport as the mover calls it."""
@@ -493,12 +489,12 @@ def ported(transport: "LoopbackTransport") -> Native:
 
 
 class _Request:
-    """What is to be moved, and the handle of that once it is posted."""
+    """What is to be moved, and that once it is posted."""
 
     def __init__(self, operation: Operation, near: Descriptors, far: Descriptors, peer: str) -> None:
         self.moves: Final = (peer, operation, near, far)
-        self.handle: Handle = None
-        self.posted = self.gone = False
+        self.part: Any = None
+        self.gone = False
 
 
 class _Ported:
@@ -605,24 +601,23 @@ class _Ported:
     def _begin(self, _agent: int, made: int, _options: int) -> int:
         request = self._requests[made]
         try:
-            request.handle = self._transport.post(*request.moves)
+            request.part = self._transport.post(*request.moves)
         except FabricError as error:
             request.gone = error.disconnected
             return self._kept(error, _IN_DOUBT if error.in_doubt else _REFUSED)
-        request.posted = True
         return _UNDER_WAY
 
     def _status(self, _agent: int, made: int) -> int:
         request = self._requests[made]
         try:
-            return 0 if self._transport.poll(request.handle) else _UNDER_WAY
+            return 0 if self._transport.poll(request.part) else _UNDER_WAY
         except FabricError as error:
             request.gone = error.disconnected
             raise
 
     def _release(self, _agent: int, made: int) -> int:
-        if self._requests[made].posted:
-            self._transport.release(self._requests[made].handle)
+        if (part := self._requests[made].part) is not None:
+            self._transport.release(part)
         return 0
 
     def _destroy(self, made: int) -> int:
@@ -679,7 +674,7 @@ class LoopbackTransport:
     """A `Transport` between agents of one `LoopbackNetwork`. Memory is `"DRAM"` of this process.
 
     It is stricter than NIXL: pieces outside the registrations named by the peer's metadata are refused, and so is a
-    handle that is given back twice (a `RuntimeError`: that is a defect, no outcome).
+    part that is given back twice (a `RuntimeError`: that is a defect, no outcome).
 
     Args:
         name: Unique in the network while it is open.
@@ -763,7 +758,7 @@ class LoopbackTransport:
         self._check_open()
         self._peers.pop(peer, None)
 
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> PostedPart:
         """Move pieces, or begin to, as the network's faults have it."""
         self._check_open()
         if peer not in self._peers:
@@ -779,14 +774,16 @@ class LoopbackTransport:
         self.open_handles += 1
         return part
 
-    def poll(self, handle: Handle) -> bool:
-        """True when the part is done."""
+    def poll(self, part: PostedPart) -> bool:
+        """True when a part is done."""
         self._check_open()
-        return self._network.poll(_part(handle))
+        _check_held(part)
+        return self._network.poll(part)
 
-    def release(self, handle: Handle) -> None:
-        """Give back a handle, once. What it still owes can land later."""
-        _part(handle).released = True
+    def release(self, part: PostedPart) -> None:
+        """Give back a part, once. What it still owes can land later."""
+        _check_held(part)
+        part.released = True
         self.open_handles -= 1
 
     def progress(self) -> None:
@@ -824,10 +821,9 @@ class LoopbackTransport:
             raise FabricError(f"agent {self._name!r} is not open")
 
 
-def _part(handle: Handle) -> PostedPart:
-    if not isinstance(handle, PostedPart) or handle.released:
-        raise RuntimeError(f"a defect: {handle!r} was given back before, or never posted")
-    return handle
+def _check_held(part: PostedPart) -> None:
+    if part.released:
+        raise RuntimeError(f"a defect: {part!r} was given back before")
 
 
 def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[MemorySpan, ...]], whose: str) -> frozenset[int]:

@@ -168,7 +168,6 @@ class Flow(Struct, eq=False):
     sent: tuple[int, ...] = ()  # what the machine was told last
     # rows of steps in doubt; of each, whether bytes of this side may still move, and when it ended, in ns
     lefts: dict[int, tuple[bool, int]] = field(default_factory=dict[int, tuple[bool, int]])
-    left: bool = False  # whether it has ended, and the machine still has some of these
     error: KvxferError | None = None  # what has gone wrong before a step got to the machine
     over: bool = False  # whether it has ended, but for those
     doubtful: bool = False  # whether bytes of this side could move for a step in doubt
@@ -455,7 +454,7 @@ class Mover:
 
     def owed_seconds(self) -> float:
         """For how many seconds the machine has owed a step."""
-        owing = self.held_awake > 0 or any(not flow.left for flow in self._flows.values())
+        owing = self.held_awake > 0 or any(not flow.over for flow in self._flows.values())
         return self._machine.owed_seconds(self._runtime.now()) if owing else 0.0
 
     def stop_posting(self) -> None:
@@ -487,7 +486,7 @@ class Mover:
     @property
     def peers(self) -> set[str]:
         """To and from whom something is posted, or to be."""
-        return {flow.job.post.peer for flow in self._flows.values() if flow.job.post is not None and not flow.left}
+        return {flow.job.post.peer for flow in self._flows.values() if flow.job.post is not None and not flow.over}
 
     def watches(self, peer: str) -> bool:
         """Whether something to or from a peer was given up, and is still looked at."""
@@ -513,12 +512,12 @@ class Mover:
     def cancel_posts(self) -> None:
         """Post nothing of all that is asked for."""
         for flow in self._live():
-            if flow.job.post is not None and not flow.left:
+            if flow.job.post is not None and not (flow.over and flow.lefts):
                 self.cancel(flow)
 
     def forget(self, flow: Flow) -> None:
         """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
-        for slot, (_, finished) in flow.lefts.items() if flow.left else ():
+        for slot, (_, finished) in flow.lefts.items() if flow.over else ():
             self._machine.send(_BRIEF.pack(records.FORGET, slot, finished, 0, b""))
 
     # --- ending
@@ -833,7 +832,6 @@ class Mover:
                 self._loop.call_exception_handler({"message": "nobody took the progress of a flow", "exception": error})
             return
         flow.over = True
-        flow.left = bool(flow.lefts)
         self._free_slot(flow)
         flow.steps.clear()
         if flow.error is not None and told.error is None:
@@ -860,6 +858,8 @@ class Mover:
             flow.lefts[slot] = lingers, finished
         elif slot in flow.lefts:
             del self._flows[slot], flow.lefts[slot]
+            if flow.over and not flow.lefts:
+                self._leave_peer(flow.job)
         if outcome == records.IN_DOUBT:
             flow.doubtful |= lingers
             flow.severed |= not lingers  # nobody will say of what has left this side that it does not land any more
@@ -871,12 +871,9 @@ class Mover:
         """Of steps in doubt some may be over."""
         if not flow.over:
             return
-        left, flow.left = flow.left, bool(flow.lefts)
-        if not flow.left:
+        if not flow.lefts:
             flow.refs.clear()
             flow.kept.clear()
-            if left:
-                self._leave_peer(flow.job)
         if flow.doubtful and not any(lingers for lingers, _ in flow.lefts.values()) and not flow.late:
             flow.late = True
             self._report_late(flow)
@@ -934,12 +931,12 @@ class Mover:
         job = flow.job
         del self._flows[flow.slot]
         self._free.append(flow.slot)
-        for owner in (job.owner,) if flow.left or job.post is None else (job.owner, (_PEER, job.post.peer)):
+        for owner in (job.owner,) if flow.lefts or job.post is None else (job.owner, (_PEER, job.post.peer)):
             self._sent[owner] -= 1  # without a job its number may be another's
             if not self._sent[owner]:
                 del self._sent[owner]
         self._machine.state[records.OWNERS] = len(self._sent)
-        if job.passage is not None and not flow.left:
+        if job.passage is not None and not flow.lefts:
             job.passage.give_back()
         self._awaiting -= flow.awaits
         while self._queue and self._free:  # one of them may have to wait elsewhere, and does not take it
@@ -1006,7 +1003,7 @@ class Mover:
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `done` must not raise: the others still hear
             self._loop.call_exception_handler({"message": "nobody took the end of a copy", "exception": error})
         finally:
-            if not flow.left:
+            if not flow.lefts:
                 flow.kept.clear()
             self._unreported -= 1
             if self._refusing and not self._unreported:

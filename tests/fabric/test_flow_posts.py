@@ -153,14 +153,14 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig.step(12, seconds=0.2)
     result = rig.result()
     assert (result.outcome, result.may_move, result.steps, rig.late) == (Outcome.IN_DOUBT, True, 0, [])
-    assert (way.lent, posting.flow.left, rig.mover.watches("b")) == (1, True, True)
+    assert (way.lent, bool(posting.flow.lefts), rig.mover.watches("b")) == (1, True, True)
     rig.mover.allow(posting.flow, STEPS)
     rig.network.release("b", posts=1)
     rig.step(10, seconds=0.1)
     assert (rig.late, way.lent) == ([], 1), "one of two has ended"
     rig.network.release("b")
     rig.step(10, seconds=0.1)
-    assert (rig.late, way.inside, way.lent, rig.counted(), posting.flow.left) == ([True], 0, 0, [0] * 5, False)
+    assert (rig.late, way.inside, way.lent, rig.counted(), bool(posting.flow.lefts)) == ([True], 0, 0, [0] * 5, False)
     assert posting.landed() == 2, "none was posted since"
     assert rig.mover._flows == {}
 
@@ -178,10 +178,12 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doi
     rig.step(3)
     assert rig.late == [False], "what has left this side may land"
     written = doing is Operation.WRITE
-    assert (posting.flow.left, way.lent) == (written, written), "the lock is kept where the peer's memory is written"
+    assert (bool(posting.flow.lefts), way.lent) == (written, written), (
+        "the lock is kept where the peer's memory is written"
+    )
     rig.mover.forget(posting.flow)
     rig.step(3)
-    assert (rig.late, posting.flow.left, way.lent, rig.counted()) == ([False], False, 0, [0] * 5)
+    assert (rig.late, bool(posting.flow.lefts), way.lent, rig.counted()) == ([False], False, 0, [0] * 5)
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
@@ -208,10 +210,10 @@ async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_
     rig.step(20)
     outcome = rig.result()
     assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
-    assert (rig.late, way.inside, way.lent, made.left) == ([], 1, 1, True)
+    assert (rig.late, way.inside, way.lent, bool(made.lefts)) == ([], 1, 1, True)
     rig.mover.forget(made)
     rig.step(4)
-    assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
+    assert (rig.late, way.inside, way.lent, bool(made.lefts), rig.counted()) == ([], 0, 0, False, [0] * 5)
 
 
 async def test_that_a_doubt_is_over_is_told_also_where_a_signal_interrupted_the_end_of_its_flow(make):
@@ -241,7 +243,7 @@ async def test_the_mover_sleeps_behind_what_is_in_doubt_also_of_a_flow_that_had_
     rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
     flow = Posting(rig, way=way, width=1).flow
     rig.step(20)
-    assert (rig.result().outcome, flow.left) == (Outcome.IN_DOUBT, True)
+    assert (rig.result().outcome, bool(flow.lefts)) == (Outcome.IN_DOUBT, True)
     assert rig.step(seconds=0.1) is None
     rig.mover.forget(flow)
     rig.step(4)
@@ -263,11 +265,11 @@ async def test_what_is_not_asked_for_any_more_is_not_what_is_in_its_row_by_now(m
     assert (one.inside, two.inside) == (0, 1)
     rig.mover.forget(first)
     rig.step(2)
-    assert (rig.late, first.left, one.lent) == ([True], False, 0)
-    assert (two.inside, two.lent, second.left) == (1, 1, True)
+    assert (rig.late, bool(first.lefts), one.lent) == ([True], False, 0)
+    assert (two.inside, two.lent, bool(second.lefts)) == (1, 1, True)
     rig.mover.forget(second)
     rig.step(2)
-    assert (two.inside, two.lent, second.left) == (0, 0, False)
+    assert (two.inside, two.lent, bool(second.lefts)) == (0, 0, False)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["", "not asked for any more"])
@@ -288,10 +290,10 @@ async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_on
     if ends:
         rig.network.release("b")
         rig.step(3, seconds=0.2)
-        assert (rig.late, way.inside, made.left) == ([False], 1, True)
+        assert (rig.late, way.inside, bool(made.lefts)) == ([False], 1, True)
     rig.mover.forget(made)
     rig.step(4, seconds=0.2)
-    assert (rig.late, way.inside, way.lent, made.left) == ([False] * ends, 0, 0, False)
+    assert (rig.late, way.inside, way.lent, bool(made.lefts)) == ([False] * ends, 0, 0, False)
     assert rig.counted() == [0] * 5
 
 
@@ -305,7 +307,7 @@ async def test_what_nobody_asks_for_gives_its_lock_back_though_the_agent_is_made
     assert way.inside == 1, "its parts are given back where the agent is called next"
     assert await rig.rebuilt()
     rig.step(4, seconds=0.2)
-    assert (rig.late, way.inside, way.lent, made.left, rig.counted()) == ([], 0, 0, False, [0] * 5)
+    assert (rig.late, way.inside, way.lent, bool(made.lefts), rig.counted()) == ([], 0, 0, False, [0] * 5)
 
 
 async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make):

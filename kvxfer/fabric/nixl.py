@@ -628,7 +628,6 @@ class NixlTransport:
         self._c: Capi
         self._heard: Owned
         self._known: dict[str, bytes] = {}
-        self._closed = False
 
     @property
     def name(self) -> str:
@@ -819,7 +818,6 @@ class NixlTransport:
 
     def close(self) -> None:
         """Destroy the agent. Idempotent; over TCP this fences what peers still write, over CMA it does not."""
-        self._closed = True
         agent, self._agent = self._agent, None
         if agent is not None:
             self._destroy(agent)
@@ -836,7 +834,7 @@ class NixlTransport:
 
     def _open(self) -> _Agent:
         if self._agent is None:
-            raise FabricError(f"agent {self._name!r} is {'closed' if self._closed else 'not set up'}")
+            raise FabricError(f"agent {self._name!r} is not open")
         return self._agent
 
     def _forget(self, agent: _Agent, named: set[str]) -> None:

@@ -171,14 +171,14 @@ def test_everything_is_given_back_once(pair):
 @needs_nixl
 def test_calls_outside_of_setup_and_close_are_refused():
     transport = NixlTransport("a")
-    with pytest.raises(FabricError, match="not set up"):
+    with pytest.raises(FabricError, match="is not open"):
         transport.metadata(())
     transport.setup()
     native, _ = transport.native(), transport.metadata(())
     assert (native.orderly, native.listed, native.for_good) == (True, False, True)
     transport.close()
     transport.close()
-    with pytest.raises(FabricError, match="closed"):
+    with pytest.raises(FabricError, match="is not open"):
         transport.metadata(())
 
 
@@ -244,7 +244,7 @@ def test_an_agent_that_does_not_do_what_it_is_told_is_not_used(monkeypatch):
         with pytest.raises(FabricError, match="other bytes"):
             transport.setup()
     assert len(destroyed) == 1
-    with pytest.raises(FabricError, match="not set up"):
+    with pytest.raises(FabricError, match="is not open"):
         transport.metadata(())
     transport.close()
 

@@ -11,7 +11,3 @@
 
 Importing this package imports neither torch, numba nor triton.
 """
-
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
-
-__all__ = ["READY", "CopyJob", "CopyOutcome", "Direction", "Event"]

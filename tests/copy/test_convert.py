@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing import copy, pack, packed, variants
 
-from kvxfer.copy import CopyJob, Direction, tables
+from kvxfer.copy import tables
 from kvxfer.copy.mover import Mover
+from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import Elements
 from kvxfer.runtime import ThreadRuntime

@@ -8,8 +8,8 @@ import pytest
 from packing import packed
 from stepped import CANARY, Flag, World, kind
 
-from kvxfer.copy import CopyJob, Direction, records
-from kvxfer.copy.port import Turns
+from kvxfer.copy import records
+from kvxfer.copy.port import CopyJob, Direction, Turns
 from kvxfer.errors import ClosedError, TransferFailedError
 
 ROW = 64

@@ -12,8 +12,9 @@ from copy_plans import CANARY, contiguous_rows, expected, random_plan
 from packing import copy_parts, packed
 from stepped import Reports, World, until
 
-from kvxfer.copy import CopyJob, Direction, records
+from kvxfer.copy import records
 from kvxfer.copy.mover import Mover, usual_threads
+from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit, Revoked
 

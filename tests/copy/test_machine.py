@@ -13,8 +13,8 @@ from staged import Blank, Blanked
 from stepped import Flag, World, kind, until
 from sum_plans import pair_of
 
-from kvxfer.copy import Direction, cuda, records
-from kvxfer.copy.port import AllOf
+from kvxfer.copy import cuda, records
+from kvxfer.copy.port import AllOf, Direction
 from kvxfer.copy.tables import pack_sums
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan

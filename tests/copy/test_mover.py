@@ -18,9 +18,9 @@ from copy_plans import CANARY, contiguous_rows, expected
 from packing import packed, variants
 from stepped import Flag, Reports, World, kind, until
 
-from kvxfer.copy import READY, CopyJob, Direction, records
+from kvxfer.copy import records
 from kvxfer.copy.mover import _POKE, Mover, _machines
-from kvxfer.copy.port import Native
+from kvxfer.copy.port import READY, CopyJob, Direction, Native
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.safety.fence import FIRST_GENERATION, Permit
@@ -407,7 +407,8 @@ sys.path[:0] = {path!r}
 from copy_plans import contiguous_rows
 from packing import packed
 from stepped import Flag, Reports
-from kvxfer.copy import CopyJob, Direction, records
+from kvxfer.copy import records
+from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.copy.mover import Mover
 from kvxfer.runtime import ThreadRuntime
 MIB = 1 << 20
@@ -555,7 +556,7 @@ import asyncio, atexit, select, threading, time
 read = threading.Event()
 atexit.register(read.wait, 60)  # others have something to do at the end too
 
-from kvxfer.copy import CopyJob, Direction
+from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.copy.mover import Mover
 from kvxfer.runtime import ThreadRuntime
 

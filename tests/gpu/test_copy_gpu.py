@@ -33,8 +33,8 @@ from copy_plans import (  # noqa: E402  # pyright: ignore[reportMissingImports]
 from staged import Blank, Blanked  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Outcome, Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import READY, Direction, tables  # noqa: E402
-from kvxfer.copy.port import as_event  # noqa: E402
+from kvxfer.copy import tables  # noqa: E402
+from kvxfer.copy.port import READY, Direction, as_event  # noqa: E402
 from kvxfer.errors import ClosedError, EventError, KvxferError, TransferFailedError  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor  # noqa: E402
 from kvxfer.geometry.copyplan import (  # noqa: E402

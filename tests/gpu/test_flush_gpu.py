@@ -16,7 +16,8 @@ sys.path.append(str(Path(__file__).parent.parent / "copy"))
 from copy_plans import contiguous_rows  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import CopyOutcome, Direction, cuda, records  # noqa: E402
+from kvxfer.copy import cuda, records  # noqa: E402
+from kvxfer.copy.port import CopyOutcome, Direction  # noqa: E402
 from kvxfer.geometry.copyplan import CopyPlan  # noqa: E402
 from kvxfer.memory.device import Arrival, arrival, call, load  # noqa: E402
 

@@ -19,8 +19,7 @@ sys.path.append(str(Path(__file__).parent.parent / "copy"))
 
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import READY  # noqa: E402
-from kvxfer.copy.port import Gate  # noqa: E402
+from kvxfer.copy.port import READY, Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
 from kvxfer.mapped.host import OpenFiles, export, joined, open_window  # noqa: E402

@@ -21,7 +21,7 @@ from ranks import World  # noqa: E402  # pyright: ignore[reportMissingImports]
 from staged import gather, scatter  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import CopyOutcome, Direction  # noqa: E402
+from kvxfer.copy.port import CopyOutcome, Direction  # noqa: E402
 from kvxfer.geometry import CacheGeometry, PairPlan, resolve  # noqa: E402
 
 pytestmark = [

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "copy"))
 from sum_plans import pair_of  # noqa: E402  # pyright: ignore[reportMissingImports]
 from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import Direction  # noqa: E402
+from kvxfer.copy.port import Direction  # noqa: E402
 from kvxfer.copy.walk import total  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor, CopyPlan, PairPlan, Span, SumPlan, common, damage  # noqa: E402
 

@@ -71,7 +71,7 @@ T_BYTES, T_STAGED, T_WRITTEN, T_BEGIN, T_STOP, T_LAUNCHES, T_BLANKS = range(TOLD
 SIZES = 2
 # a launch as the machine reads it, once `write_records` has put a function of the kernel in place of its variant
 LAUNCH_WORDS = records.LAUNCH_WORDS
-L_ELEMENTS, L_WIDTH, L_SHARED, L_FIRST, L_HEADERS, L_TILES, L_SUMS = range(LAUNCH_WORDS)
+L_ELEMENTS, L_WIDTH, L_SHARED, L_FIRST, L_HEADERS, L_TILES = range(LAUNCH_WORDS)
 BLANK_WORDS = 4
 SPLITS: Final = len(WIDTHS) ** 2
 """Parts of a class at most, if it is split by every width of its regions and of its rows."""
@@ -91,7 +91,6 @@ TABLES, BY_GPU, LIST, PART, RING, NEAR, NEAR_TILES, ROOM, ROOM_THERE = range(rec
 # of elements: what they are at the source and at the destination, and bytes of one there; or of a variant: a function
 VARIANT_WORDS = 3
 WIDTHS_OF_ONE: Final = len(WIDTHS)
-NOT_COMPILED, LARGE = 1, 2
 
 PADDING, NOT_KNOWN = -1, -2
 MOST_ROWS, ALIGNMENT = MAX_ROWS, STAGING_ALIGNMENT
@@ -673,7 +672,6 @@ def write_tables(
                 at += LAUNCH_WORDS
             if launch == launches:
                 out[at + L_ELEMENTS], out[at + L_WIDTH], out[at + L_HEADERS] = elements, width, 0
-                out[at + L_SHARED], out[at + L_SUMS] = 0, 0
                 launches += 1
             out[at + L_HEADERS] += 1
             scratch[part + P_LAUNCH] = launch
@@ -720,19 +718,17 @@ def write_records(out: I64, each: int, how: I64, variants: I64, parts: I64, made
         made: To be filled.
 
     Returns:
-        On a CPU how many helpers any of them wants; on a GPU 0, or `NOT_COMPILED` and `LARGE` if anything has to be
-        seen to before, and nothing was written.
+        On a CPU how many helpers any of them wants. On a GPU 0; 1 if a function has to be compiled before, or room be
+        made, and nothing was written.
     """
-    copies, size, missing = len(made) // records.RECORD_WORDS, records.RECORD_WORDS, 0
+    copies, size = len(made) // records.RECORD_WORDS, records.RECORD_WORDS
     if how[BY_GPU]:
         for say in range(0, copies * each, each):
             for launch in range(say + TOLD, say + TOLD + LAUNCH_WORDS * out[say + T_LAUNCHES], LAUNCH_WORDS):
                 if variants[_function(out, launch)] == 0:
-                    missing |= NOT_COMPILED
+                    return 1
             if (out[say + T_STOP] - out[say + T_BEGIN] > how[RING]) & (how[ROOM] == 0):
-                missing |= LARGE
-    if missing:
-        return int(missing)
+                return 1
     listed, room, say, helpers = 0, 0, 0, 0
     for record in range(0, copies * size, size):
         for word in range(size):

@@ -119,7 +119,7 @@ class Gpu:
         `kept` gets what the record points to; `room` is what `prepare` made.
         """
         kernel, words, found = self.kernel, sums.words, np.zeros(len(sums.words) - sums.at, np.int64)
-        each = [(*kernel.launchable(one.variant), one.first, one.headers, one.blocks, 1) for one in sums.launches]
+        each = [(*kernel.launchable(one.variant), one.first, one.headers, one.blocks) for one in sums.launches]
         launches = np.array(each, np.int64)
         kept += [words, launches]
         record[records.PARTS], record[records.PART_COUNT] = launches.ctypes.data, len(launches)

@@ -654,7 +654,7 @@ def _enqueue(state: Any, ports: Any, lane: Any, job: Any) -> Any:
     closed, words, stream = host + 8 * job[r.TABLE_WORDS], 8 * job[r.TABLE_WORDS], lane[r.STREAM]
     copy_bytes(host, job[r.TABLES], words)
     store(closed, 0)
-    code = 0
+    code, sums = 0, job[r.SUMS] != 0
     if not job[r.NEAR] and words:
         code = call(ports[r.UPLOAD], device, host, words, stream)
     if code == 0 and job[r.FLUSHED]:
@@ -669,7 +669,6 @@ def _enqueue(state: Any, ports: Any, lane: Any, job: Any) -> Any:
             )
     for number in range(job[r.PART_COUNT]):
         one = job[r.PARTS] + 8 * r.LAUNCH_WORDS * number
-        sums = load(one + 48)
         state[r.ARGUMENTS] = host if job[r.NEAR] else device
         state[r.ARGUMENTS + 1], state[r.ARGUMENTS + 2] = load(one + 24), load(one + 32)
         state[r.ARGUMENTS + 3] = job[r.SUMS_AT] if sums else job[r.GATE]
@@ -679,7 +678,7 @@ def _enqueue(state: Any, ports: Any, lane: Any, job: Any) -> Any:
             blocks = min(job[r.CTAS], load(one + 40))
             at = state[r.HERE] + 8 * r.PARAMETERS
             code = call(ports[r.LAUNCH], load(one), blocks, 1, 1, load(one + 8), 1, 1, load(one + 16), stream, at, 0)
-    if code == 0 and job[r.SUMS]:
+    if code == 0 and sums:
         first = 8 * job[r.SUMS_AT]
         code = call(ports[r.DOWNLOAD], host + first, device + first, words - first, stream)
     return code

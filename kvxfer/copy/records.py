@@ -48,7 +48,7 @@ TABLES, TABLE_WORDS, NEAR = 18, 19, 20  # what a GPU reads: where, how many; whe
 GATE, GATE_GENERATION = 21, 22  # of a `Gate`; 0: none
 FLUSHED: Final = 23  # whether what NICs have written must be flushed before
 OWN_HOST, OWN_DEVICE = 24, 25  # room for tables that are larger than the ring: pinned memory, and on the device
-SUMS_AT, SUMS = 26, 27  # words of the tables from which on they are results, and where those go; 0: none
+SUMS_AT, SUMS = 26, 27  # where among the tables results begin, and where those go; 0: it adds up nothing
 # what the transport moves then: which way (0: nothing), to or from whom (a name, and its number among owners)
 POST, PEER, PEER_NUMBER = 28, 29, 30
 NEAR_KIND, NEAR_DEVICE, NEAR_PIECES = 31, 32, 33  # of the memory here, as NIXL has it; address and bytes of each piece
@@ -90,8 +90,8 @@ FORGOTTEN: Final = 2
 """In CANCELLED: nobody asks any more for what is left of it."""
 NO_FLUSH, FLUSH_DUE, FLUSH_FLIES, FLUSHED_ONCE = range(4)
 
-LAUNCH_WORDS: Final = 7
-"""A launch: function, threads, bytes of shared memory, first header, headers, tiles; whether it adds up."""
+LAUNCH_WORDS: Final = 6
+"""A launch: function, threads, bytes of shared memory, first header, headers, tiles."""
 
 # --- an event: how a copy ended (slot, outcome, code, started and finished in ns)
 

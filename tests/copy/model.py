@@ -404,7 +404,7 @@ class GpuModel(CopyModel):
         self.driver.kernels[function] = lambda *given: self.run(job, *given)
         (one,) = tables.launches
         nothing = rng.random() < 0.05
-        launches = np.asarray([function, 32, 0, one.first, one.headers, one.tiles, 0], np.int64)
+        launches = np.asarray([function, 32, 0, one.first, one.headers, one.tiles], np.int64)
         job.words = len(tables.words)
         if job.words + 4 > int(self.lane(0)[records.RING_WORDS]) or rng.random() < 0.1:
             job.own = np.zeros((2, job.words + 4), np.int64)

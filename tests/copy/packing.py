@@ -237,7 +237,7 @@ def batch(*tables: Tables) -> Batch:
         row[: binding.TOLD] = one.nbytes, 0, one.nbytes, begin, stop, len(one.launches), len(one.blanks)
         for number, launch in enumerate(one.launches):
             of = variants.elements.index(launch.variant.elements), launch.variant.width
-            said_of = *of, 0, launch.first, launch.headers, launch.tiles, 0
+            said_of = *of, 0, launch.first, launch.headers, launch.tiles
             launches[binding.LAUNCH_WORDS * number :][: binding.LAUNCH_WORDS] = said_of
         for number, blank in enumerate(one.blanks):
             place = blank.address, blank.width, blank.lines, blank.pitch

@@ -21,7 +21,7 @@ def opened(batch: Any) -> list[Tables]:
 def _tables(made: Batch, said: list[int]) -> Tables:
     launches, blanks = list[Launch](), list[Blank]()
     for at in range(binding.TOLD, binding.TOLD + binding.LAUNCH_WORDS * said[binding.T_LAUNCHES], binding.LAUNCH_WORDS):
-        elements, width, _, first, headers, tiles, _ = said[at : at + binding.LAUNCH_WORDS]
+        elements, width, _, first, headers, tiles = said[at : at + binding.LAUNCH_WORDS]
         if elements >= len(made.variants.elements):  # it is a function of a GPU by now
             functions: Any = made.variants._functions
             elements, power = divmod(functions.tolist().index(elements) // binding.VARIANT_WORDS, binding.WIDTHS_OF_ONE)

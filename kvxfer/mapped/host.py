@@ -346,11 +346,9 @@ def unlike(theirs: str) -> str:
     ours = here()
     if not ours or not theirs:
         return "it is not known whether both are on the same host"
-    boot, _, namespace = theirs.partition(" ")
-    own_boot, _, own_namespace = ours.partition(" ")
-    if boot != own_boot:
+    if elsewhere(theirs):
         return "it is on another host"
-    if namespace != own_namespace:
+    if theirs != ours:
         return "it is in another PID namespace; containers need a common one (hostPID, or one pod with a shared one)"
     return ""
 

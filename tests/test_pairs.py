@@ -191,6 +191,8 @@ def test_stretches_of_staging_memory_lie_inside_of_it():
     for address, nbytes in ((at - 1, 4096), (at, (1 << 16) + 1), (1 << 64, 1)):
         with pytest.raises(ProtocolError, match="outside the staging memory"):
             staging_pieces([(span, [at, at]), (span, [at, address])], [1, nbytes])
+    with pytest.raises(ProtocolError, match="of kind DRAM or VRAM, not 'FILE'"):
+        staging_pieces([(MemorySpan("FILE", 0, at, 1 << 16), [at])], [1])
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])

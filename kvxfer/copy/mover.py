@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from kvxfer.copy import records
 from kvxfer.copy.port import (
     FOREVER,
+    MEMORIES,
     READY,
     AllOf,
     CopyJob,
@@ -78,7 +79,6 @@ _ROOM: Final = 256
 _MOST_AWAITING: Final = records.JOBS // 2
 _NOWHERE: Final = (0, 0)
 _NO_POST: Final = (0,) * (records.OF_FLOW - records.POST)
-_MEMORIES: Final = {"DRAM": 0, "VRAM": 1}
 _BROKEN: Final = frozenset({records.FAILED, records.IN_DOUBT})
 _MOST_NAMED: Final = 1024
 _PEER: Final = "peer"
@@ -245,7 +245,6 @@ class Mover:
 
         Raises:
             ClosedError: If it is closed; `job.done` is not called then.
-            FabricError: If the two sides of what is to be posted do not fit; likewise.
         """
         return self._begin(Flow(job, _LANES[direction]), [job], alone=True)
 
@@ -280,7 +279,6 @@ class Mover:
 
         Raises:
             ClosedError: If it is closed; `job.done` is not called then.
-            FabricError: If the two sides of what is to be posted do not fit; likewise.
         """
         awaits = direction is Direction.SCATTER
         flow = Flow(job, _LANES[direction], total, allowed, width, progress, awaits, turns, heard)
@@ -308,11 +306,7 @@ class Mover:
         return flow
 
     def add(self, flow: Flow, steps: Iterable[CopyJob]) -> None:
-        """Let more steps follow, once they are allowed. Harmless if it is over.
-
-        Raises:
-            FabricError: If the two sides of what is to be posted do not fit; nothing was added then.
-        """
+        """Let more steps follow, once they are allowed. Harmless if it is over."""
         flow.steps.extend(self._make_steps(flow, steps))
         self._push_steps(flow)
         self._send_progress(flow)
@@ -719,8 +713,8 @@ class Mover:
             pieces, nbytes = _LISTED_MORE * pieces if lists else pieces, _UNBOUNDED
         return (
             *(_WAYS[post.operation], ctypes.addressof(name), 0),
-            *(_MEMORIES[near.kind], near.device, ctypes.addressof(_first_byte(here)) if len(here) else 0),
-            *(_MEMORIES[far.kind], far.device, ctypes.addressof(_first_byte(there)) if len(there) else 0),
+            *(MEMORIES[near.kind], near.device, ctypes.addressof(_first_byte(here)) if len(here) else 0),
+            *(MEMORIES[far.kind], far.device, ctypes.addressof(_first_byte(there)) if len(there) else 0),
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
@@ -742,8 +736,6 @@ class Mover:
     def _make_steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[_Step]:
         found: list[_Step] = []
         for job in jobs:
-            if job.post is not None:
-                _check(job.post)
             step = _Step(job, flow)
             if job.after is not READY:
                 self._sort_events(job.after, step)
@@ -1215,22 +1207,6 @@ def _forget_all() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _check(post: Post) -> None:
-    """See that the two sides fit."""
-    near, far = post.local.pieces, post.remote.pieces
-    for side in (post.local, post.remote):
-        if side.kind not in _MEMORIES:
-            raise FabricError(f"memory is of kind {' or '.join(_MEMORIES)}, not {side.kind!r}")
-    if near.ndim != 2 or near.shape[1:] != (2,) or near.shape != far.shape:
-        raise FabricError(f"pieces must be two (N, 2) arrays of one shape, got {near.shape} and {far.shape}")
-    if len(near) == 1 and 0 < near.item(0, 1) == far.item(0, 1):  # a staged chunk
-        return
-    if not np.array_equal(near[:, 1], far[:, 1]):
-        raise FabricError("local and remote pieces differ in length")
-    if not near[:, 1].any() or int(near[:, 1].min()) < 0:
-        raise FabricError("pieces must have positive lengths and move at least one byte")
 
 
 @lru_cache(_MOST_NAMED)

@@ -7,6 +7,7 @@ What is posted then cannot be recalled, but each of its parts can be kept from b
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # what is asked for needs nothing of those who plan it
 
 __all__ = [
     "FOREVER",
+    "MEMORIES",
     "NO_PIECES",
     "READY",
     "AllOf",
@@ -217,10 +219,14 @@ class Operation(StrEnum):
     READ = "read"
 
 
+MEMORIES: Final = MappingProxyType({"DRAM": 0, "VRAM": 1})
+"""Kinds of memory, and how NIXL numbers them."""
+
+
 class Descriptors(Struct, frozen=True, eq=False):
     """Contiguous pieces on one side of a post."""
 
-    kind: str  # `"DRAM"` or `"VRAM"`
+    kind: str  # one of `MEMORIES`
     device: int  # index of the GPU; 0 for DRAM
     pieces: NDArray[np.int64]  # int64 (N, 2): address and length in bytes
 
@@ -265,7 +271,7 @@ class Post(Struct, frozen=True, eq=False):
     peer: str  # name that `Fabric.connect` returned
     operation: Operation  # write local pieces into remote ones, or read remote into local
     local: Descriptors
-    remote: Descriptors  # pieces there, piece by piece as long as the local ones
+    remote: Descriptors  # pieces there, piece by piece as long as the local ones, which move at least one byte
     # whether it goes on without the agent that has it under way, as a copy between GPUs of one host does
     runs_on: bool = False
     # called at most once after the job ended `IN_DOUBT`, when that is over for memory of this side: with True if all of

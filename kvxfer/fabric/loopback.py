@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy.port import Descriptors, Native, Operation
+from kvxfer.copy.port import MEMORIES, Descriptors, Native, Operation
 from kvxfer.errors import FabricError
 from kvxfer.protocol.messages import MemorySpan
 
@@ -477,7 +477,7 @@ def _no_clock() -> float:
 _GONE: Final = -10
 _IN_DOUBT, _REFUSED = -2000, -1_000_000
 """Codes of errors begin here and there, downwards: what may still move, and what does not."""
-_KINDS: Final = ("DRAM", "VRAM")
+_KINDS: Final = tuple(MEMORIES)
 _OPERATIONS: Final = (Operation.READ, Operation.WRITE)
 _MOST_ERRORS: Final = 1000
 _UNDER_WAY: Final = 1

@@ -38,7 +38,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy.port import Native
+from kvxfer.copy.port import MEMORIES, Native
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import is_of_worker, pack, unpack
 from kvxfer.protocol.messages import MemorySpan
@@ -46,7 +46,6 @@ from kvxfer.telemetry import logger
 
 __all__ = [
     "IN_PROGRESS",
-    "KINDS",
     "KNOWN",
     "READ",
     "TABLE",
@@ -65,7 +64,6 @@ __all__ = [
 
 KNOWN: Final = (1, 5)
 """The version of NIXL that is known here; its last number may be any."""
-KINDS: Final = {"DRAM": 0, "VRAM": 1}
 READ, WRITE = 0, 1
 IN_PROGRESS: Final = 1
 _NOT_FOUND: Final = -6
@@ -351,14 +349,14 @@ class Capi:
 
     def memories(self, kind: str, rows: list[tuple[int, int, int]]) -> Owned:
         """A list of memories, to register or to describe: address, bytes, device."""
-        made = self.made("reg_dlist", KINDS[kind])
+        made = self.made("reg_dlist", MEMORIES[kind])
         for address, nbytes, device in rows:
             self.reg_dlist_add_desc(made.handle, address, nbytes, device, None, 0)
         return made
 
     def pieces(self, kind: str, rows: list[list[int]], device: int) -> Owned:
         """A list of pieces of one side of a transfer: address and bytes of each."""
-        made = self.made("xfer_dlist", KINDS[kind])
+        made = self.made("xfer_dlist", MEMORIES[kind])
         for address, nbytes in rows:
             self.xfer_dlist_add_desc(made.handle, address, nbytes, device)
         return made
@@ -866,8 +864,8 @@ def _make_current(device: int) -> None:
 
 def _memory_rows(memories: Sequence[MemorySpan], kind: str) -> list[tuple[int, int, int]]:
     """NIXL's rows (address, bytes, device) of memories of one kind."""
-    if kind not in KINDS:
-        raise FabricError(f"memory is of kind {' or '.join(KINDS)}, not {kind!r}")
+    if kind not in MEMORIES:
+        raise FabricError(f"memory is of kind {' or '.join(MEMORIES)}, not {kind!r}")
     if any(memory.address <= 0 or memory.length <= 0 or memory.device < 0 for memory in memories):
         raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
     return [(memory.address, memory.length, memory.device) for memory in memories]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.config import Config
-from kvxfer.copy.port import Descriptors
+from kvxfer.copy.port import MEMORIES, Descriptors
 from kvxfer.copy.tables import Kind, SumVariant, Variant, sum_variants
 from kvxfer.errors import BlocksError, Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.geometry import (
@@ -713,13 +713,15 @@ def staging_pieces(sides: Iterable[tuple[wire.MemorySpan, Sequence[int]]], sizes
     """Stretches of staging memory as a post's descriptors, of each side; they are as long at one as at the other.
 
     Raises:
-        ProtocolError: If one lies outside the span of its side.
+        ProtocolError: If one lies outside the span of its side, or that is of a kind that is not known.
     """
     found: list[Descriptors] = []
     for span, addresses in sides:
         first, last = min(addresses), max(map(add, addresses, sizes))
         if first < span.address or last > span.address + span.length:
             raise ProtocolError(f"{first:#x} .. {last:#x} is outside the staging memory that was announced")
+        if span.kind not in MEMORIES:
+            raise ProtocolError(f"staging memory is of kind {' or '.join(MEMORIES)}, not {span.kind!r}")
         found.append(Descriptors(span.kind, span.device, np.array([*zip(addresses, sizes, strict=True)], np.int64)))
     return found
 

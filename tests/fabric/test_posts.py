@@ -65,35 +65,6 @@ def test_every_byte_is_in_one_part_and_pieces_stay_whole_that_may(lengths, most_
         assert full or (stays_whole and here[:, 1].sum() + following[0, 1] > most_bytes)
 
 
-@pytest.mark.parametrize(
-    ("local", "remote"),
-    [
-        (pieces((0, 8)), pieces((0, 9))),
-        (pieces((0, 8)), pieces((0, 8), (8, 8))),
-        (pieces((0, -8), (8, 16)), pieces((0, -8), (8, 16))),
-        (pieces(), pieces()),
-        (pieces((0, 0)), pieces((0, 0))),
-        (np.zeros(2, np.int64), np.zeros(2, np.int64)),
-    ],
-)
-async def test_what_makes_no_sense_is_refused_at_once_and_alone(make, local, remote):
-    rig = await make()
-    for here, there in ((local, remote), (remote, local)):
-        with pytest.raises(FabricError):
-            rig.submit("odd", Post("b", Operation.WRITE, Descriptors("DRAM", 0, here), Descriptors("DRAM", 0, there)))
-    rig.post()
-    rig.step(8)
-    assert (rig.result().outcome, rig.results["odd"]) == (Outcome.DONE, [])
-
-
-async def test_memory_of_an_unknown_kind_is_refused(record):
-    rows = pieces((64, 8))
-    here, there = Descriptors("DRAM", 0, rows), Descriptors("FILE", 0, rows)
-    for sides in ((here, there), (there, here)):
-        with pytest.raises(FabricError, match="not 'FILE'"):
-            record().submit("x", Post("b", Operation.WRITE, *sides))
-
-
 @pytest.mark.parametrize(("here", "there", "listed", "by_pieces", "by_bytes"), [
     ("VRAM", "VRAM", True, 1, 1), ("VRAM", "VRAM", False, 4, 1), ("VRAM", "DRAM", True, 4, 8),
     ("DRAM", "VRAM", True, 4, 8),

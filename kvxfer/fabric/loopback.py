@@ -37,7 +37,6 @@ __all__ = [
     "LoopbackNetwork",
     "LoopbackTransport",
     "PostedPart",
-    "ported",
 ]
 
 # --- faults
@@ -483,11 +482,6 @@ _MOST_ERRORS: Final = 1000
 _UNDER_WAY: Final = 1
 
 
-def ported(transport: "LoopbackTransport") -> Native:
-    """A transport as the mover calls it."""
-    return _Ported(transport).native()
-
-
 class _Request:
     """What is to be moved, and that once it is posted."""
 
@@ -707,7 +701,7 @@ class LoopbackTransport:
 
     def native(self) -> Native:
         """Its functions, for compiled code."""
-        return ported(self)
+        return _Ported(self).native()
 
     def register(self, memories: Sequence[MemorySpan]) -> object:
         """Note memory as reachable; its owner keeps it allocated until `deregister`."""

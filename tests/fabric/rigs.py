@@ -15,7 +15,7 @@ from kvxfer.copy.mover import Flow, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric.calls import Fabric
-from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.protocol.messages import MemorySpan
 from kvxfer.safety.fence import FIRST_GENERATION, LockFile, PeerGate, Permit
 
@@ -191,7 +191,7 @@ class Recorder(Moving):
     def __init__(self, *, listed: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
-        self.mover.attach(replace(ported(cast("LoopbackTransport", self)), listed=listed))
+        self.mover.attach(replace(LoopbackTransport.native(cast("LoopbackTransport", self)), listed=listed))
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> object:
         del peer, operation

@@ -189,8 +189,6 @@ class Fabric:
         Raises:
             FabricError: The transport does not work; every later call fails with the same.
         """
-        if self._stop is not None:
-            raise FabricError("a fabric is opened once")
         self._stop, self._wake = self._runtime.drive("kvxfer-fabric", self, gives_way=True)
         await asyncio.wrap_future(self.metadata(()))
         self._attach()

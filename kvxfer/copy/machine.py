@@ -314,10 +314,10 @@ def _fail_flow(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> N
 
 
 @inlined
-def _fired(ports: Any, flow: Any) -> Any:
-    """Whether all events of a flow's next step have; 1, 0, or the code of an error as a negative number."""
-    while flow[r.FIRED] < flow[r.EVENT_COUNT]:
-        code = call(ports[r.QUERY], load(flow[r.EVENTS] + 8 * flow[r.FIRED]))
+def _fired(state: Any, ports: Any, flow: Any) -> Any:
+    """Whether all events of the step to be fed have; 1, 0, or the code of an error as a negative number."""
+    while flow[r.FIRED] < state[r.FEED + r.EVENT_COUNT]:
+        code = call(ports[r.QUERY], load(state[r.FEED + r.EVENTS] + 8 * flow[r.FIRED]))
         if code == _NOT_READY:
             return 0
         if code != 0:
@@ -339,8 +339,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         spare = state[r.SPARE_COUNT] - (r.KEPT if posts else 0)
         if spare <= 0 or (posts and state[peer] >= r.GREED * spare):
             return fed
-        flow[r.EVENTS], flow[r.EVENT_COUNT] = state[r.FEED + r.EVENTS], state[r.FEED + r.EVENT_COUNT]
-        fired = _fired(ports, flow)
+        fired = _fired(state, ports, flow)
         if fired < 0:
             _fail_flow(flow, r.FAILED, -fired, 0, 0)
         if fired <= 0:

@@ -35,7 +35,6 @@ __all__ = [
     "Gate",
     "Native",
     "Operation",
-    "Outcome",
     "Passage",
     "Post",
     "Turns",
@@ -170,15 +169,6 @@ class Gate(Struct, frozen=True):
     generation: int  # what was granted
 
 
-class Outcome(StrEnum):
-    """How a job ended."""
-
-    DONE = "done"  # every byte is at its destination
-    STOPPED = "stopped"  # cancelled, past its lease, or kept out; nothing of it is under way
-    FAILED = "failed"  # it was refused, or failed and has ended since; nothing of it is under way
-    IN_DOUBT = "in_doubt"  # the transport failed after posting, or made no progress: bytes may still land
-
-
 class CopyOutcome(Struct, frozen=True):
     """How a job ended."""
 
@@ -195,15 +185,6 @@ class CopyOutcome(Struct, frozen=True):
     # seconds from the first part's post to the last one's end; of a flow, in which any step was between these
     wire: float = 0.0
     steps: int = 0  # of a flow, how many of its steps are done, from the first one on
-
-    @property
-    def outcome(self) -> Outcome:
-        """In a word."""
-        if self.in_doubt:
-            return Outcome.IN_DOUBT
-        if self.error is not None:
-            return Outcome.FAILED
-        return Outcome.STOPPED if self.stopped else Outcome.DONE
 
     @property
     def may_move(self) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from preloaded import Away
-from rigs import PART, memory_of
+from rigs import PART, Outcome, ending, memory_of
 
 from kvxfer.copy.mover import Flow, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Outcome, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Native, Operation, Post
 from kvxfer.fabric import nixl
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
@@ -167,7 +167,7 @@ async def met(side: Side, remote: Remote, *, stuck_bytes: int = 0) -> "asyncio.F
     """They have met, and written a little; then so many bytes are under way that the other process does not take."""
     remote.hold()
     assert await side.now(side.fabric.connect(remote.metadata)) == "target"
-    assert (await write(side, remote, 64)).outcome is Outcome.DONE
+    assert ending(await write(side, remote, 64)) is Outcome.DONE
     if stuck_bytes:
         remote.let_go()
     ended = side.post("target", remote.address, stuck_bytes or 64)

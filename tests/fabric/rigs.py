@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from enum import StrEnum
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from stepped import Stepped
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Passage, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Passage, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
@@ -96,6 +97,18 @@ def memory_of(buffer: np.ndarray) -> MemorySpan:
     return MemorySpan("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
 
 
+Outcome = StrEnum("Outcome", "DONE STOPPED FAILED IN_DOUBT")
+
+
+def ending(outcome: CopyOutcome) -> Outcome:
+    """How a job ended, in a word."""
+    if outcome.in_doubt:
+        return Outcome.IN_DOUBT
+    if outcome.error is not None:
+        return Outcome.FAILED
+    return Outcome.STOPPED if outcome.stopped else Outcome.DONE
+
+
 class Moving:
     """A mover that is stepped by hand, and what became of what it was asked for."""
 
@@ -166,7 +179,7 @@ class Moving:
     def ended(self, outcome: Outcome, said: str = "", *, disconnected: bool = False, may_move: bool = False) -> None:
         """It ended so: what its error says, whether of a peer that is gone, and whether bytes may move yet."""
         result, error = self.result(), self.result().error
-        assert result.outcome is outcome
+        assert ending(result) is outcome
         assert isinstance(error, FabricError)
         assert said in str(error)
         told = error.in_doubt, error.disconnected, result.may_move
@@ -317,7 +330,7 @@ class Rig(Moving):
         copy = self.post(**post)
         self.step()
         self.step(8, seconds=0.2)
-        assert self.result().outcome == "in_doubt"
+        assert ending(self.result()) == "in_doubt"
         return copy
 
     async def rebuilt(self, timeout: float = 0.0) -> bool:

@@ -11,11 +11,11 @@ import pytest
 from copy_plans import contiguous_rows
 from msgspec.structs import replace
 from packing import packed
-from rigs import PART, SIZE, Moving, Rig
+from rigs import PART, SIZE, Moving, Outcome, Rig, ending
 from stepped import until
 
 from kvxfer.copy import records
-from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Outcome, Post
+from kvxfer.copy.port import CopyJob, CopyOutcome, Descriptors, Direction, Operation, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.calls import Fabric
@@ -112,7 +112,7 @@ async def test_a_peer_is_forgotten_with_the_last_who_knew_it(rig):
         assert rig.fabric.agents == agents
     rig.post()
     rig.step(2)
-    assert rig.result().outcome is Outcome.FAILED
+    assert ending(rig.result()) is Outcome.FAILED
 
 
 async def test_whoever_leaves_a_peer_under_posts_to_it_has_them_end_and_no_more_of_them_begun(make):
@@ -126,12 +126,12 @@ async def test_whoever_leaves_a_peer_under_posts_to_it_has_them_end_and_no_more_
     rig.serve()
     rig.post("other", peer="c")
     rig.step(10)
-    assert rig.result("queued").outcome is Outcome.FAILED
-    assert rig.result("other").outcome is Outcome.DONE
+    assert ending(rig.result("queued")) is Outcome.FAILED
+    assert ending(rig.result("other")) is Outcome.DONE
     assert (rig.results["whole"], rig.results["begun"]) == ([], [])
     rig.network.release("b")
     rig.step(2)
-    assert (rig.result("whole").outcome, rig.result("begun").outcome) == (Outcome.DONE, Outcome.FAILED)
+    assert (ending(rig.result("whole")), ending(rig.result("begun"))) == (Outcome.DONE, Outcome.FAILED)
     assert rig.counted() == [0] * 5
 
 
@@ -155,11 +155,11 @@ async def test_a_defect_breaks_the_fabric_loudly_and_answers_everybody(make, mon
     rig.step(2)
     await rig.settle()
     rig.step()
-    assert rig.result("after").outcome is Outcome.FAILED, "nothing is begun any more"
+    assert ending(rig.result("after")) is Outcome.FAILED, "nothing is begun any more"
     assert "by zero" in str(rig.result("after").error)
     rig.network.release("c")
     rig.step(2)
-    assert rig.result("under way").outcome is Outcome.DONE, "what is under way ends as it would"
+    assert ending(rig.result("under way")) is Outcome.DONE, "what is under way ends as it would"
     monkeypatch.undo()
     await rig.close()
     assert rig.service.stopped
@@ -217,7 +217,7 @@ async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
     assert seen == [(0, 1, True)]
     assert (rig.results["under way"], rig.results["asked meanwhile"]) == ([], [])
     rig.step(3)
-    assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
+    assert {ending(rig.result(tag)) for tag in rig.results} == {Outcome.DONE}
     release()
 
 
@@ -234,7 +234,7 @@ async def test_a_call_that_takes_longer_than_peers_are_waited_for_has_none_of_th
     assert rig.results["x"] == []
     rig.network.release("b")
     rig.step()
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
@@ -253,7 +253,7 @@ async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
     assert rig.serve() is None
     assert future.done()
     rig.step(2)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
     assert int(rig.state[records.WANTED]) == 0
 
 
@@ -273,7 +273,7 @@ async def test_the_mover_has_the_agent_again_where_whoever_waited_for_it_was_ref
     assert rig.serve() is None
     rig.network.release("b")
     rig.step(2)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
@@ -297,7 +297,7 @@ async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
             answers = [side.fabric.metadata([]) for _ in range(5)]
             for answer in answers:
                 await asyncio.wrap_future(answer)
-            assert (await ended).outcome is Outcome.DONE
+            assert ending(await ended) is Outcome.DONE
     release()
     assert most == [1]
 
@@ -364,7 +364,7 @@ async def test_close_under_a_write_leaves_the_transport_open(rig):
     rig.post()
     rig.step(2)
     assert await rig.close() is False
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert ending(rig.result()) is Outcome.IN_DOUBT
     assert rig.service.stopped
     rig.transport.progress()  # still open
     assert rig.transport.keys() == rig.keys
@@ -419,7 +419,7 @@ async def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_meta
     rig.post()
     await rig.now(rig.fabric.metadata([]))
     rig.step(10)
-    assert rig.result().outcome is Outcome.DONE, "b is told of again by the post"
+    assert ending(rig.result()) is Outcome.DONE, "b is told of again by the post"
     await rig.now(rig.fabric.deregister(rig.token))
     assert rig.transport.keys() == set()
 
@@ -448,7 +448,7 @@ async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(
     assert await rig.run(answer) is True
     rig.step(30)
     assert rig.transport.name == "a.1"
-    assert rig.result().outcome is rig.result("later").outcome is Outcome.DONE
+    assert ending(rig.result()) is ending(rig.result("later")) is Outcome.DONE
     assert np.array_equal(rig.memory["b"][: 16 * PART], rig.source[: 16 * PART])
 
 
@@ -467,7 +467,7 @@ async def test_what_ends_late_forgets_no_peer_to_which_something_falls_silent_th
     rig.serve()
     assert rig.late == [True]
     rig.step(3, seconds=0.5)
-    assert rig.result("two").outcome is Outcome.IN_DOUBT
+    assert ending(rig.result("two")) is Outcome.IN_DOUBT
     assert rig.fabric.health()[1] == ""
     assert rig.fabric.agents == 1, "there is something to be seen yet"
 
@@ -501,7 +501,7 @@ async def test_a_part_that_is_being_posted_as_that_is_asked_for_has_time_to_end(
     rig.network.release("b")
     assert await rig.run(answer) is True
     rig.step(2)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 async def test_what_the_old_agent_said_of_peers_is_heard_before_there_is_another_one(rig):
@@ -511,7 +511,7 @@ async def test_what_the_old_agent_said_of_peers_is_heard_before_there_is_another
     rig.mover.attach(rig.transport.native())
 
     def done(outcome: CopyOutcome) -> None:
-        told.append(outcome.outcome)
+        told.append(ending(outcome))
         rig.runtime.time += TURN_SECONDS  # everybody else has a turn
 
     rig.network.hold("b")
@@ -529,7 +529,7 @@ async def test_what_the_old_agent_said_of_peers_is_heard_before_there_is_another
     assert len(told) == 40
     rig.post(nbytes=PART)
     await turns(rig)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 async def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end(make):
@@ -606,13 +606,13 @@ async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(rig, monkeyp
     with pytest.raises(FabricError, match="no device"):
         rig.fabric.metadata([]).result(timeout=0)
     rig.step(2)
-    assert rig.result().outcome is Outcome.IN_DOUBT
-    assert rig.result("queued").outcome in {Outcome.STOPPED, Outcome.FAILED}
+    assert ending(rig.result()) is Outcome.IN_DOUBT
+    assert ending(rig.result("queued")) in {Outcome.STOPPED, Outcome.FAILED}
     rig.post("after", at=8 * PART)
     rig.step(2)
     await rig.settle()
     rig.step()
-    assert rig.result("after").outcome is Outcome.FAILED, "nobody waits for an agent that does not come"
+    assert ending(rig.result("after")) is Outcome.FAILED, "nobody waits for an agent that does not come"
     assert "no device" in str(rig.result("after").error)
     await rig.close()
     assert rig.service.stopped
@@ -651,7 +651,7 @@ async def test_a_peer_that_is_gone_fails_its_own_post_after_a_rebuild(make):
         rig.post(peer, peer=peer)
     await rig.now(rig.fabric.metadata([]))
     rig.step(10)
-    assert [rig.result(peer).outcome for peer in ("b", "c")] == [Outcome.FAILED, Outcome.DONE]
+    assert [ending(rig.result(peer)) for peer in ("b", "c")] == [Outcome.FAILED, Outcome.DONE]
     rig.fabric.disconnect("b")
     rig.serve()
     assert await rig.rebuilt()
@@ -679,7 +679,7 @@ async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeyp
     rig.post("again", peer="b")
     await rig.now(rig.fabric.metadata([]))
     rig.step(10)
-    outcomes = {tag: rig.result(tag).outcome for tag in ("b", "c", "again")}
+    outcomes = {tag: ending(rig.result(tag)) for tag in ("b", "c", "again")}
     assert outcomes == {"b": Outcome.FAILED, "c": Outcome.DONE, "again": Outcome.FAILED}
     assert "does not answer" in str(rig.result("again").error)
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from msgspec import structs
-from rigs import PART, Rig
+from rigs import PART, Outcome, Rig, ending
 
 from kvxfer.copy import records
-from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Outcome, Post
+from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Post
 
 STEPS = 5
 
@@ -54,7 +54,7 @@ async def test_steps_are_posted_one_behind_the_other(rig, way, doing):
     rig.network.release("b")
     rig.step(20, seconds=0.5)
     result = rig.result()
-    assert (result.outcome, result.steps, posting.landed()) == (Outcome.DONE, STEPS, STEPS)
+    assert (ending(result), result.steps, posting.landed()) == (Outcome.DONE, STEPS, STEPS)
     assert result.wire > 0
     assert (way.inside, way.lent, rig.counted(), rig.late) == (0, 0, [0] * 5, [])
 
@@ -71,7 +71,7 @@ async def test_no_step_is_posted_after_its_own_lease(make):
         rig.mover.allow(posting.flow, STEPS)
         rig.step(20)
         result = rig.result()
-        assert (result.outcome, result.error, result.steps, posting.landed()) == (Outcome.STOPPED, None, posted, posted)
+        assert (ending(result), result.error, result.steps, posting.landed()) == (Outcome.STOPPED, None, posted, posted)
 
 
 async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(rig):
@@ -88,7 +88,7 @@ async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(rig):
     rig.runtime.time = 110.0
     rig.network.release("b")
     rig.step(9)
-    assert (rig.result().outcome, posting.landed()) == (Outcome.STOPPED, 2)
+    assert (ending(rig.result()), posting.landed()) == (Outcome.STOPPED, 2)
 
 
 async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
@@ -107,7 +107,7 @@ async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
     assert rig.network.held("b") == rig.state[records.SENDING_COUNT] == held
     rig.submit("alone", None)
     rig.step(3)
-    assert rig.result("alone").outcome is Outcome.DONE
+    assert ending(rig.result("alone")) is Outcome.DONE
     rig.network.release("b")
     rig.step(1500)
     assert [rig.result(tag).steps for tag in "wxyz"] == [256] * 4
@@ -125,11 +125,11 @@ async def test_posts_to_a_silent_peer_leave_room_for_those_to_others(make):
     rig.post("c", 8, peer="c")
     rig.post("d", 8, peer="d")
     rig.step(6)
-    assert (rig.network.held("c"), rig.result("d").outcome) == (1, Outcome.DONE)
+    assert (rig.network.held("c"), ending(rig.result("d"))) == (1, Outcome.DONE)
     rig.network.release("b")
     rig.network.release("c")
     rig.step(2 * records.JOBS)
-    assert {rig.result(number).outcome for number in (*range(records.JOBS - 2), "c")} == {Outcome.DONE}
+    assert {ending(rig.result(number)) for number in (*range(records.JOBS - 2), "c")} == {Outcome.DONE}
     assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
 
 
@@ -139,7 +139,7 @@ async def test_a_gate_that_was_closed_stops_it(rig, way):
     assert way.file.revoke(0) is not None
     rig.mover.allow(posting.flow, STEPS)
     rig.step(20)
-    assert (rig.result().outcome, rig.result().steps, posting.landed()) == (Outcome.STOPPED, 2, 2)
+    assert (ending(rig.result()), rig.result().steps, posting.landed()) == (Outcome.STOPPED, 2, 2)
     assert (way.inside, way.lent) == (0, 0)
 
 
@@ -152,7 +152,7 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig.step()
     rig.step(12, seconds=0.2)
     result = rig.result()
-    assert (result.outcome, result.may_move, result.steps, rig.late) == (Outcome.IN_DOUBT, True, 0, [])
+    assert (ending(result), result.may_move, result.steps, rig.late) == (Outcome.IN_DOUBT, True, 0, [])
     assert (way.lent, bool(posting.flow.lefts), rig.mover.watches("b")) == (1, True, True)
     rig.mover.allow(posting.flow, STEPS)
     rig.network.release("b", posts=1)
@@ -173,7 +173,7 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doi
     rig.network.hold("b")
     rig.step()
     rig.step(12, seconds=0.2)
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert ending(rig.result()) is Outcome.IN_DOUBT
     assert await rig.rebuilt()
     rig.step(3)
     assert rig.late == [False], "what has left this side may land"
@@ -199,7 +199,7 @@ async def test_cancelled_between_posts(rig, way, steps):
     rig.network.release("b")
     rig.step(5)
     result = rig.result()
-    assert (result.outcome, result.steps, way.inside, way.lent) == (Outcome.STOPPED, posting.landed(), 0, 0)
+    assert (ending(result), result.steps, way.inside, way.lent) == (Outcome.STOPPED, posting.landed(), 0, 0)
     assert posting.landed() <= posted
 
 
@@ -209,7 +209,7 @@ async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_
     made = Posting(rig, way=way).flow
     rig.step(20)
     outcome = rig.result()
-    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
+    assert (ending(outcome), outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
     assert (rig.late, way.inside, way.lent, bool(made.lefts)) == ([], 1, 1, True)
     rig.mover.forget(made)
     rig.step(4)
@@ -243,7 +243,7 @@ async def test_the_mover_sleeps_behind_what_is_in_doubt_also_of_a_flow_that_had_
     rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
     flow = Posting(rig, way=way, width=1).flow
     rig.step(20)
-    assert (rig.result().outcome, bool(flow.lefts)) == (Outcome.IN_DOUBT, True)
+    assert (ending(rig.result()), bool(flow.lefts)) == (Outcome.IN_DOUBT, True)
     assert rig.step(seconds=0.1) is None
     rig.mover.forget(flow)
     rig.step(4)
@@ -285,7 +285,7 @@ async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_on
     rig.step()
     rig.step(8, seconds=0.2)
     outcome = rig.result()
-    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
+    assert (ending(outcome), outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
     assert (rig.late, way.inside) == ([], 2)
     if ends:
         rig.network.release("b")
@@ -327,10 +327,10 @@ async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make
     rig.post("more", 8, peer="b")
     rig.post("c", 8, peer="c")
     rig.step(6)
-    assert (rig.network.held("b"), rig.result("c").outcome) == (most, Outcome.DONE)
+    assert (rig.network.held("b"), ending(rig.result("c"))) == (most, Outcome.DONE)
     rig.network.release("b")
     rig.step(2 * records.JOBS, seconds=0.02)
-    assert rig.result("more").outcome is Outcome.DONE
+    assert ending(rig.result("more")) is Outcome.DONE
     assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
     assert not rig.mover._sent
 
@@ -349,8 +349,8 @@ async def test_a_peer_is_not_taken_for_gone_because_it_was_before_the_agent_was_
     assert rig.results["x"] == []
     assert await rig.rebuilt()
     rig.step(3)
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert ending(rig.result()) is Outcome.IN_DOUBT
     rig.post("y", PART)
     await rig.settle()
     rig.step(6)
-    assert rig.result("y").outcome is Outcome.DONE
+    assert ending(rig.result("y")) is Outcome.DONE

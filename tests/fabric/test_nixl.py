@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ends import SIZE, TCP, Agent, descriptors, finish, memory_of, met, two_processes, write
+from rigs import Outcome, ending
 
 from kvxfer import fabric as envelope
-from kvxfer.copy.port import Operation, Outcome
+from kvxfer.copy.port import Operation
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import nixl
 from kvxfer.fabric.nixl import CallError, NixlTransport, device_params
@@ -275,11 +276,11 @@ async def test_a_write_to_another_process_and_a_read_from_it(settings):
         remote.hold()
         assert await side.now(side.fabric.connect(remote.metadata)) == "target"
         result = await write(side, remote, side.buffer.nbytes)
-        assert result.outcome is Outcome.DONE, result.error
+        assert ending(result) is Outcome.DONE, result.error
         written, side.buffer[:] = side.buffer.copy(), 0
         async with asyncio.timeout(20):
             read = await side.post("target", remote.address, side.buffer.nbytes, Operation.READ)
-        assert read.outcome is Outcome.DONE
+        assert ending(read) is Outcome.DONE
         assert np.array_equal(side.buffer, written)
         remote.let_go()
         assert remote.sum() == int(written.view(np.uint64).sum())
@@ -310,18 +311,18 @@ async def test_a_peer_that_dies_is_disconnected():
         remote.kill()
         async with asyncio.timeout(20):
             result = await during
-        assert result.outcome is Outcome.IN_DOUBT
+        assert ending(result) is Outcome.IN_DOUBT
         assert isinstance(result.error, FabricError)
         assert result.error.disconnected
         assert result.error.in_doubt
         assert not result.may_move
         after = await write(side, remote, 64)
-        assert after.outcome is not Outcome.DONE
+        assert ending(after) is not Outcome.DONE
         assert isinstance(after.error, FabricError)
         assert after.error.disconnected
         assert not after.may_move
         after = await write(side, remote, 64)  # nothing is posted to who is known to be gone, and nothing in doubt
-        assert (after.outcome, str(after.error)) == (Outcome.FAILED, "target is disconnected")
+        assert (ending(after), str(after.error)) == (Outcome.FAILED, "target is disconnected")
         assert await side.close() is True
 
 
@@ -332,10 +333,10 @@ async def test_a_peer_that_is_left_under_a_post_leaves_it_in_doubt():
         side.fabric.disconnect("target")
         async with asyncio.timeout(20):
             result = await during
-        assert result.outcome is Outcome.IN_DOUBT
+        assert ending(result) is Outcome.IN_DOUBT
         assert result.may_move
         after = await write(side, remote, 64)
-        assert (after.outcome, after.posted) == (Outcome.FAILED, 0.0)
+        assert (ending(after), after.posted) == (Outcome.FAILED, 0.0)
         assert await side.close() is False
 
 
@@ -347,7 +348,7 @@ async def test_what_the_library_refuses_fails_and_lets_others_be():
         outside = side.post("target", remote.address + SIZE, 64)
         inside = side.post("target", remote.address, 64)
         async with asyncio.timeout(20):
-            assert ((await outside).outcome, (await inside).outcome) == (Outcome.FAILED, Outcome.DONE)
+            assert (ending(await outside), ending(await inside)) == (Outcome.FAILED, Outcome.DONE)
         assert "ERROR" in str((await outside).error)
         assert await side.close() is True
 

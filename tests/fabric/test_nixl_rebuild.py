@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from ends import SIZE, TCP, Agent, Side, descriptors, finish, met, two_processes, write
 from preloaded import Away
+from rigs import Outcome, ending
 
-from kvxfer.copy.port import Operation, Outcome
+from kvxfer.copy.port import Operation
 from kvxfer.errors import FabricError
 from kvxfer.protocol.messages import MemorySpan
 
@@ -39,7 +40,7 @@ class Writing:
 
     async def outcome(self) -> Outcome:
         """Of what it began last."""
-        return (await self._ended).outcome
+        return ending(await self._ended)
 
 
 class Writer(Away):
@@ -114,13 +115,13 @@ async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
         assert await rebuilt(side, 0.2) is True
         async with asyncio.timeout(5):
             result = await stuck
-        assert result.outcome is Outcome.IN_DOUBT
+        assert ending(result) is Outcome.IN_DOUBT
         assert isinstance(result.error, FabricError)
         assert result.error.disconnected
         assert not result.may_move
         side.buffer[:] = NEW
         remote.hold()  # now it takes what is left of it
-        assert (await write(side, remote, 64)).outcome is Outcome.DONE, "the peer is known as before"
+        assert ending(await write(side, remote, 64)) is Outcome.DONE, "the peer is known as before"
         assert remote.count(NEW) == 64, "something of what was written over later was sent"
         assert 0 < remote.count(OLD) < LARGE - SIZE, "it was in the midst of it"
         assert await side.close() is True

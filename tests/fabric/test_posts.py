@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from packing import packed
-from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, memory_of, pieces
+from rigs import FLUSH, PART, SIZE, Moving, Outcome, Recorder, Rig, ending, memory_of, pieces
 from stepped import Flag
 
 from kvxfer.copy import records
-from kvxfer.copy.port import FOREVER, Descriptors, Operation, Outcome, Post
+from kvxfer.copy.port import FOREVER, Descriptors, Operation, Post
 from kvxfer.errors import ClosedError, FabricError
 from kvxfer.protocol.messages import MemorySpan
 
@@ -90,7 +90,7 @@ async def test_a_post_is_cut_and_done(rig, operation):
         rig.step()
         rig.runtime.time += 0.25
     result = rig.result()
-    assert (result.outcome, result.error, result.may_move) == (Outcome.DONE, None, False)
+    assert (ending(result), result.error, result.may_move) == (Outcome.DONE, None, False)
     assert (result.copying, result.posted, result.wire) == (0.0, 100.0, 2.0)
     changed = rig.memory["b"] == 9 if operation is Operation.WRITE else rig.source == 7
     assert np.flatnonzero(changed).tolist() == list(range(3, 8 * PART + 8))
@@ -130,7 +130,7 @@ async def test_only_a_few_parts_are_under_way_at_once(rig):
     assert len(rig.network.log) == 2
     rig.network.release("b")
     rig.step(20)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -144,7 +144,7 @@ async def test_a_lease_that_runs_out_between_parts(rig, way, held):
     assert len(rig.results["x"]) == (not held), "three parts are in flight, or none"
     rig.network.release("b")
     rig.step()
-    assert rig.result().outcome is Outcome.STOPPED
+    assert ending(rig.result()) is Outcome.STOPPED
     assert rig.landed() == 3 * PART
     assert way.inside == 0
 
@@ -153,7 +153,7 @@ async def test_who_is_kept_out_by_a_gate_posts_nothing(rig, way):
     way.file.revoke(0)
     rig.post(way=way)
     rig.step(3)
-    assert rig.result().outcome is Outcome.STOPPED
+    assert ending(rig.result()) is Outcome.STOPPED
     assert (rig.landed(), way.inside, way.lent, rig.transport.open_handles) == (0, 0, 0, 0)
 
 
@@ -178,7 +178,7 @@ async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_pass
     assert rig.counted() == [0] * 5
     rig.post("y")
     rig.step(10)
-    assert rig.result("y").outcome is Outcome.DONE
+    assert ending(rig.result("y")) is Outcome.DONE
 
 
 async def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody_wants_it(rig):
@@ -189,7 +189,7 @@ async def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody
     rig.mover.cancel(copy)
     rig.runtime.time += 2
     rig.step(10)
-    assert rig.result().outcome is Outcome.FAILED
+    assert ending(rig.result()) is Outcome.FAILED
     assert rig.moved() == [FLUSH]
 
 
@@ -216,7 +216,7 @@ async def test_what_is_moved_once_more_has_its_time_also_where_no_part_was_poste
     rig.network.break_next("b", at_post=True)
     rig.post(nbytes=PART)
     rig.step(10)
-    assert rig.result().outcome is Outcome.FAILED
+    assert ending(rig.result()) is Outcome.FAILED
 
 
 @pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
@@ -242,7 +242,7 @@ async def test_a_transport_that_does_not_flush_leaves_the_doubt(rig):
     rig.network.break_next("b", after_bytes=100)
     rig.post()
     rig.step(10)
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert ending(rig.result()) is Outcome.IN_DOUBT
     assert rig.moved() == [100]
 
 
@@ -259,7 +259,7 @@ async def test_to_a_peer_that_is_gone_for_good_nothing_is_posted_until_it_is_lef
     await rig.now(rig.fabric.connect(other.metadata([other.register([memory_of(rig.memory["b"])])])))
     rig.post("again")
     rig.step(9)
-    assert rig.result("again").outcome is Outcome.DONE
+    assert ending(rig.result("again")) is Outcome.DONE
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["", "the pipe is full"])
@@ -289,7 +289,7 @@ async def test_a_peer_is_not_taken_for_gone_because_the_agent_was_made_anew_behi
     rig.post("y", PART)
     await rig.settle()
     rig.step(6)
-    assert (rig.result().outcome, rig.result("y").outcome) == (Outcome.IN_DOUBT, Outcome.DONE)
+    assert (ending(rig.result()), ending(rig.result("y"))) == (Outcome.IN_DOUBT, Outcome.DONE)
     assert "the agent was rebuilt" in str(rig.result().error)
 
 
@@ -359,7 +359,7 @@ async def test_a_process_that_stood_still_does_not_doubt_its_peers(make, timeout
     assert rig.results["x"] == []
     rig.network.release("b")
     rig.step()
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 @pytest.mark.parametrize("call", ["post", "poll", "release"])
@@ -380,7 +380,7 @@ async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make,
     assert {type(one) for one in defects} == {ZeroDivisionError}
     for tag, before in (("under way", {"poll"}), ("next", {"post", "poll"})):
         result = rig.result(tag)
-        assert result.outcome is (Outcome.IN_DOUBT if call in before else Outcome.DONE)
+        assert ending(result) is (Outcome.IN_DOUBT if call in before else Outcome.DONE)
         assert ("by zero" in str(result.error)) is (call in before)
 
 
@@ -396,7 +396,7 @@ def test_no_peer_and_no_post_of_one_is_a_turn_ahead_of_another_that_has_parts(po
         for number, (peer, parts) in enumerate(posts):
             rig.post(str(number), parts * PART, peer=peer, at=4 * PART * number)
         rig.step(sum(parts for _, parts in posts) + 1)
-        assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
+        assert {ending(rig.result(tag)) for tag in rig.results} == {Outcome.DONE}
         at = {peer: memory.ctypes.data for peer, memory in rig.memory.items()}
         served = [(entry.dst, (entry.address - at[entry.dst]) // (4 * PART)) for entry in rig.network.log]
         await rig.end()
@@ -437,7 +437,7 @@ async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_no
     assert [type(said["exception"]) for said in heard] == [ZeroDivisionError]
     rig.post("after")
     rig.step(9)
-    assert rig.result("after").outcome is Outcome.DONE
+    assert ending(rig.result("after")) is Outcome.DONE
 
 
 # ---- gathered, then posted -------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed
     rig.network.release("b")
     rig.step()
     result = rig.result()
-    assert result.outcome is Outcome.DONE
+    assert ending(result) is Outcome.DONE
     assert result.started + result.copying <= result.posted
     assert np.array_equal(rig.memory["b"][: 4 * PART], rig.source[: 4 * PART])
     assert way.inside == 0
@@ -496,7 +496,7 @@ async def test_nothing_is_posted_where_the_copy_was_stopped_or_came_too_late(mak
     else:
         rig.runtime.time = 101.0
     rig.step(10)
-    assert (rig.result().outcome, rig.result().posted, rig.moved()) == (Outcome.STOPPED, 0.0, [])
+    assert (ending(rig.result()), rig.result().posted, rig.moved()) == (Outcome.STOPPED, 0.0, [])
 
 
 # ---- idling and looking ----------------------------------------------------------------------------------------------
@@ -615,7 +615,7 @@ async def test_a_halted_mover_posts_nothing_and_goes_on_looking(rig):
     assert not rig.mover.under_way
     rig.fabric._attach()
     rig.step(10)
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
 
 
 async def test_without_an_agent_nothing_is_posted_and_what_waits_can_be_cancelled():
@@ -627,7 +627,7 @@ async def test_without_an_agent_nothing_is_posted_and_what_waits_can_be_cancelle
     assert moving.results["x"] == []
     moving.mover.cancel(copy)
     moving.step()
-    assert moving.result().outcome is Outcome.STOPPED
+    assert ending(moving.result()) is Outcome.STOPPED
     await moving.end()
 
 
@@ -641,7 +641,7 @@ async def test_close_lets_accepted_posts_end_and_refuses_more(rig):
     with pytest.raises(ClosedError):
         rig.post("late")
     assert await rig.run(closing) is True
-    assert rig.result().outcome is Outcome.DONE
+    assert ending(rig.result()) is Outcome.DONE
     assert rig.results["late"] == []
 
 
@@ -661,7 +661,7 @@ async def test_close_fails_what_was_never_posted(rig):
     rig.post()
     rig.step(2)
     assert await rig.close() is True
-    assert rig.result().outcome is Outcome.FAILED
+    assert ending(rig.result()) is Outcome.FAILED
     assert isinstance(rig.result().error, ClosedError)
     assert rig.landed() == 0
 
@@ -680,13 +680,13 @@ async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(t
         side.mover.cancel(side.asked)
         async with asyncio.timeout(10):
             result = await ended
-        outcomes.add(result.outcome)
+        outcomes.add(ending(result))
         at = len(network.log)
         moved = sum(entry.length for entry in network.log[before:])
         await asyncio.sleep(0)
         assert len(network.log) == at, "nothing is moved after its end"
         assert result.error is None
-        assert (result.outcome is Outcome.DONE) == (moved == SIZE)
+        assert (ending(result) is Outcome.DONE) == (moved == SIZE)
         assert (result.posted == 0.0) == (moved == 0)
     assert Outcome.STOPPED in outcomes
 

@@ -11,11 +11,11 @@ import pytest
 from copy_plans import contiguous_rows
 from ends import Side as NixlSide
 from packing import packed
-from rigs import Moving, pieces
+from rigs import Moving, Outcome, ending, pieces
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow
-from kvxfer.copy.port import NO_PIECES, CopyJob, Descriptors, Direction, Operation, Outcome, Post, Turns
+from kvxfer.copy.port import NO_PIECES, CopyJob, Descriptors, Direction, Operation, Post, Turns
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 
 CHUNK = 64
@@ -128,7 +128,7 @@ async def test_no_more_is_emptied_at_once_than_there_are_places_though_more_is_c
         side.step()
         assert side.done == done
     side.step(2)
-    assert side.result().outcome is Outcome.DONE
+    assert ending(side.result()) is Outcome.DONE
 
 
 @pytest.mark.parametrize("token", [b"", bytes(16), bytes(8) + bytes(range(8))])
@@ -227,7 +227,7 @@ async def test_who_cannot_be_notified_hears_it_of_the_loops(side):
     side.step(4)
     side.hear(STEPS)
     side.step(8)
-    assert side.result().outcome is Outcome.DONE
+    assert ending(side.result()) is Outcome.DONE
     assert side.mover.failure() is None
 
 
@@ -294,6 +294,6 @@ async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_
         )
         async with asyncio.timeout(20):
             outcomes = await asyncio.gather(*ended)
-        assert [(one.outcome, one.steps) for one in outcomes] == [(Outcome.DONE, chunks)] * 2
+        assert [(ending(one), one.steps) for one in outcomes] == [(Outcome.DONE, chunks)] * 2
         np.testing.assert_array_equal(target, a.buffer)
         assert (b.mover.unknown_notifications, a.mover.failure(), b.mover.failure()) == (0, None, None)

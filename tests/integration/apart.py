@@ -14,7 +14,9 @@ from opened import singly
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.errors import KvxferError
 
-_WORST = ["done", "stopped", "failed", "in_doubt"]
+
+def _badness(outcome: CopyOutcome) -> tuple[bool, bool, bool]:
+    return outcome.in_doubt, outcome.error is not None, outcome.stopped
 
 
 class Apart:
@@ -131,13 +133,13 @@ class Apart:
             posting=told.posting + outcome.posting,
             wire=told.wire + outcome.wire,
         )
-        if outcome.outcome == "done":
+        if not any(_badness(outcome)):
             self._done.add(number)
             while self._told.steps in self._done:
                 self._told = replace(self._told, steps=self._told.steps + 1)
             self._go_on()
         else:
-            self._verdict = max(self._verdict, outcome, key=lambda one: _WORST.index(one.outcome))
+            self._verdict = max(self._verdict, outcome, key=_badness)
             if outcome.in_doubt:
                 self._doubts += outcome.may_move
                 self._severed |= not outcome.may_move

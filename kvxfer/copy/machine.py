@@ -55,7 +55,6 @@ from kvxfer.copy.posts import (
     look_at_parts,
     look_late,
     make_progress,
-    measure_part,
     next_post,
     notify_peer,
     prepare_part,
@@ -837,7 +836,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
 def _post(state: Any, ports: Any, job: Any) -> None:
     """Post the next part of a post, unless it may not go on."""
     began, flush = _now(state, ports), job[r.FLUSHING] == r.FLUSH_DUE
-    request = prepare_part(state, ports, job, measure_part(state, job))
+    request = prepare_part(state, ports, job)
     if request == 0:
         return
     # a flush touches nothing that is not touched already

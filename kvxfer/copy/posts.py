@@ -36,7 +36,6 @@ __all__ = [
     "look_at_parts",
     "look_late",
     "make_progress",
-    "measure_part",
     "next_post",
     "notify_peer",
     "prepare_part",
@@ -236,24 +235,16 @@ def next_post(state: Any, jobs: Any) -> Any:
 
 
 @inlined
-def measure_part(state: Any, job: Any) -> Any:
-    """How many bytes the next part has."""
-    if job[r.FLUSHING] == r.FLUSH_DUE:
-        return _measure(state, job, 0, 0, 1, _FLUSH_BYTES)
-    return _measure(state, job, job[r.PIECE], job[r.WITHIN], job[r.MOST_PIECES], job[r.MOST_BYTES])
-
-
-@inlined
-def prepare_part(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
+def prepare_part(state: Any, ports: Any, job: Any) -> Any:
     """Make the request of the next part; 0 if that failed, which has ended the post then."""
     flush = job[r.FLUSHING] == r.FLUSH_DUE
-    state[r.SERVES] += 1
-    state[r.TAGS + job[r.PEER_NUMBER]] = job[r.SERVED] = state[r.SERVES]
+    piece, within, pieces, nbytes = job[r.PIECE], job[r.WITHIN], job[r.MOST_PIECES], job[r.MOST_BYTES]
     if flush:
         job[r.FLUSHING] = r.FLUSHED_ONCE
-        made = _make_request(state, ports, job, 0, 0, nbytes)
-    else:
-        made = _make_request(state, ports, job, job[r.PIECE], job[r.WITHIN], nbytes)
+        piece, within, pieces, nbytes = 0, 0, 1, _FLUSH_BYTES
+    state[r.SERVES] += 1
+    state[r.TAGS + job[r.PEER_NUMBER]] = job[r.SERVED] = state[r.SERVES]
+    made = _make_request(state, ports, job, piece, within, _measure(state, job, piece, within, pieces, nbytes))
     if made < 0:
         _note_failure(state, job, r.IN_DOUBT if flush else r.FAILED, made, False)
         return 0

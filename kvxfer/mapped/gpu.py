@@ -131,15 +131,10 @@ def _shared(driver: Any, piece: Any) -> tuple[int, Any]:
     refused: list[str] = []
     for kind, name in ((_FABRIC, "a fabric handle"), (_FILE, "an open file")):
         try:
-            return kind, call(driver, "cuMemExportToShareableHandle", piece, _kind(driver, kind), 0)
+            return kind, call(driver, "cuMemExportToShareableHandle", piece, driver.CUmemAllocationHandleType(kind), 0)
         except KvxferError as error:
             refused.append(f"{error} (as {name})")
     raise FabricError(f"{', '.join(refused)}: it was made without a handle for other processes; {_ADVICE}")
-
-
-def _kind(driver: Any, kind: int) -> Any:
-    kinds = driver.CUmemAllocationHandleType
-    return kinds.CU_MEM_HANDLE_TYPE_FABRIC if kind == _FABRIC else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def _read_pieces(handle: bytes) -> tuple[int, list[_Piece]]:
@@ -188,13 +183,14 @@ def _open_pieces(
 
 
 def _import(driver: Any, piece: _Piece, take: Callable[[int], int]) -> Any:
+    kind = driver.CUmemAllocationHandleType(piece.kind)
     if piece.kind == _FABRIC:
         data = ctypes.create_string_buffer(piece.shared, len(piece.shared))
-        return call(driver, "cuMemImportFromShareableHandle", ctypes.addressof(data), _kind(driver, _FABRIC))
+        return call(driver, "cuMemImportFromShareableHandle", ctypes.addressof(data), kind)
     (number,) = _NUMBER.unpack(piece.shared)
     descriptor = take(number)
     try:
-        return call(driver, "cuMemImportFromShareableHandle", descriptor, _kind(driver, _FILE))
+        return call(driver, "cuMemImportFromShareableHandle", descriptor, kind)
     finally:
         os.close(descriptor)
 

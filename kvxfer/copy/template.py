@@ -361,7 +361,17 @@ class Fitted(TransferPlan):
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""
-        return int(Cut.of(self, grid).measured(outline=True)[:, 1].max())
+        return int(self.cut(grid).measured(outline=True)[:, 1].max())
+
+    def cut(self, grid: ChunkGrid) -> "Cut":
+        """The same, cut by a grid."""
+        template, most = self.template, self.meeting_rows
+        if grid.windows > 1:
+            step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
+            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
+        scratch = np.empty(template.scratch + binding.ROW_WORDS * sum(most), np.int64)
+        scratch[0] = 0
+        return Cut(self, grid, sum(map(most.__getitem__, self.pair.meeting_of)), scratch)
 
 
 class Cut(Struct, frozen=True, eq=False, dict=True):
@@ -371,17 +381,6 @@ class Cut(Struct, frozen=True, eq=False, dict=True):
     grid: ChunkGrid  # of its tokens and of all layers of its pair
     rows: int  # of all classes in a window, at most
     scratch: I64  # where `binding.write_tables` finds the rows of a window again
-
-    @classmethod
-    def of(cls, plan: Fitted, grid: ChunkGrid) -> "Cut":
-        """A plan so cut."""
-        template, most = plan.template, plan.meeting_rows
-        if grid.windows > 1:
-            step, of = grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
-            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
-        scratch = np.empty(template.scratch + binding.ROW_WORDS * sum(most), np.int64)
-        scratch[0] = 0
-        return cls(plan, grid, sum(map(most.__getitem__, plan.pair.meeting_of)), scratch)
 
     @lazy
     def sizes(self) -> I64:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from operator import add
-from types import ModuleType
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
@@ -512,7 +511,7 @@ def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection
     """A plan, with all that requests will ask of it."""
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
-    pair.template = _compiled().Template.of(pair)
+    pair.template = import_module("kvxfer.copy.template").Template.of(pair)  # compiled: numba is imported with it
     return pair
 
 
@@ -523,12 +522,6 @@ class Agreed:
     sending: bool  # whether this rank is the prefill rank
     geometry: CacheGeometry  # what the peer holds
     pair: PairPlan | None  # the plan of all that both sides hold; None if that is nothing
-
-
-@cache
-def _compiled() -> ModuleType:
-    """What plans requests as compiled code; numba is imported with it."""
-    return import_module("kvxfer.copy.template")
 
 
 class BoundPlan:
@@ -548,7 +541,8 @@ class BoundPlan:
         # contiguous runs in all, if no source block is padding
         self.pieces: Final[int] = plan.pieces if before is None else before.pieces
         # the chunks as compiled code makes them; none of a plan of which only the numbers are asked for
-        self.cut: Final[Cut] = plan.pair.template and _compiled().Cut.of(plan, grid)
+        fitted: Any = plan
+        self.cut: Final[Cut] = plan.pair.template and fitted.cut(grid)
         self.chunk_rows: Final = -(-self.rows // grid.windows)  # about how many of the rows a chunk's plan walks over
         most = max(1, SMALL_PLAN // max(1, self.chunk_rows))
         self.at_once: Final = min(_MOST_BATCH, most)  # chunks whose tables keep nobody waiting

@@ -19,7 +19,7 @@ from worlds import Rank, contiguous, make_world
 
 from kvxfer.copy import binding
 from kvxfer.copy.tables import Kind
-from kvxfer.copy.template import Cut, Template
+from kvxfer.copy.template import Template
 from kvxfer.errors import BlocksError, GeometryError, KvxferError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, CopyPlan, PairPlan, Span, TensorSpec, common, resolve
 from kvxfer.plans.pairs import BoundPlan, _planned
@@ -64,7 +64,7 @@ def fitted(case) -> Any:
 
 
 def cut_of(plan, grid) -> Any:
-    return Cut.of(plan, grid)
+    return plan.cut(grid)
 
 
 def tables_of(cut, kind, number=0, at=0):

@@ -72,18 +72,17 @@ class Variants:
         self.told: Final = binding.told_words(sum([len(usable(one)) for one in elements]))
         kinds = [(KINDS[one.src], KINDS[one.dst], one.dst_bytes) for one in elements]
         self.kinds: Final = np.asarray(kinds, np.int64).ravel()  # as `binding.write_records` takes them on a CPU
-        self._functions: I64 | None = None
-        self._kernel: object = None  # whose they are
+        self._functions: I64 | None = None  # of the one kernel that a worker has
 
     def of(self, kernel: "Kernel", *, anew: bool) -> I64:
         """As `binding.write_records` takes them on a GPU; `anew` if more may have been compiled since."""
-        if anew or self._functions is None or self._kernel is not kernel:
+        if anew or self._functions is None:
             found = np.zeros((len(self.elements), binding.WIDTHS_OF_ONE, binding.VARIANT_WORDS), np.int64)
             for number, elements in enumerate(self.elements):
                 for width in usable(elements):
                     if kernel.has(variant := Variant(width, elements)):
                         found[number, width.bit_length() - 1] = kernel.launchable(variant)
-            self._functions, self._kernel = found.ravel(), kernel
+            self._functions = found.ravel()
         return self._functions
 
 

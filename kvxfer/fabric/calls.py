@@ -364,20 +364,18 @@ class Fabric:
 
     def _take(self) -> None:
         try:
-            while (call := self._next()) is not None:
-                (run, future), began = call, self._runtime.now()
-                self._due = began
+            while True:
+                with self._lock:  # what is taken is refused no more
+                    if not self._inbox:
+                        return
+                    run, future = self._inbox.popleft()
+                self._due = began = self._runtime.now()
                 _make(run, future)
                 if (took := self._runtime.now() - began) > _SLOW_S:
                     _log.info("slow_call_ended", name=self._transport.name, duration=took)
         finally:
             if not self._gone:  # else the mover, if it still runs, must never call the agent again
                 self._mover.release_agent()
-
-    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
-        """The call that is next, which is refused no more."""
-        with self._lock:
-            return self._inbox.popleft() if self._inbox else None
 
     def _break(self, error: FabricError) -> None:
         """Answer everybody, now and from now on, with what went wrong. The thread goes on, for `close`."""

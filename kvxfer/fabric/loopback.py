@@ -132,6 +132,7 @@ class LoopbackNetwork:
     def __init__(self) -> None:
         # every range of bytes written or read at a far end, in the order in which it happened
         self.log: list[LogEntry] = []
+        self.keys: Final = itertools.count(1)  # numbers for registrations
         self._lock = threading.RLock()
         self._agents: dict[str, LoopbackTransport] = {}
         self._faults: dict[str, Faults] = {}
@@ -141,7 +142,6 @@ class LoopbackNetwork:
         self._now: Callable[[], float] = _no_clock
         self._dead: set[str] = set()
         self._first: dict[str, str] = {}  # by the name of an agent that was made anew, its first one
-        self._keys = iter(range(1, 1 << 62))
 
     def hold(self, peer: str) -> None:
         """Keep coming posts in flight, their bytes unmoved, until `release`."""
@@ -296,11 +296,6 @@ class LoopbackNetwork:
                     part.keys -= transport.keys()
             self._agents[name] = transport
             self._first[name] = self._first.get(transport.name, transport.name)
-
-    def key(self) -> int:
-        """A number for a registration."""
-        with self._lock:
-            return next(self._keys)
 
     def begin(self, part: PostedPart) -> None:
         """Put a part in flight, under the faults of its peer."""
@@ -709,7 +704,7 @@ class LoopbackTransport:
         for memory in memories:
             if memory.kind != "DRAM" or memory.address <= 0 or memory.length <= 0:
                 raise FabricError(f"the loopback takes memory of this process only: {memory}")
-        key = self._network.key()
+        key = next(self._network.keys)
         self._registered = {**self._registered, key: tuple(memories)}
         return key
 

@@ -585,8 +585,6 @@ class RowSide:
 
     def holds(self, tokens: I64) -> NDArray[np.bool_]:
         """Which of these tokens are on this rank."""
-        if self.of == 1:
-            return np.ones(len(tokens), np.bool_)
         return np.asarray((tokens // self.chunk) % self.of == self.rank)
 
     def held(self, start: int, stop: int, step: int) -> I64:
@@ -615,6 +613,4 @@ class RowSide:
 
     def kernel_blocks(self, ids: I64) -> I64:
         """Kernel block numbers of a list of block ids."""
-        if self.block_ratio == 1:
-            return ids
         return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()

@@ -120,9 +120,6 @@ class ChunkGrid:
         window = self.first // self.tokens_per_chunk + np.arange(self.windows + 1, dtype=np.int64)
         return np.clip(window * self.tokens_per_chunk, self.first, self.stop)
 
-    def __len__(self) -> int:
-        return self.chunks
-
     def of(self, chunk: int) -> tuple[tuple[int, ...], int, int]:
         """Layers, first token and one past the last token of a chunk.
 

@@ -97,10 +97,10 @@ def test_numbers_and_words_are_the_planners(seed):
             assert fit.digest(grid) == plan.digest(grid)
             cut = cut_of(fit, grid)
             at = STAGING + 16 * rng.randint(0, 9)
-            made = {kind: cut.tables(kind, range(len(grid)), [at] * len(grid)) for kind in Kind}
+            made = {kind: cut.tables(kind, range(grid.chunks), [at] * grid.chunks) for kind in Kind}
             assert all(one.needed() <= case.pair.template.shapes[kind].needed for kind, one in made.items())
             together = {kind: opened(one) for kind, one in made.items()}
-            for number in range(len(grid)):
+            for number in range(grid.chunks):
                 chunk = plan.chunk(grid, number)
                 assert tuple(cut.sizes[number]) == (chunk.bytes, chunk.staged_bytes)
                 for kind in Kind:
@@ -208,7 +208,7 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
             grid = replace(drawn_grid(odd, rng), band=rng.choice([1, 2, 3, 100]))
             ours = BoundPlan(found, grid)
             assert (plan.most_rows, plan.pieces) == (ours.rows, ours.pieces)
-            for number in range(len(grid)):
+            for number in range(grid.chunks):
                 expected = outcome(lambda: plan.chunk(grid, number))  # noqa: B023
                 made = outcome(lambda: ours.tables(Kind.GATHER, range(number, number + 1), [STAGING]))  # noqa: B023
                 carried = outcome(lambda: ours.carried(number, number + 1))  # noqa: B023
@@ -285,8 +285,8 @@ def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
     def reached(regions):
         return regions + np.asarray([0, 1 << 30])
 
-    for first in range(len(grid)):
-        chunks = range(first, len(grid))
+    for first in range(grid.chunks):
+        chunks = range(first, grid.chunks)
         for chunk, tables in zip(chunks, opened(ours.tables(Kind.COPY, chunks, reached=reached)), strict=True):
             same(
                 tables,

@@ -167,7 +167,7 @@ def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid
 
 def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> None:
     """A grid of the planner's choice cuts no row, and keeps to its target unless it is as small as can be."""
-    chunks = [transfer.chunk(grid, number) for number in range(len(grid))]
+    chunks = [transfer.chunk(grid, number) for number in range(grid.chunks)]
     meetings = zip(transfer.pair.meetings, transfer.rows, strict=True)
     one_slot = all(not src.is_state or len(rows) <= src.block_ratio for (_, src, _), rows in meetings)
     assert not one_slot or transfer.whole.staged_bytes <= transfer.pair.most_staged_bytes(transfer.tokens)
@@ -185,11 +185,11 @@ def check_chunks(
     """Gather at one end, scatter at the other, chunk by chunk in any order."""
     sender, receiver = ends
     assert sender.digest(grid) == receiver.digest(grid)
-    outlines = [sender.window(*grid.of(number), outline=True) for number in range(len(grid))]
+    outlines = [sender.window(*grid.of(number), outline=True) for number in range(grid.chunks)]
     assert sender.largest_chunk_bytes(grid) == max(outline.staged_bytes for outline in outlines)
     everything: list[I64] = []
     total = 0
-    for number in range(len(grid)):
+    for number in range(grid.chunks):
         give, take = sender.chunk(grid, number), receiver.chunk(grid, number)
         assert (give.staged_bytes, give.bytes) == (take.staged_bytes, take.bytes)
         assert give.staged_bytes % STAGING_ALIGNMENT == 0

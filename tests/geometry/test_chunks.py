@@ -32,7 +32,7 @@ def bound(source: Rank, target: Rank, tokens: range) -> TransferPlan:
 
 def test_windows_begin_at_multiples_and_layers_come_in_runs() -> None:
     grid = ChunkGrid((1, 4, 5), 2, 16, 10, 40)
-    assert (len(grid), grid.windows, grid.layer_runs) == (6, 3, 2)
+    assert (grid.chunks, grid.windows, grid.layer_runs) == (6, 3, 2)
     assert [grid.of(n) for n in range(6)] == [
         ((1, 4), 10, 16),
         ((5,), 10, 16),
@@ -53,14 +53,14 @@ def test_windows_begin_at_multiples_and_layers_come_in_runs() -> None:
 def test_every_chunk_has_its_number(layers: int, band: int, start: int, stop: int) -> None:
     """By the words of the protocol: band by band, in a band run by run, and of a run window by window."""
     plain = ChunkGrid((0, 3, 7, 8, 9), layers, 8, start, stop)
-    ordered = sorted(map(plain.of, range(len(plain))), key=lambda cell: (cell[1] // 8 // band, cell[0], cell[1]))
+    ordered = sorted(map(plain.of, range(plain.chunks)), key=lambda cell: (cell[1] // 8 // band, cell[0], cell[1]))
     grid = replace(plain, band=band)
-    assert list(map(grid.of, range(len(grid)))) == ordered
-    assert sorted(grid.cell(number) for number in range(len(grid))) == list(range(len(plain)))
-    assert [plain.of(grid.cell(number)) for number in range(len(grid))] == ordered
-    assert grid.cell(np.arange(1, len(grid))).tolist() == [grid.cell(number) for number in range(1, len(grid))]
+    assert list(map(grid.of, range(grid.chunks))) == ordered
+    assert sorted(grid.cell(number) for number in range(grid.chunks)) == list(range(plain.chunks))
+    assert [plain.of(grid.cell(number)) for number in range(grid.chunks)] == ordered
+    assert grid.cell(np.arange(1, grid.chunks)).tolist() == [grid.cell(number) for number in range(1, grid.chunks)]
     for layer in plain.layers:
-        assert grid.last_of(layer) == max(n for n in range(len(grid)) if layer in grid.of(n)[0])
+        assert grid.last_of(layer) == max(n for n in range(grid.chunks) if layer in grid.of(n)[0])
 
 
 @pytest.mark.parametrize("wrong", [
@@ -165,10 +165,10 @@ def test_state_alone_does_not_shred_the_tokens() -> None:
     tensors = [contiguous("block dim", {"block": 3, "dim": 500}, group="s") for _ in range(2)]
     source, target = (rank(tensor, blocks={}) for tensor in tensors)
     pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
-    assert len(pair.grid(range(10_000), target_bytes=100)) == 1
+    assert pair.grid(range(10_000), target_bytes=100).chunks == 1
     mixed = pair_of(16, 16, layers=4, state=10_000)
-    assert len(mixed.grid(range(32), target_bytes=4 * 64 * 32)) == 5  # the other layers fit, and are not cut
-    assert len(mixed.grid(range(64), target_bytes=64 * 32)) == 5 * 2
+    assert mixed.grid(range(32), target_bytes=4 * 64 * 32).chunks == 5  # the other layers fit, and are not cut
+    assert mixed.grid(range(64), target_bytes=64 * 32).chunks == 5 * 2
 
 
 # staging

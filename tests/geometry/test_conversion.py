@@ -79,7 +79,7 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
         here.layers, rng.randint(1, len(here.layers)), rng.choice([tokens[1], rng.randint(1, 20)]), *tokens
     )
     assert sender.digest(grid) == receiver.digest(grid)
-    for number in range(len(grid)):
+    for number in range(grid.chunks):
         give, take = sender.chunk(grid, number), receiver.chunk(grid, number)
         assert (give.staged_bytes, give.bytes) == (take.staged_bytes, take.bytes)
         staging = np.full(give.staged_bytes + 2 * GUARD, 0x5A, np.uint8)

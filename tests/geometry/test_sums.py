@@ -46,7 +46,7 @@ def chunks(rng: Random, *, mixed: bool = False) -> Iterator[tuple[ChunkPlan, Ran
             grid = pair.grid(
                 plan.tokens, target_bytes=rng.choice([64, 512, 1 << 20]), tokens_per_chunk=rng.choice([None, 5])
             )
-            for chunk in range(len(grid)):
+            for chunk in range(grid.chunks):
                 part = plan.chunk(grid, chunk)
                 copy(pack(part.copy()))
                 yield part, source, target

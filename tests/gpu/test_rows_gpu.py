@@ -80,7 +80,7 @@ def test_every_byte_of_a_row_on_gpus(movers, name):
             pair = PairPlan(have, need, selections)
             plan = pair.bind(source.spans, target.spans, tokens)
             grid = pair.grid(tokens, target_bytes=max(1, plan.whole.staged_bytes // 3))
-            for chunk in range(len(grid)):
+            for chunk in range(grid.chunks):
                 part = plan.chunk(grid, chunk)
                 if not part.bytes:
                     continue

@@ -205,11 +205,6 @@ class Segment:
         return int(self.rows[:, 4].sum())
 
     @property
-    def bytes(self) -> int:
-        """Bytes that it writes."""
-        return len(self.regions) * self.tokens * self.box.token_bytes
-
-    @property
     def pieces(self) -> int:
         """Contiguous runs that it consists of, before neighbours are merged."""
         rows = len(self.rows) if self.box.token_in_run else self.tokens
@@ -332,11 +327,6 @@ class CopyPlan:
     """Segments to copy, in any order; no two of them write the same byte."""
 
     segments: tuple[Segment, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the plan writes."""
-        return sum([segment.bytes for segment in self.segments])
 
     @property
     def pieces(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from staged import Blank
+from staged import Blank, nbytes_of
 
 from kvxfer.copy import binding
 from kvxfer.copy.compiler import compiled
@@ -75,7 +75,7 @@ def pack(plan: CopyPlan) -> Tables:
         packed, tiles = _packed(parts, variant)
         launches.append(Launch(variant, sum(map(len, words)), len(parts), tiles))
         words.append(packed)
-    return Tables(np.concatenate(words), tuple(launches), plan.bytes, getattr(plan, "blanks", ()))
+    return Tables(np.concatenate(words), tuple(launches), nbytes_of(plan), getattr(plan, "blanks", ()))
 
 
 def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:

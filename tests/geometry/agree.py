@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 from execute import I64, Space, by_destination, byte_pairs, run, table_pairs
 from numpy.typing import NDArray
-from staged import Blanked, gather, scatter
+from staged import Blanked, gather, nbytes_of, scatter
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Selection, Span, TransferPlan, resolve
@@ -109,7 +109,7 @@ def check_pair(
     whole = transfer.whole
     plan = whole.copy()
     pieces = plan.enumerate()
-    assert len(mine) == whole.bytes == plan.bytes == pieces.nbytes.sum()
+    assert len(mine) == whole.bytes == nbytes_of(plan) == pieces.nbytes.sum()
     assert plan.pieces == len(pieces)
     assert (pieces.nbytes > 0).all()
     assert np.array_equal(by_destination(table_pairs(plan)), by_destination(byte_pairs(pieces)))
@@ -197,7 +197,7 @@ def check_chunks(
         cells = np.full(give.staged_bytes + 2 * GUARD, CANARY, np.int64)
         staging = Space(STAGING - GUARD, cells)
         into, out = gather(give, STAGING), scatter(take, STAGING)
-        assert into.bytes == out.bytes == give.bytes
+        assert nbytes_of(into) == nbytes_of(out) == give.bytes
         assert all((segment.rows[:, 4] > 0).all() for segment in (*into.segments, *out.segments))
         assert bool(into.blanks) == (give.staged_bytes > give.bytes)
         clear(into, cells[GUARD:-GUARD])

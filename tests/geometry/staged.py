@@ -31,6 +31,11 @@ class Blanked(CopyPlan):
     blanks: tuple[Blank, ...] = ()
 
 
+def nbytes_of(plan: CopyPlan) -> int:
+    """Bytes that a plan writes."""
+    return sum(len(one.regions) * one.tokens * one.box.token_bytes for one in plan.segments)
+
+
 def _placed(chunk: ChunkPlan, staging: int) -> Iterator[tuple[ChunkPart, int]]:
     """What a chunk takes of each class, and where in staging that is."""
     for part in chunk.parts:

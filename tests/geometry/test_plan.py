@@ -9,7 +9,7 @@ import pytest
 from agree import check_world, without_bases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staged import gather, scatter
+from staged import gather, nbytes_of, scatter
 from worlds import Rank, contiguous, make_world
 
 from kvxfer.errors import BlocksError, GeometryError, TokensError
@@ -161,7 +161,7 @@ def test_tables_are_regions_plus_rows() -> None:
     for plan in (whole.copy(), gather(whole, 0), scatter(whole, 0)):
         (segment,) = plan.segments
         assert (segment.regions.shape, segment.rows.shape) == ((64, 2), (512, 5))
-        assert plan.bytes == 1 << 30
+        assert nbytes_of(plan) == 1 << 30
     assert whole.copy().pieces == 32768
 
 

@@ -84,16 +84,6 @@ class PostedPart:
     carried: list[bytes] | None = None  # what its copies carry, once they are read already
     damage: int | None = None  # which of its bytes arrives with a bit flipped
 
-    def owing(self, nbytes: int) -> list[tuple[int, int, int]]:
-        """What it owes once so many bytes of it have landed."""
-        rest: list[tuple[int, int, int]] = []
-        for here, there, length in self.copies:
-            gone = min(nbytes, length)
-            nbytes -= gone
-            if gone < length:
-                rest.append((here + gone, there + gone, length - gone))
-        return rest
-
     def leave(self) -> None:
         """Have no more to do with the initiator's memory: what a write carries was read, a read carries nothing."""
         if self.operation is Operation.READ:
@@ -391,13 +381,14 @@ class LoopbackNetwork:
         if fault is not None and fault.damage is not None:
             part.damage = fault.damage
         elif fault is not None:
-            rest = part.owing(fault.after_bytes)
             self._land(part, fault.after_bytes)
             if fault.lingers:
-                part.copies, part.held = rest, True
+                part.held = True
                 self._flying.append(part)
                 if fault.disconnected:
                     part.leave()
+            else:
+                part.copies = []
             words = f"the loopback was told to break a {part.operation.value} to {part.dst}"
             part.error = FabricError(words, disconnected=fault.disconnected, in_doubt=True)
             if fault.at_post:
@@ -456,6 +447,8 @@ class LoopbackNetwork:
                         hit.value ^= 1
                     part.damage -= length
                 self.log.append(LogEntry(part.operation, part.src.name, part.dst, there, length))
+            if length < whole:
+                part.copies.append((here + length, there + length, whole - length))
             left -= length
 
 

@@ -2,7 +2,7 @@
 
 Everything heavy is imported inside the command that needs it. An error of the library or of the system is one line on
 stderr and the exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit
-code 1.
+code 1. Whose reader is gone (`| head`) ends without a word, as if by SIGPIPE.
 """
 
 import io
@@ -48,6 +48,10 @@ def main() -> None:
     except (KvxferError, OSError) as error:  # the latter where there is no room for what is written
         sys.stderr.write(f"kvxfer: {' '.join(str(error).split())}\n")
         raise SystemExit(_FAILED) from None
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # what writes has silenced the output, and calls it a failure
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_a_full_disk_is_an_error_like_others():
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (2, b"kvxfer: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["config"], ["config", "--json"], ["--version"], ["--help"], ["top", "127.0.0.1:9"]],
+    ids=" ".join,
+)
+def test_a_reader_that_is_gone_ends_it_without_a_word(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as nowhere:
+        command = [sys.executable, "-m", "kvxfer.tools.cli", *arguments]
+        done = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_where_no_output_is_open_nothing_is_printed():

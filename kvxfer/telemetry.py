@@ -38,6 +38,7 @@ __all__ = [
     "logger",
     "overheard",
     "printable",
+    "quieten",
 ]
 
 # --- log lines and stats
@@ -154,6 +155,14 @@ def join_logs(other: str) -> None:
         ours.addHandler(_Forwarder(other))
         ours.setLevel(logging.getLogger(other).getEffectiveLevel())
         ours.propagate = False
+
+
+def quieten(thread: str, *others: str) -> None:
+    """Let other loggers pass nothing of what is said in threads of this name but errors."""
+    for other in others:
+        logging.getLogger(other).addFilter(
+            lambda record: record.threadName != thread or record.levelno >= logging.ERROR
+        )
 
 
 def printable(text: str) -> str:

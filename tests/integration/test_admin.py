@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -456,6 +457,21 @@ def test_where_others_reach_it_it_answers_to_any_name_and_that_is_warned_of(capl
     with kvxfer.tools.admin.serve([], address="0.0.0.0:0") as server:
         assert code_for(server, b"kvxfer.example:9471") == 200
     assert [record.kvxfer["event"] for record in caplog.records if record.levelname == "WARNING"] == ["admin_exposed"]
+
+
+def test_what_serves_it_says_nothing_and_leaves_the_application_s_own_server_its_lines(caplog):
+    logging.getLogger("uvicorn.access").addHandler(handler := logging.NullHandler())
+    try:
+        with caplog.at_level(logging.INFO), kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
+            assert code_for(server, b"localhost") == 200
+            assert code_for(server, b"localhost\r\nno header") == 400
+            assert logging.getLogger("uvicorn.access").handlers == [handler]
+            for name in ("uvicorn.access", "uvicorn.error"):
+                logging.getLogger(name).info("of the application's")
+    finally:
+        logging.getLogger("uvicorn.access").removeHandler(handler)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")]
+    assert said == ["of the application's"] * 2
 
 
 def code_for(server, name):

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvxfer.errors import ConfigError, RequestError
 from kvxfer.names import Endpoint
-from kvxfer.telemetry import logger
+from kvxfer.telemetry import logger, quieten
 from kvxfer.tools.admin.app import app
 from kvxfer.tools.admin.look import PATIENCE_SECONDS, Limits, Watched
 
@@ -31,6 +31,8 @@ __all__ = ["AdminServer", "serve"]
 _log: Final = logger("kvxfer.admin")
 _STOP_SECONDS: Final = 5
 _BACKLOG: Final = 64
+_THREAD: Final = "kvxfer-admin"
+quieten(_THREAD, "uvicorn.error", "uvicorn.access")  # of which an application's own server may make use
 _REFUSED: Final = PlainTextResponse("this is served to this host alone, and under its own names\n", 421)
 
 
@@ -52,7 +54,6 @@ class AdminServer:
             uvicorn.Config(
                 application,
                 log_config=None,
-                access_log=False,
                 server_header=False,
                 lifespan="off",
                 ws="none",
@@ -85,7 +86,7 @@ class AdminServer:
         else:
             _log.warning("admin_exposed", address=self.address, reason="whoever reaches it reads it; see SECURITY.md")
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listening]}, name="kvxfer-admin", daemon=True
+            target=self._server.run, kwargs={"sockets": [listening]}, name=_THREAD, daemon=True
         )
         self._thread.start()
         _log.info("admin_started", address=self.address)

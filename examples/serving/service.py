@@ -118,8 +118,12 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     role: str = arguments.role
     if arguments.admin and role == "router":
         parser.error("--admin is of prefill and decode servers: a router has no worker")
-    if role == "all" and arguments.admin and not re.fullmatch(r".+:[1-9]\d*", arguments.admin):
-        parser.error(f"--admin {arguments.admin}: of several servers it is HOST:PORT, the port of the first")
+    if arguments.admin:
+        least, servers = (1, arguments.prefills + arguments.decodes) if role == "all" else (0, 1)
+        found, last = re.fullmatch(r".+:(\d{1,5})", arguments.admin), 65536 - servers
+        if not found or not least <= int(found[1]) <= last:
+            which = f"the port of the first of {servers} servers" if role == "all" else "the port"
+            parser.error(f"--admin {arguments.admin}: it is HOST:PORT, {which} from {least} to {last}")
     if role != "router" and (arguments.prefill or arguments.decode):
         parser.error("--prefill and --decode are of a router; --prefills and --decodes are numbers")
     if role == "router" and not arguments.decode:

@@ -36,6 +36,7 @@ except ImportError as error:
 __all__ = [
     "add",
     "bits_of",
+    "cache_folder",
     "call",
     "call_long",
     "call_variadic",
@@ -59,6 +60,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy"}
 _UNWRAPPED: Final[dict[str, Any]] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _SLOW_S: Final = 0.5
+_HERE: Final = Path(__file__).parent
 _I64: Final = ir.IntType(64)
 _config: Final[Any] = numba.config  # pyright: ignore[reportPrivateImportUsage]
 
@@ -75,7 +77,7 @@ def compiled(signature: str, *, nogil: bool = True) -> Callable[[_F], _F]:
         raise MissingExtraError("kvxfer copies by compiled code, but NUMBA_DISABLE_JIT is set: unset it")
 
     def make(function: _F) -> _F:
-        began, folder = time.monotonic(), _folder(Path(function.__code__.co_filename).parent)
+        began, folder = time.monotonic(), cache_folder(Path(function.__code__.co_filename).parent)
         try:
             made = _made(function, signature, folder, nogil=nogil)
         except Exception as error:  # what is kept is unpickled, so whatever is wrong with it may come out
@@ -113,10 +115,10 @@ def inlined(function: _F) -> _F:
 
 
 @cache
-def _folder(package: Path) -> Path | None:
+def cache_folder(package: Path = _HERE) -> Path | None:
     """Where machine code is kept of functions of a package; None if there is no such place."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {_config.BOUNDSCHECK}".encode())
-    for source in sorted({*Path(__file__).parent.glob("*.py"), *package.glob("*.py")}):
+    for source in sorted({*_HERE.glob("*.py"), *package.glob("*.py")}):
         digest.update(source.read_bytes())
     folder = Path(digest.hexdigest()[:16])
     try:

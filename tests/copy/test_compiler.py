@@ -94,11 +94,11 @@ def kept_in(monkeypatch):
     monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
 
     def folder(package=COMPILED):
-        compiler._folder.cache_clear()
-        return compiler._folder(package)
+        compiler.cache_folder.cache_clear()
+        return compiler.cache_folder(package)
 
     yield folder
-    compiler._folder.cache_clear()
+    compiler.cache_folder.cache_clear()
 
 
 @pytest.mark.parametrize("place", ["", "kvxfer"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.copy import compiler
 from kvxfer.tools.doctor import software
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,20 @@ def test_a_gpu_needs_more(make_machine):
     (there,) = software.check_extras(make_machine(gpu=True, packages={"triton": "3.4", "cuda-bindings": "13.0"}))
     assert [one.status for one in (without, missing, there)] == ["skipped", "fail", "ok"]
     assert missing.remedy == "pip install cuda-bindings"
+
+
+@pytest.mark.parametrize(("there", "status"), [(False, "ok"), (True, "warn")])
+def test_a_folder_for_compiled_code_that_cannot_be_made_is_named(monkeypatch, tmp_path, there, status):
+    if there:
+        (tmp_path / "kvxfer").write_text("no folder")
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.cache_folder.cache_clear()
+    (found,) = software.check_compiled()
+    compiler.cache_folder.cache_clear()
+    assert found.status == status
+    assert str(tmp_path / "kvxfer") in found.seen
+    assert ("XDG_CACHE_HOME" in found.remedy) is there
 
 
 def test_settings_that_contradict_each_other_are_named(make_machine, monkeypatch):

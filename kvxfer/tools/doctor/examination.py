@@ -72,6 +72,7 @@ class Examination:
             ("torch", lambda: software.check_torch(machine)),
             ("nixl", lambda: software.check_transport(machine)),
             ("gpu extras", lambda: software.check_extras(machine)),
+            ("compiled code", software.check_compiled),
             ("settings", lambda: software.check_settings(machine)),
             ("locked memory", lambda: limits.check_locked(machine)),
             ("open files", lambda: limits.check_files(machine)),

@@ -7,6 +7,7 @@ from typing import Final
 
 from kvxfer import __version__
 from kvxfer.errors import KvxferError
+from kvxfer.telemetry import overheard
 from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn
 from kvxfer.tools.doctor.machine import Machine
 
@@ -14,6 +15,7 @@ __all__ = [
     "BEYOND",
     "LEAST",
     "PYTHONS",
+    "check_compiled",
     "check_extras",
     "check_python",
     "check_settings",
@@ -91,6 +93,26 @@ def check_extras(machine: Machine) -> Iterator[Finding]:
         yield fail("gpu extras", f"not installed: {', '.join(missing)}", " && ".join(missing.values()))
     else:
         yield ok("gpu extras", ", ".join(f"{name} {machine.package(name)}" for name in _GPU_EXTRA))
+
+
+def check_compiled() -> Iterator[Finding]:
+    """Where compiled code is kept."""
+    try:
+        with overheard({"compiled_code_not_kept"}) as reasons:
+            from kvxfer.copy.compiler import cache_folder
+
+            folder = cache_folder()
+    except KvxferError as error:
+        yield fail("compiled code", str(error), "pip install numba")
+        return
+    if folder is None:
+        yield warn(
+            "compiled code",
+            f"it cannot be kept, so each process compiles it, for up to a minute: {'; '.join(reasons)}",
+            "set XDG_CACHE_HOME or NUMBA_CACHE_DIR to a folder that this user alone may write",
+        )
+    else:
+        yield ok("compiled code", f"it is kept in {folder}", path=str(folder))
 
 
 def check_settings(machine: Machine) -> Iterator[Finding]:

@@ -283,18 +283,9 @@ class ServedWorker(Worker):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.thread: Final = LoopThread()
-        self._opening: asyncio.Task[Any] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._opening = asyncio.current_task()
-        if self._hurried:
-            self.hurry()
-        try:
-            await super().__aenter__()
-        finally:
-            self._opening = None  # a task keeps what it returns: the tensors would live until a collection of garbage
-        self._assembly.placement.bind()
-        return self
+    def __del__(self) -> None:
+        """Whoever has it says that it was never closed."""
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -319,18 +310,13 @@ class ServedWorker(Worker):
         except TypeError as error:
             raise RequestError(f"no request has the id {request!r}, attempt {attempt!r}: {error}") from error
 
-    async def abandon(self) -> None:
-        """Whoever waited for it to open was interrupted: it may be opening still, or be open by now."""
-        self.hurry()
-        if self._opening is not None:
-            await asyncio.wait({self._opening})
-        await self.aclose(drain=False)
-
     def hurry(self) -> None:
-        """Whoever waits for it was cancelled: open it no further; close without draining, or without draining on."""
+        """Whoever waits for it to close was cancelled: without draining, or without draining on."""
         self._hurry()
-        if self._opening is not None:
-            self._opening.cancel()
+
+    async def _open(self) -> None:
+        await super()._open()
+        self._assembly.placement.bind()
 
 
 def state_under_way(transfer: Progress) -> TransferState:
@@ -363,21 +349,17 @@ class OwnLoopWorker(Worker):
         super().__init__(*given, **options)
         self._inner: ServedWorker | None = None
 
-    async def __aenter__(self) -> Self:
-        self._enter()
+    def _enter(self) -> None:
+        super()._enter()
         parts = self._assembly
-        inner = self._inner = ServedWorker(
+        self._inner = ServedWorker(
             parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime
         )
-        opening = asyncio.create_task(inner.thread.awaits(inner.__aenter__()), name="kvxfer open")
-        try:
-            # to its end, so that closing finds all that is to be given back
-            await see_through(opening, lambda: inner.thread.post(inner.hurry))
-        except BaseException:
-            await self.aclose(drain=False)
-            raise
+
+    async def _open(self) -> None:
+        inner = self._served
+        await inner.thread.awaits(inner.__aenter__())
         self._assembly, self._service = inner.made  # of which `card`, `engine` and others read, in any thread
-        return self
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, on its own loop>"
@@ -1146,7 +1128,7 @@ class BlockingWorker:
             except BaseException:
                 self._worker = None
                 try:
-                    worker.thread.finish(worker.abandon, worker.hurry)
+                    worker.thread.finish(partial(worker.aclose, drain=False), worker.hurry)
                 finally:
                     worker.thread.close(self._config.close_timeout)
                 raise

@@ -946,24 +946,22 @@ class Worker:
     ) -> None:
         del loop  # said which class this is
         self._assembly = Assembly.of(tensors, groups, config, transport, runtime)
-        self._entered = False
         self._service: Service | None = None  # once it is open, and after
+        self._opening: asyncio.Task[None] | None = None  # once it is entered, and after
         self._draining: asyncio.Task[bool] | None = None
         self._hurried = False  # closes without draining
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._enter()
-        site = await assemble(self._assembly)
-        service = self._service = Service(site, own_loop=self._own_loop)
+        opening = self._opening = asyncio.create_task(self._open(), name="kvxfer open")
         try:
-            listener = await service.listen()
-            if site.config.world == 1:
-                self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
+            await see_through(opening, opening.cancel)
+            if self._closing is not None:
+                raise ClosedError("this worker was closed while it opened")
         except BaseException:
-            await self.aclose()
+            await self.aclose(drain=False)
             raise
-        _log.info("worker_opened", endpoint=listener.endpoint, rank=site.config.rank, world=site.config.world)
         return self
 
     async def __aexit__(
@@ -976,7 +974,7 @@ class Worker:
             warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
-        state = "new" if self._service is None else "closed" if self._closing is not None else "open"
+        state = "closed" if self._closing is not None else "new" if self._service is None else "open"
         return f"<kvxfer.Worker {self.config.engine}[{self.config.rank}/{self.config.world}] {state}>"
 
     # --- identity
@@ -1231,15 +1229,12 @@ class Worker:
         Cancelling it cuts the drain short, and is let through once the worker is closed; so does a further call without
         `drain`. Memory that a silent peer may still write is not given back but left to the process's end.
         """
-        if self._service is not None:
+        if self._opening is not None:
             self._assembly.home.own(self)
             if not drain:
                 self._hurry()
             if self._closing is None:
-                if not self._hurried:
-                    self._warn_of_a_wait(self._service)
-                    self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
-                self._closing = asyncio.create_task(self._close(self._service), name="kvxfer close")
+                self._closing = asyncio.create_task(self._close(self._opening), name="kvxfer close")
             await see_through(self._closing, self._hurry)
 
     def _warn_of_a_wait(self, service: Service) -> None:
@@ -1255,8 +1250,17 @@ class Worker:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def _close(self, service: Service) -> None:
-        if self._draining is not None:
+    async def _close(self, opening: "asyncio.Task[None]") -> None:
+        if not opening.done():  # what is not open yet is opened no further
+            self._hurry()
+            opening.cancel()
+            await asyncio.wait({opening})
+        service = self._service
+        if service is None:
+            return
+        if not self._hurried:
+            self._warn_of_a_wait(service)
+            self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
             await asyncio.wait({self._draining})
         site = service.site
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
@@ -1269,9 +1273,21 @@ class Worker:
 
     def _enter(self) -> None:
         """What it is made of serves once, also if it could not be opened."""
-        if self._entered:
+        if self._opening is not None:
             raise ClosedError("a worker is entered once: make another one")
-        self._entered = True
+
+    async def _open(self) -> None:
+        try:
+            site = await assemble(self._assembly)
+            service = self._service = Service(site, own_loop=self._own_loop)
+            listener = await service.listen()
+            if site.config.world == 1:
+                self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
+        except asyncio.CancelledError:
+            if self._closing is None:
+                raise
+        else:
+            _log.info("worker_opened", endpoint=listener.endpoint, rank=site.config.rank, world=site.config.world)
 
     def _shown(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> tuple[Decode, Ticket]:
         """The side that fetches, and the ticket of what it is to fetch, or to leave (`ends`): also while it drains."""

@@ -734,6 +734,7 @@ def test_a_worker_that_was_never_closed_is_a_warning():
     worker.register(cache().tensors)
     with pytest.warns(ResourceWarning, match="never closed"):
         worker.__del__()
+    worker._open.__del__()  # which goes with it: not a word more
     worker.close()
     worker.__del__()
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ from kvxfer import (
     runtime,
 )
 from kvxfer.fabric.calls import Fabric
-from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.names import Endpoint
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 from kvxfer.worker import Worker
 
 TOKENS = range(8)
@@ -333,6 +334,47 @@ async def test_one_is_not_opened_twice_at_once(network):
     assert opened is worker
     assert isinstance(refused, ClosedError)
     await worker.aclose()
+    assert left() == NOTHING
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_one_that_is_closed_while_it_opens_opens_no_further(drain):
+    """Whenever that is."""
+
+    async def late_by(turns, runtime):
+        network = LoopbackNetwork()
+        worker = Worker(Cache().tensors, Config(**DEFAULTS), transport=LoopbackTransport("p", network), runtime=runtime)
+        opening = asyncio.create_task(worker.__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        late = opening.done()
+        await worker.aclose(drain=drain)
+        assert not network.agents
+        (outcome,) = await asyncio.gather(opening, return_exceptions=True)
+        assert outcome is worker if late else "closed while it opened" in str(outcome)
+        assert "closed" in repr(worker)
+        assert left() == NOTHING
+        return late
+
+    turns = 1
+    while not simulate(partial(late_by, turns)):
+        turns += 1
+    assert turns > 5
+
+
+@pytest.mark.parametrize("step", ["setup", "register"])
+async def test_one_on_its_own_loop_that_is_closed_while_it_opens_opens_no_further(network, step):
+    transport = Stuck("p", network, step)
+    worker = Worker(Cache().tensors, Config(**DEFAULTS), transport=transport, loop="own")
+    opening = asyncio.create_task(worker.__aenter__())
+    await asyncio.to_thread(transport.inside.wait)
+    closing = asyncio.create_task(worker.aclose())
+    await asyncio.sleep(0.05)
+    transport.go.set()
+    await closing
+    assert not network.agents
+    with pytest.raises(ClosedError, match="closed while it opened"):
+        await opening
     assert left() == NOTHING
 
 

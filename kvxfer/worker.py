@@ -1219,9 +1219,13 @@ class Worker:
         deadline = site.now() + given_seconds(timeout, site.config.drain_timeout)
         self.begin_drain()
         ends = [offer.wait_end() for offer in service.prefill.book.offers] + service.decode.outcomes()
-        if ends:
-            await asyncio.wait(ends, timeout=max(0.0, deadline - site.now()))
-        return all(end.done() for end in ends)
+        try:
+            if ends:
+                await asyncio.wait(ends, timeout=max(0.0, deadline - site.now()))
+            return all(end.done() for end in ends)
+        finally:
+            for end in ends:  # else each would be kept until then, of whoever drains again and again
+                end.cancel()
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Close the worker: drain (bounded), stop the rest, close links, stop threads, give memory back. Idempotent.

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,23 @@ async def test_peers_are_told_at_its_begin(stage, tap):
     await late.fetch(offer.ticket, [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
     await eventually(lambda: draining(late) == {"client": True})  # who connects later is told too
     assert await prefill.drain() is True
+
+
+async def test_who_drains_again_and_again_leaves_nothing(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    offer, transfer = await stage.in_flight(prefill, decode)
+
+    async def drain(times):
+        for _ in range(times):
+            assert not any([await worker.drain(0.001) for worker in (prefill, decode)])
+        gc.collect()
+        return len([one for one in gc.get_objects() if isinstance(one, asyncio.Future)])
+
+    before = await drain(3)
+    assert await drain(50) == before
+    stage.network.release("*")
+    await asyncio.gather(transfer, offer.released())
+    assert all([await worker.drain() for worker in (prefill, decode)])
 
 
 async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):

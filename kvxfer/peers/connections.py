@@ -183,7 +183,9 @@ class Streams:
             return self._serve([sock], f"unix:{path}", opened)
 
     async def _listen_tcp(self, where: str) -> Listener:
-        sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
+        # only that asks others: what a thread made for a wait that was cancelled would be nobody's
+        addresses = await self._runtime.in_thread(partial(_addresses, Endpoint.parse(where), socket.AI_PASSIVE))
+        sockets = _bind(addresses)
         endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
         self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
         with contextlib.ExitStack() as opened:
@@ -403,12 +405,13 @@ async def _dial(addresses: list[_Address], until: float) -> socket.socket:
     raise refused
 
 
-def _bind(where: Endpoint) -> list[socket.socket]:
+def _bind(addresses: list[_Address]) -> list[socket.socket]:
     """Listening sockets at every address of a host; they share a port, also where the system chose it."""
-    port, sockets = where.port, list[socket.socket]()
+    port, sockets = 0, list[socket.socket]()
     with contextlib.ExitStack() as unless_bound:
-        for family, address in dict.fromkeys(_addresses(where, socket.AI_PASSIVE)):
-            sock = unless_bound.enter_context(socket.create_server((address[0], port), family=family, backlog=_WAITING))
+        for family, address in dict.fromkeys(addresses):
+            at = (address[0], address[1] or port)
+            sock = unless_bound.enter_context(socket.create_server(at, family=family, backlog=_WAITING))
             _prepare(sock)
             port = sock.getsockname()[1]
             sockets.append(sock)

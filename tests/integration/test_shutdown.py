@@ -378,6 +378,26 @@ async def test_one_on_its_own_loop_that_is_closed_while_it_opens_opens_no_furthe
     assert left() == NOTHING
 
 
+async def test_one_that_is_given_up_while_its_address_is_looked_up_listens_nowhere(network, monkeypatch):
+    looking, go, look, bound = threading.Event(), threading.Event(), socket.getaddrinfo, []
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: bound.append(True))
+
+    def slowly(*given, **options):
+        looking.set()
+        go.wait()
+        return look(*given, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    opening = asyncio.create_task(make("p", Cache(), network, listen="tcp:127.0.0.1:0").__aenter__())
+    await asyncio.to_thread(looking.wait)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    go.set()
+    await asyncio.sleep(0.05)
+    assert not bound
+
+
 @pytest.mark.parametrize("loop", ["caller", "own"])
 async def test_a_further_call_without_a_drain_cuts_it_short(network, loop):
     transport = LoopbackTransport("p", network)

@@ -531,8 +531,9 @@ class Peers:
     @property
     def connecting(self) -> list[str]:
         """Endpoints that are being connected, or where a rank has yet to join its engine."""
+        opening = (endpoint for endpoint, task in self._opening.items() if not task.done())
         unjoined = (endpoint for endpoint, link in self._links.items() if not _has_joined(link))
-        return [*self._opening, *unjoined]
+        return [*opening, *unjoined]
 
     @property
     def unreachable(self) -> dict[str, float]:

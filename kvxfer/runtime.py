@@ -15,6 +15,7 @@ import secrets
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -274,7 +275,11 @@ class ThreadRuntime:
         How many this runtime has at a time is its own limit. The usual one is the application's, all of whose threads
         may be waiting for what is to be done here.
         """
-        return await anyio.to_thread.run_sync(lambda: self._lent(work), limiter=self._limiter)
+        try:
+            return await anyio.to_thread.run_sync(lambda: self._lent(work), limiter=self._limiter)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # AnyIO's have what has the error, and so all that waits for it
+            raise
 
     def _lent(self, work: Callable[[], _T]) -> _T:
         before = allowed_cpus() if self._cpus else frozenset[int]()

@@ -3,9 +3,12 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import asyncio
+import contextlib
+import gc
 import os
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import anyio.to_thread
@@ -207,3 +210,24 @@ def test_what_lives_on_a_loop_that_was_closed_says_so_to_everybody():
     for ask in (lambda: home.own("it"), lambda: asyncio.run(on_another())):
         with pytest.raises(ClosedError, match="its event loop is closed"):
             ask()
+
+
+async def test_what_fails_in_a_thread_keeps_nothing_of_who_waited_for_it():
+    class Held:
+        """Tensors, say."""
+
+    def fail():
+        raise FabricError("no")
+
+    async def wait(held):
+        with contextlib.suppress(FabricError):
+            await ThreadRuntime().in_thread(fail)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        kept = await wait(Held())
+        await asyncio.sleep(0.1)  # the thread has it until then
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -1124,6 +1124,8 @@ class BlockingWorker:
             worker = ServedWorker(tensors, self._config, groups=self._groups, transport=transport)
             try:
                 worker.thread.wait(worker.__aenter__)
+                if self._closed:
+                    raise ClosedError("this worker was closed while it opened")
                 self._worker = worker
             except BaseException:
                 self._worker = None

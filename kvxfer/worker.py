@@ -1231,8 +1231,8 @@ class Worker:
         """Close the worker: drain (bounded), stop the rest, close links, stop threads, give memory back. Idempotent.
 
         Cancelling it cuts the drain short, and is let through once the worker is closed; so does a further call without
-        `drain`. Memory that a silent peer may still write is not given back but left to the process's end. A worker that
-        is opening is opened no further, and whoever opens it gets `ClosedError`.
+        `drain`. Memory that a silent peer may still write is not given back but left to the process's end. A worker
+        that is opening is opened no further, and whoever opens it gets `ClosedError`.
         """
         if self._opening is not None:
             self._assembly.home.own(self)

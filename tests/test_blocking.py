@@ -614,6 +614,25 @@ def test_what_cannot_be_registered_leaves_nothing_behind():
     assert no_new_threads(before)
 
 
+def test_one_that_is_closed_while_it_opens_is_not_open_afterwards(monkeypatch):
+    network, before, does = LoopbackNetwork(), threading.enumerate(), blocking.LoopThread.wait
+    worker = alone(network=network)
+    closing = threading.Thread(target=worker.close)
+
+    def slowly(self, work):
+        closing.start()
+        eventually(lambda: worker._closed)
+        return does(self, work)
+
+    monkeypatch.setattr(blocking.LoopThread, "wait", slowly)
+    with pytest.raises(errors.ClosedError, match="closed while it opened"):
+        worker.register(cache().tensors)
+    closing.join()
+    assert "closed" in repr(worker)
+    assert not network.agents
+    assert no_new_threads(before)
+
+
 def test_groups_are_known():
     with alone(groups=[Group("default", null_block=0)]) as worker:
         worker.register(cache().tensors)

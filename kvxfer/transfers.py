@@ -60,9 +60,12 @@ async def see_through(task: "asyncio.Task[_T]", hurry: Callable[[], object] = la
             if cancelled is None:
                 cancelled = error
                 hurry()
-    if cancelled is not None:
-        raise cancelled from (None if task.cancelled() else task.exception())
-    return task.result()
+    try:
+        if cancelled is not None:
+            raise cancelled from (None if task.cancelled() else task.exception())
+        return task.result()
+    finally:
+        del task, hurry, cancelled  # which have what is raised: that would keep them, and all that waits
 
 
 def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":

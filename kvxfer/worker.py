@@ -946,22 +946,25 @@ class Worker:
     ) -> None:
         del loop  # said which class this is
         self._assembly = Assembly.of(tensors, groups, config, transport, runtime)
+        self._entered = False
         self._service: Service | None = None  # once it is open, and after
-        self._opening: asyncio.Task[None] | None = None  # once it is entered, and after
+        self._opening: asyncio.Task[None] | None = None  # while it opens
         self._draining: asyncio.Task[bool] | None = None
         self._hurried = False  # closes without draining
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._enter()
-        opening = self._opening = asyncio.create_task(self._open(), name="kvxfer open")
+        self._opening = asyncio.create_task(self._open(), name="kvxfer open")
         try:
-            await see_through(opening, opening.cancel)
+            await see_through(self._opening, self._opening.cancel)
             if self._closing is not None:
                 raise ClosedError("this worker was closed while it opened")
         except BaseException:
             await self.aclose(drain=False)
             raise
+        finally:
+            self._opening = None  # which keeps its error, and that the tensors
         return self
 
     async def __aexit__(
@@ -1234,12 +1237,12 @@ class Worker:
         `drain`. Memory that a silent peer may still write is not given back but left to the process's end. A worker
         that is opening is opened no further, and whoever opens it gets `ClosedError`.
         """
-        if self._opening is not None:
+        if self._entered:
             self._assembly.home.own(self)
             if not drain:
                 self._hurry()
             if self._closing is None:
-                self._closing = asyncio.create_task(self._close(self._opening), name="kvxfer close")
+                self._closing = asyncio.create_task(self._close(), name="kvxfer close")
             await see_through(self._closing, self._hurry)
 
     def _warn_of_a_wait(self, service: Service) -> None:
@@ -1255,11 +1258,11 @@ class Worker:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def _close(self, opening: "asyncio.Task[None]") -> None:
-        if not opening.done():  # what is not open yet is opened no further
+    async def _close(self) -> None:
+        if self._opening is not None:  # it is opened no further
             self._hurry()
-            opening.cancel()
-            await asyncio.wait({opening})
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         service = self._service
         if service is None:
             return
@@ -1278,8 +1281,9 @@ class Worker:
 
     def _enter(self) -> None:
         """What it is made of serves once, also if it could not be opened."""
-        if self._opening is not None:
+        if self._entered:
             raise ClosedError("a worker is entered once: make another one")
+        self._entered = True
 
     async def _open(self) -> None:
         try:

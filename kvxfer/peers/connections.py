@@ -210,6 +210,8 @@ class Streams:
         closed, loses those that it has just accepted, as a task that is cancelled would, and takes one context for all.
         """
         try:
+            if len(self._greeting) >= self._config.max_offers:  # each of them takes 256 KiB, whoever it is
+                raise OSError("as many streams have yet to agree on TLS as may be open")
             stream, address = sock.accept()
         except BlockingIOError:  # whoever it was has left again
             return

@@ -173,6 +173,19 @@ async def test_accepting_goes_on_when_descriptors_are_free_again(stage, authorit
     assert [event["error"] for event in said("stream_not_accepted")] == ["[Errno 24] Too many open files"]
 
 
+async def test_no_more_strangers_agree_on_tls_than_streams_may_be_open(stage, authority, said, monkeypatch):
+    """Each takes a quarter of a MiB before it has shown who it is."""
+    monkeypatch.setattr("kvxfer.config._MANY", 1)
+    monkeypatch.setattr("kvxfer.peers.connections._ACCEPT_PAUSE", 0.01)
+    first, _, bring = await pair(stage, authority.issue(), authority.issue(), max_transfers=1)
+    async with contextlib.AsyncExitStack() as strangers:
+        for _ in range(8):
+            await strangers.enter_async_context(stranger(first))
+        await eventually(lambda: said("stream_not_accepted") and handshakes(first) >= 4)
+        assert handshakes(first) == 4
+    await bring("r")
+
+
 # --- renewal
 
 

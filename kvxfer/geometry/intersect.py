@@ -475,13 +475,15 @@ def intersect(
         GeometryError: If a selection is not held by both sides, two selections name the same coordinates, or a pair of
             tensors differs in what cannot be converted, or is not to be.
     """
-    _check_disjoint(selections)
     sources, targets = src.places, dst.places
+    named: dict[Place, list[Selection]] = {}  # held by both sides, so however much a peer selects
     found: dict[SegmentKey, list[_Region]] = {}
     cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
     for selection in selections:
         heads = range(selection.head_start, selection.head_stop)
-        for place in _places(selection):
+        for layer in selection.layers:
+            place: Place = (selection.group, selection.part, selection.kv, layer)
+            _check_disjoint(selection, named.setdefault(place, []), layer)
             covered = 0  # neither side holds a coordinate twice, so counting is enough
             for source, target in product(sources.get(place, ()), targets.get(place, ())):
                 common = _overlap(source.heads, target.heads, heads)
@@ -503,7 +505,7 @@ def intersect(
                     regions.append((place[3], half, head, dim, at_src + from_src, at_dst + from_dst, multiply, divide))
             if not heads or covered != len(heads):
                 raise GeometryError(
-                    f"layer {place[3]}, heads {heads.start}..{heads.stop - 1}, kv {selection.kv or '-'} of group "
+                    f"layer {layer}, heads {heads.start}..{heads.stop - 1}, kv {selection.kv or '-'} of group "
                     f"{selection.group!r}, part {selection.part!r} were selected, but are not held by both sides"
                 )
     return tuple(_collected(found))
@@ -517,24 +519,16 @@ def _collected(found: Mapping[SegmentKey, list[_Region]]) -> Iterator[SegmentCla
         yield SegmentClass(number, key, table[:, :4], table[:, 4:], factors)
 
 
-def _places(selection: Selection) -> Iterator[Place]:
-    return ((selection.group, selection.part, selection.kv, layer) for layer in selection.layers)
-
-
-def _check_disjoint(selections: Iterable[Selection]) -> None:
+def _check_disjoint(selection: Selection, rivals: list[Selection], layer: int) -> None:
     """Selections come from a peer: what is named twice would be written twice."""
-    named: dict[Place, list[Selection]] = {}
-    for selection in selections:
-        for place in _places(selection):
-            rivals = named.setdefault(place, [])
-            for other in rivals:
-                if selection.head_start < other.head_stop and other.head_start < selection.head_stop:
-                    raise GeometryError(
-                        f"layer {place[3]}, kv {selection.kv or '-'} of group {selection.group!r}, part "
-                        f"{selection.part!r} was selected twice: heads {other.head_start}..{other.head_stop - 1} "
-                        f"and {selection.head_start}..{selection.head_stop - 1}"
-                    )
-            rivals.append(selection)
+    for other in rivals:
+        if selection.head_start < other.head_stop and other.head_start < selection.head_stop:
+            raise GeometryError(
+                f"layer {layer}, kv {selection.kv or '-'} of group {selection.group!r}, part {selection.part!r} was "
+                f"selected twice: heads {other.head_start}..{other.head_stop - 1} and "
+                f"{selection.head_start}..{selection.head_stop - 1}"
+            )
+    rivals.append(selection)
 
 
 def _base(spec: TensorSpec, place: Place) -> int:

@@ -1,5 +1,6 @@
 """What two ranks have in common, and what cannot be paired."""
 
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -80,6 +81,18 @@ def test_selections_that_overlap_are_refused(chosen: list[Selection]) -> None:
     """They come from a peer; the same byte would be written twice."""
     with pytest.raises(GeometryError, match=r"layer 0, kv k of group 'default', part '' was selected twice: heads"):
         pair(spec(), spec(), *chosen)
+
+
+def test_a_selection_of_more_than_is_held_takes_no_memory() -> None:
+    """A peer can name millions of layers in a frame."""
+    chosen = Selection("default", "", "k", tuple(range(1 << 18)), 0, 4)
+    tracemalloc.start()
+    try:
+        with pytest.raises(GeometryError, match=r"layer 1, heads 0..3, .* were selected, but are not held"):
+            pair(spec(), spec(), chosen)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_layers_of_equal_strides_are_one_class() -> None:

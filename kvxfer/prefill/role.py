@@ -133,6 +133,10 @@ _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
 _AT_ONCE: Final = 2
 """Transfers that begin in one turn of the loop: to plan one takes some tenths of a millisecond."""
+_FEW_BYTES: Final = 256 << 10
+"""Of lists in a fetch, which are kept as long as it is: those of 65,536 blocks. Each may have so much."""
+_MANY_BYTES: Final = 512 << 20
+"""Of lists in all fetches, beyond which none with more than a few is taken: a peer can send 16 MiB of them in each."""
 _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
 """Routes on which the transport writes what this rank sends."""
 
@@ -186,6 +190,11 @@ class Prefill:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         site, offer_key = self._site, (message.ticket.request, message.ticket.attempt)
         found, refusal = self.book.find(offer_key), None
+        listed = 512 * len(message.selections)  # they have names, too
+        for span in message.spans:
+            listed += len(span.ids)
+        for selection in message.selections:
+            listed += len(selection.layers)
         if site.issuer is None:
             refusal = Code.TICKET_UNKNOWN
         elif not site.issuer.verify(message.ticket):
@@ -194,7 +203,9 @@ class Prefill:
             refusal = found
         elif found is None and site.draining:
             refusal = Code.DRAINING
-        elif not self.places.take(key[0]):
+        elif (
+            listed > _FEW_BYTES and listed + sum(one.listed for one in self.transfers.values()) > _MANY_BYTES
+        ) or not self.places.take(key[0]):
             refusal = Code.TOO_MANY
         if refusal is not None:
             site.metrics.refusals_sent[refusal.name.lower()] += 1
@@ -203,7 +214,7 @@ class Prefill:
             return
         site.note_fenced(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
-        sender = self.transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every)
+        sender = self.transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every, listed)
         self._waiting[sender] = None
         if isinstance(found, Entry):
             self.book.attach(found, sender)
@@ -399,7 +410,7 @@ _REASONS: Final = {
     Code.TICKET_EXPIRED: "the offer's lease ran out",
     Code.TICKET_RELEASED: "the request was released already",
     Code.OFFER_WITHDRAWN: "the offer was withdrawn",
-    Code.TOO_MANY: "the prefill rank has as many transfers as it takes, in all or of one peer (max_transfers)",
+    Code.TOO_MANY: "here are as many transfers, or blocks of them, as may be, in all or of one peer (max_transfers)",
     Code.DRAINING: "the prefill rank is draining",
 }
 

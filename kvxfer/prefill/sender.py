@@ -317,6 +317,7 @@ class Sender(Struct, eq=False):
     protocol: Sending
     _ended: "Callable[[Sender], None]"  # called when it is over, and again if more is known of what ended in doubt
     _sums_every: int = 0  # of one chunk in how many sums are wanted; 0 for none
+    listed: int = 0  # bytes that the lists in its fetch take
     name: str = ""  # its id, as the decode rank says it too
     began: float = 0.0  # when it was asked for
     # how often the decode rank had made its agent anew by its last grant; no later one was posted to

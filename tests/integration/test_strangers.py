@@ -15,7 +15,7 @@ from stage import Cache, Copied, eventually
 from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError
 from kvxfer.names import MAX_WORLD
 from kvxfer.prefill import role as doubts
-from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
+from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Span, Status
 from kvxfer.protocol.session import Role
 from kvxfer.tickets import Ticket
 
@@ -56,6 +56,24 @@ def kept(prefill):
     """How many transfers it knows to be in doubt, and how many places are taken."""
     seen = prefill.describe()
     return seen["sent_in_doubt"], seen["places"]
+
+
+async def test_lists_of_fetches_that_wait_are_bounded(stage, monkeypatch):
+    """Whoever has one ticket can send 16 MiB of them in each of many fetches, and they are kept."""
+    prefill, _, peer = await met(stage)
+    monkeypatch.setattr(doubts, "_FEW_BYTES", 100)
+    monkeypatch.setattr(doubts, "_MANY_BYTES", 1000)
+    ref, link = Ticket.parse(prefill.engine.ticket("r")).ref(), Stranger(peer, 1)
+
+    def is_refused(number, nbytes):
+        span = Span("default", 0, bytes(nbytes))
+        inside.hear(prefill, link, Fetch(number, ref, [], [span], 0, 1, [Route.PULL], 1, 1000))
+        return Refuse in map(type, link.heard) and link.heard.pop().code is Code.TOO_MANY
+
+    assert [is_refused(number, 400) for number in range(4)] == [False, False, True, True]
+    assert not is_refused(4, 100), "others are served"
+    inside.hear(prefill, link, Cancel(0))
+    assert not is_refused(5, 400)
 
 
 async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stage, monkeypatch):

@@ -18,7 +18,6 @@ from kvxfer.copy.mover import Flow
 from kvxfer.copy.port import NO_PIECES, CopyJob, Descriptors, Direction, Operation, Post, Turns
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 
-CHUNK = 64
 STEPS, PLACES = 8, 3
 TOKEN = bytes(range(1, 17))
 GATHER, SCATTER = Direction.GATHER, Direction.SCATTER

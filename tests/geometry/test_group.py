@@ -65,24 +65,21 @@ def test_scales_are_given_for_all_or_for_each():
         (None, {}, "tensors= must be a list, with one entry for each layer, not NoneType"),
         (torch.zeros(3, 1), {}, "tensors= must be a list, with one entry for each layer, not Tensor"),
         ([torch.zeros(1)], {"layers": 5}, "layers= must be a list, with one entry for each layer, not int"),
+        # with one too few, the V of a layer would not be part of the cache at all
+        *(
+            ([(torch.zeros(1),) * 2], {"layers": [7], "scale": [(torch.ones(()),) * count]},
+             f"layer 7: it is a pair of 2 tensors, but scale= has a list of {count}")
+            for count in (0, 1, 3)
+        ),
+        # of two for the halves of a kv axis, the first would be taken for both
+        *(
+            ([torch.zeros(2, 1)], {"scale": [[torch.ones(())] * count]},
+             f"layer 0: it is one tensor, but scale= has a list of {count} for it")
+            for count in (1, 2)
+        ),
     ],
-)
+)  # fmt: skip
 def test_lists_that_do_not_fit_are_refused(tensors, options, words):
     with pytest.raises(GeometryError) as caught:
         group(tensors, "block", **options)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_scales_of_a_pair_are_a_pair(count):
-    """With one too few, the V of a layer would not be part of the cache at all."""
-    pair, scale = (torch.zeros(1), torch.zeros(1)), [torch.ones(())] * count
-    with pytest.raises(GeometryError, match=f"layer 7: it is a pair of 2 tensors, but scale= has a list of {count}"):
-        group([pair], "block", layers=[7], scale=[tuple(scale)])
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_tensor_has_one_scale(count):
-    """Of two for the halves of a kv axis, the first would be taken for both."""
-    with pytest.raises(GeometryError, match=f"layer 0: it is one tensor, but scale= has a list of {count} for it"):
-        group([torch.zeros(2, 1)], "kv block", scale=[[torch.ones(())] * count])

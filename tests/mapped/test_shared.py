@@ -197,12 +197,6 @@ def test_what_only_bears_the_name_is_refused_and_not_left_open(monkeypatch):
         os.close(end)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(4, None), ((-1,), None), ((True,), None), ((2,), "int"), ((1.5,), None)])
-def test_odd_arguments_are_refused_by_name(shape, dtype):
-    with pytest.raises(GeometryError, match=r"shape must be a list|dtype must be a torch\.dtype"):
-        shared_empty(shape, dtype=dtype)
-
-
 def windows(*triples):
     closed = []
     return Windows(Window(a, n, at, lambda a=a: closed.append(a)) for a, n, at in triples), closed

@@ -132,16 +132,22 @@ class TestCuda:
         allocate(kind, 4096, 0).close()
         assert threading.get_ident() not in cuda.threads
 
-    def test_out_of_memory_is_an_arena_error_with_the_name_of_the_code(self, cuda):
-        cuda.refuses["cudaMalloc"] = Code.cudaErrorMemoryAllocation
-        with pytest.raises(ArenaError, match=r"cudaMalloc\(2097152\).*cudaErrorMemoryAllocation"):
-            allocate("cuda", 4096, 0)
-
-    @pytest.mark.parametrize("function", ["cudaSetDevice", "cudaMalloc"])
-    def test_any_other_code_is_a_fabric_error_with_its_name(self, cuda, function):
-        cuda.refuses[function] = Code.cudaErrorInvalidDevice
-        with pytest.raises(FabricError, match=rf"{function}\(.*cudaErrorInvalidDevice"):
-            allocate("cuda", 4096, 9)
+    @pytest.mark.parametrize(
+        ("kind", "function", "code", "error", "words"),
+        [
+            ("cuda", "cudaMalloc", Code.cudaErrorMemoryAllocation, ArenaError, r"\(2097152\).*cudaErrorMemoryAll"),
+            ("fabric", "cuMemCreate", Result.CUDA_ERROR_OUT_OF_MEMORY, ArenaError, "OUT_OF_MEMORY; lower arena_bytes"),
+            ("cuda", "cudaMalloc", Code.cudaErrorInvalidDevice, FabricError, r"\(.*cudaErrorInvalidDevice"),
+            ("cuda", "cudaSetDevice", Code.cudaErrorInvalidDevice, FabricError, r"\(.*cudaErrorInvalidDevice"),
+            ("pinned", "cudaSetDevice", RuntimeError("Failed to dlopen libcuda.so.1"), FabricError, "dlopen"),
+        ],
+    )
+    def test_only_out_of_memory_is_an_arena_error_and_codes_have_their_names(
+        self, cuda, kind, function, code, error, words
+    ):
+        cuda.refuses[function] = code
+        with pytest.raises(error, match=f"{function}.*{words}"):
+            allocate(kind, 4096, 9)
 
     def test_a_failing_free_is_told_and_not_tried_again(self, cuda):
         memory = allocate("cuda", 4096, 0)
@@ -151,11 +157,6 @@ class TestCuda:
         with pytest.raises(InvariantError):
             memory.close()
         assert cuda.calls.count("cudaFree") == 1
-
-    def test_a_missing_driver_is_a_fabric_error(self, cuda):
-        cuda.refuses["cudaSetDevice"] = RuntimeError("Failed to dlopen libcuda.so.1")
-        with pytest.raises(FabricError, match="dlopen"):
-            allocate("pinned", 4096, 0)
 
     def test_misaligned_memory_is_given_back(self, cuda, monkeypatch):
         monkeypatch.setattr(backing, "_ALIGNMENT", 1 << 60)
@@ -227,11 +228,6 @@ class TestFabric:
         with pytest.raises(FabricError, match=rf"{function}\(.*CUDA_ERROR_NOT_PERMITTED"):
             allocate("fabric", 4096, 1)
         assert cuda.live() == (0, 0, 0)
-
-    def test_out_of_memory_is_an_arena_error(self, cuda):
-        cuda.refuses["cuMemCreate"] = Result.CUDA_ERROR_OUT_OF_MEMORY
-        with pytest.raises(ArenaError, match="CUDA_ERROR_OUT_OF_MEMORY; lower arena_bytes"):
-            allocate("fabric", 4096, 1)
 
     def test_a_failing_unmap_keeps_nothing_else_from_going_back(self, cuda):
         memory = allocate("fabric", 4096, 1)

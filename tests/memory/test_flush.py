@@ -12,9 +12,7 @@ PREFIX = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_"
 ORDERING, OPTION = "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_", "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_"
 Ordering = IntEnum("Ordering", {ORDERING + "NONE": 0, ORDERING + "OWNER": 100, ORDERING + "ALL_DEVICES": 200})
 Options = IntEnum("Options", {OPTION + "HOST": 1, OPTION + "MEMOPS": 2})
-Target = IntEnum("Target", {"CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX": 0})
-Scope = IntEnum("Scope", {"CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER": 100})
-Code = IntEnum("Code", {"CUDA_SUCCESS": 0, "CUDA_ERROR_NOT_SUPPORTED": 801})
+Code = IntEnum("Code", {"CUDA_SUCCESS": 0})
 
 
 class Driver:
@@ -25,11 +23,9 @@ class Driver:
     )
     CUGPUDirectRDMAWritesOrdering = Ordering
     CUflushGPUDirectRDMAWritesOptions = Options
-    CUflushGPUDirectRDMAWritesTarget = Target
-    CUflushGPUDirectRDMAWritesScope = Scope
 
     def __init__(self, **attributes):
-        self.attributes, self.flushed, self.code = attributes, [], Code.CUDA_SUCCESS
+        self.attributes = attributes
 
     def cuDeviceGet(self, index):
         return Code.CUDA_SUCCESS, f"gpu {index}"
@@ -37,10 +33,6 @@ class Driver:
     def cuDeviceGetAttribute(self, name, gpu):
         assert gpu == "gpu 3"
         return Code.CUDA_SUCCESS, self.attributes[name]
-
-    def cuFlushGPUDirectRDMAWrites(self, target, scope):
-        self.flushed.append((int(target), int(scope)))
-        return (self.code,)
 
 
 @pytest.mark.parametrize(("ordering", "options", "needs"), [

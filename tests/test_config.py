@@ -195,17 +195,12 @@ def test_one_variable_in_two_cases(environment):
 # --- files
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.toml", "window = ", "cannot be parsed"),
-        ("a.json", "{", "cannot be parsed"),
-        ("a.yaml", "window: 1", "name it .toml or .json"),
-        ("a.toml", 'config_file = "b.toml"', "'config_file' is not a setting"),
-        ("a.toml", "rnak = 1", "did you mean rank"),
-        ("a.toml", "copy_ctas = 0", "copy_ctas is 0 (from "),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("a.toml", "window = ", "cannot be parsed"), ("a.json", "{", "cannot be parsed"),
+    ("a.yaml", "window: 1", "name it .toml or .json"),
+    ("a.toml", 'config_file = "b.toml"', "'config_file' is not a setting"), ("a.toml", "rnak = 1", "did you mean rank"),
+    ("a.toml", "copy_ctas = 0", "copy_ctas is 0 (from "),
+])  # fmt: skip
 def test_files_that_cannot_be_used(toml, name, text, said):
     path = toml(text, name)
     message = refusal(config_file=path)
@@ -306,17 +301,10 @@ def test_settings_that_do_not_go_together(arguments, said):
     assert said in refusal(**arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"rank": 1, "world": 2},
-        {"arena_bytes": 0},
-        {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:10.0.0.7:0"},
-        {"advertise": "tcp:10.0.0.7:9000"},
-        {"trust": "none"},
-        {"trust": "full", "route": "direct", "arena_bytes": 0},
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    {"rank": 1, "world": 2}, {"arena_bytes": 0}, {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:10.0.0.7:0"},
+    {"advertise": "tcp:10.0.0.7:9000"}, {"trust": "none"}, {"trust": "full", "route": "direct", "arena_bytes": 0},
+])  # fmt: skip
 def test_settings_that_do(arguments):
     Config(**arguments)
 

@@ -35,19 +35,10 @@ def test_the_longest_socket_path_is_taken():
     assert Endpoint.parse("unix:/" + "x" * 106).path == "/" + "x" * 106
 
 
-@pytest.mark.parametrize(
-    ("text", "anywhere"),
-    [
-        ("tcp:0.0.0.0:0", True),
-        ("tcp:[::]:1", True),
-        ("tcp:[0::0]:1", True),
-        ("tcp:0:1", True),
-        ("tcp:0x0.0:1", True),
-        ("tcp:127.0.0.1:0", False),
-        ("tcp:host:0", False),
-        ("unix", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "anywhere"), [
+    ("tcp:0.0.0.0:0", True), ("tcp:[::]:1", True), ("tcp:[0::0]:1", True), ("tcp:0:1", True), ("tcp:0x0.0:1", True),
+    ("tcp:127.0.0.1:0", False), ("tcp:host:0", False), ("unix", False),
+])  # fmt: skip
 def test_anywhere(text, anywhere):
     assert Endpoint.parse(text).anywhere is anywhere
 

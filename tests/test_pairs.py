@@ -33,24 +33,16 @@ ACROSS = {"tp": 4, "cross_layer": True}
 TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "tokens"),
-    [
-        (NHD, NHD, range(1000)),
-        (NHD, {"layout": "HND", "block": 32}, range(7, 500)),
-        (ACROSS, ACROSS, range(15, 8015)),
-        (ACROSS, ACROSS, range(8000)),
-        ({"cp": 2, "cross_layer": True, "block": 4}, {"cp": 2, "cross_layer": True, "block": 4}, range(8000)),
-        ({"tp": 2}, {"tp": 8}, range(1, 4000)),
-        (TURNS, TURNS, range(8000)),
-        (TURNS, TURNS, range(3, 8001)),
-        ({"cp": 2}, {"cp": 2, "block": 48}, range(16000)),
-        ({"cp": 2, "layout": "HND"}, {"cp": 2, "layout": "HND"}, range(6000)),
-        ({"block": 32, "layout": "HND"}, {"block": 48, "layout": "HND"}, range(9, 9000)),
-        ({"block": 64, "kernel_block": 16}, {"block": 64}, range(9000)),
-        ({"block": 1}, {}, range(9000)),
-    ],
-)
+@pytest.mark.parametrize(("prefill", "decode", "tokens"), [
+    (NHD, NHD, range(1000)), (NHD, {"layout": "HND", "block": 32}, range(7, 500)), (ACROSS, ACROSS, range(15, 8015)),
+    (ACROSS, ACROSS, range(8000)),
+    ({"cp": 2, "cross_layer": True, "block": 4}, {"cp": 2, "cross_layer": True, "block": 4}, range(8000)),
+    ({"tp": 2}, {"tp": 8}, range(1, 4000)), (TURNS, TURNS, range(8000)), (TURNS, TURNS, range(3, 8001)),
+    ({"cp": 2}, {"cp": 2, "block": 48}, range(16000)),
+    ({"cp": 2, "layout": "HND"}, {"cp": 2, "layout": "HND"}, range(6000)),
+    ({"block": 32, "layout": "HND"}, {"block": 48, "layout": "HND"}, range(9, 9000)),
+    ({"block": 64, "kernel_block": 16}, {"block": 64}, range(9000)), ({"block": 1}, {}, range(9000)),
+])  # fmt: skip
 def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     """The choice of a route rests on it."""
     src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)

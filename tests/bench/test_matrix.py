@@ -59,21 +59,12 @@ def test_damage_is_seen(bench, sabotage):
     assert "FAILED: staged" in output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["matrix", "--device", "tpu"],
-        ["matrix", "--routes", "staged,fast"],
-        ["matrix", "--sizes", "2Mb,x"],
-        ["matrix", "--ctas", "0"],
-        ["matrix", "--pieces", "3"],
-        ["matrix", "--repetitions", "0"],
-        ["matrix", "--sabotage", "all"],
-        ["latency", "--beside", "nobody"],
-        ["rivals", "--size", "2MiB,4MiB"],
-        ["scale", "--route", "mapped"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["matrix", "--device", "tpu"], ["matrix", "--routes", "staged,fast"], ["matrix", "--sizes", "2Mb,x"],
+    ["matrix", "--ctas", "0"], ["matrix", "--pieces", "3"], ["matrix", "--repetitions", "0"],
+    ["matrix", "--sabotage", "all"], ["latency", "--beside", "nobody"], ["rivals", "--size", "2MiB,4MiB"],
+    ["scale", "--route", "mapped"],
+])  # fmt: skip
 def test_values_that_do_not_exist_are_refused(bench, arguments):
     code, output, found = bench(*arguments)
     assert (code, found) == (2, None)

@@ -47,32 +47,18 @@ def lines(text):
     return "".join(f"{HEAD}{line}\n" for line in textwrap.dedent(text).strip().splitlines())
 
 
-@pytest.mark.parametrize(
-    ("text", "write", "read"),
-    [
-        ("", "", ""),
-        (CMA, "cma/memory", ""),
-        (READ, "", "sysv/memory"),
-        (CMA + READ, "cma/memory", "sysv/memory"),
-        (CMA + SPLIT, "52% on tcp/lo and 48% on tcp/eth0", ""),
-        (SPLIT + CMA, "cma/memory", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "write", "read"), [
+    ("", "", ""), (CMA, "cma/memory", ""), (READ, "", "sysv/memory"), (CMA + READ, "cma/memory", "sysv/memory"),
+    (CMA + SPLIT, "52% on tcp/lo and 48% on tcp/eth0", ""), (SPLIT + CMA, "cma/memory", ""),
+])  # fmt: skip
 def test_the_last_table_counts_and_in_it_the_largest_size(text, write, read):
     assert (lane_of(lines(text), "write"), lane_of(lines(text), "read")) == (write, read)
 
 
-@pytest.mark.parametrize(
-    ("lane", "slow"),
-    [
-        ("tcp/lo", True),
-        ("52% on tcp/lo and 48% on tcp/eth0", True),
-        ("cma/memory", False),
-        ("cuda_ipc/cuda", False),
-        ("50% on tcp/eth0 and 50% on rc_mlx5/mlx5_0:1", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("lane", "slow"), [
+    ("tcp/lo", True), ("52% on tcp/lo and 48% on tcp/eth0", True), ("cma/memory", False), ("cuda_ipc/cuda", False),
+    ("50% on tcp/eth0 and 50% on rc_mlx5/mlx5_0:1", False), ("", False),
+])  # fmt: skip
 def test_sockets_alone_are_tcp(lane, slow):
     assert is_tcp(lane) is slow
 

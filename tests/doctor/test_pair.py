@@ -6,18 +6,12 @@ from kvxfer.tools.doctor.lanes import LaneLog
 from kvxfer.tools.doctor.pair import agent_remedy, check_agent
 
 
-@pytest.mark.parametrize(
-    ("tls", "gpu", "said"),
-    [
-        ("tcp", True, "UCX_TLS=tcp,cuda_copy"),
-        ("tcp,cma", True, "UCX_TLS=tcp,cma,cuda_copy"),
-        ("tcp,cuda_copy", True, "unset UCX_TLS (it is tcp,cuda_copy)"),
-        ("all", True, "unset UCX_TLS (it is all)"),
-        ("^rc", True, "unset UCX_TLS (it is ^rc)"),
-        ("bogus", False, "unset UCX_TLS (it is bogus)"),
-        ("", True, "NIXL's wheel must fit torch's CUDA"),
-    ],
-)
+@pytest.mark.parametrize(("tls", "gpu", "said"), [
+    ("tcp", True, "UCX_TLS=tcp,cuda_copy"), ("tcp,cma", True, "UCX_TLS=tcp,cma,cuda_copy"),
+    ("tcp,cuda_copy", True, "unset UCX_TLS (it is tcp,cuda_copy)"), ("all", True, "unset UCX_TLS (it is all)"),
+    ("^rc", True, "unset UCX_TLS (it is ^rc)"), ("bogus", False, "unset UCX_TLS (it is bogus)"),
+    ("", True, "NIXL's wheel must fit torch's CUDA"),
+])  # fmt: skip
 def test_the_remedy_goes_by_what_is_set(tls, gpu, said):
     assert said in agent_remedy(tls, gpu=gpu)
 

@@ -55,17 +55,11 @@ def test_torch_and_its_cuda(make_machine, torch, cuda, gpu, expected):
     assert statuses(software.check_torch(machine)) == expected
 
 
-@pytest.mark.parametrize(
-    ("nixl", "ucx", "expected"),
-    [
-        ("", "1.23.0", {"nixl": "fail"}),
-        ("1.4.9", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
-        ("1.6.0rc1", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
-        ("1.10.0", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
-        ("1.5.9", "", {"nixl": "ok", "ucx": "warn"}),
-        ("1.5.1", "1.23.0", {"nixl": "ok", "ucx": "ok"}),
-    ],
-)
+@pytest.mark.parametrize(("nixl", "ucx", "expected"), [
+    ("", "1.23.0", {"nixl": "fail"}), ("1.4.9", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
+    ("1.6.0rc1", "1.23.0", {"nixl": "fail", "ucx": "ok"}), ("1.10.0", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
+    ("1.5.9", "", {"nixl": "ok", "ucx": "warn"}), ("1.5.1", "1.23.0", {"nixl": "ok", "ucx": "ok"}),
+])  # fmt: skip
 def test_nixl_and_ucx(make_machine, nixl, ucx, expected):
     assert statuses(software.check_transport(make_machine(packages={"nixl": nixl}, ucx=ucx))) == expected
 

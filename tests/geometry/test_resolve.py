@@ -36,17 +36,12 @@ def shares(need: CacheGeometry, have: list[CacheGeometry], turn: int = 0) -> lis
     return [[(s.head_start, s.head_stop) for s in found] for found in resolve(need, have, rank=turn)]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "expected"),
-    [
-        (1, 1, [[[(0, 8)]]]),
-        (2, 1, [[[(0, 4)], [(4, 8)]]]),
-        (1, 2, [[[(0, 4)]], [[(4, 8)]]]),
-        (4, 2, [[[(0, 2)], [(2, 4)], [], []], [[], [], [(4, 6)], [(6, 8)]]]),
-        (3, 2, [[[(0, 2)], [(2, 4)], []], [[], [(4, 5)], [(5, 8)]]]),
-        (2, 3, [[[(0, 2)], []], [[(2, 4)], [(4, 5)]], [[], [(5, 8)]]]),
-    ],
-)
+@pytest.mark.parametrize(("prefill", "decode", "expected"), [
+    (1, 1, [[[(0, 8)]]]), (2, 1, [[[(0, 4)], [(4, 8)]]]), (1, 2, [[[(0, 4)]], [[(4, 8)]]]),
+    (4, 2, [[[(0, 2)], [(2, 4)], [], []], [[], [], [(4, 6)], [(6, 8)]]]),
+    (3, 2, [[[(0, 2)], [(2, 4)], []], [[], [(4, 5)], [(5, 8)]]]),
+    (2, 3, [[[(0, 2)], []], [[(2, 4)], [(4, 5)]], [[], [(5, 8)]]]),
+])  # fmt: skip
 def test_heads_go_by_overlap(prefill: int, decode: int, expected: list[list[list[tuple[int, int]]]]) -> None:
     have = even(8, prefill)
     assert [shares(need, have, turn) for turn, need in enumerate(even(8, decode))] == expected

@@ -186,17 +186,11 @@ def test_bounds(message, changes, fits):
 TENSOR = wire.TensorFrame("g", "", "k", "block", [1], [1], b"", 0, 1, "int8", 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "fits"),
-    [
-        ({"strides": [2**63]}, {"strides": [-(2**63), 2**63 - 1]}),
-        ({"shape": [-1]}, {"shape": [0, 2**32 - 1]}),
-        ({"shape": [1] * 17}, {"shape": [1] * 16}),
-        ({"null_block": -2}, {"null_block": -1}),
-        ({"null_block": 2**32}, {"null_block": 2**32 - 1}),
-        ({"base": -1}, {"base": 2**63 - 1}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "fits"), [
+    ({"strides": [2**63]}, {"strides": [-(2**63), 2**63 - 1]}), ({"shape": [-1]}, {"shape": [0, 2**32 - 1]}),
+    ({"shape": [1] * 17}, {"shape": [1] * 16}), ({"null_block": -2}, {"null_block": -1}),
+    ({"null_block": 2**32}, {"null_block": 2**32 - 1}), ({"base": -1}, {"base": 2**63 - 1}),
+])  # fmt: skip
 def test_bounds_of_a_tensor(changes, fits):
     def body(change):
         fields = {name: getattr(TENSOR, name) for name in TENSOR.__struct_fields__} | change

@@ -100,17 +100,10 @@ def test_an_error_is_one_line_and_exit_code_2(command, arguments, environment, s
     refused(said, *command(*arguments, **environment))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["top", "--every", "inf"],
-        ["top", "--every", "nan"],
-        ["doctor", "--listen", "tcp:127.0.0.1:0", "--wait", "nan"],
-        ["doctor", "--device", "tpu"],
-        ["demo", "--device", "tpu"],
-        ["demo", "--route", "fast"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["top", "--every", "inf"], ["top", "--every", "nan"], ["doctor", "--listen", "tcp:127.0.0.1:0", "--wait", "nan"],
+    ["doctor", "--device", "tpu"], ["demo", "--device", "tpu"], ["demo", "--route", "fast"],
+])  # fmt: skip
 def test_what_an_option_cannot_be_is_refused(command, arguments):
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")

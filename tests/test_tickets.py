@@ -168,10 +168,13 @@ def test_every_issuer_makes_the_same_bytes():
     assert Issuer(here.to_dict(), KEY).ticket("r") == Issuer(here, KEY).ticket("r")
 
 
-@pytest.mark.parametrize("card", [None, {}, [], "card", b"", {"engine": "x"}])
-def test_an_issuer_without_a_card(card):
-    with pytest.raises(TicketError, match="no engine card"):
-        Issuer(card, KEY)
+@pytest.mark.parametrize(("card", "key", "words"), [
+    *((card, KEY, "no engine card") for card in (None, {}, [], "card", b"", {"engine": "x"})),
+    *((engine_card(), bytes(length), f"32 bytes, not {length}") for length in (0, 16, 31, 33)),
+])  # fmt: skip
+def test_an_issuer_without_a_card_or_a_key(card, key, words):
+    with pytest.raises(TicketError, match=words):
+        Issuer(card, key)
 
 
 def test_an_id_of_a_kind_of_text_that_is_not_encoded_travels_as_text():
@@ -209,24 +212,13 @@ def test_requests_that_get_no_ticket(request_id, attempt):
         Issuer(engine_card(), KEY).ticket(request_id, attempt=attempt)
 
 
-@pytest.mark.parametrize("length", [0, 16, 31, 33])
-def test_a_key_of_another_length(length):
-    with pytest.raises(TicketError, match=f"32 bytes, not {length}"):
-        Issuer(engine_card(), bytes(length))
-
-
 # --- forged, edited and cut
 
 
-@pytest.mark.parametrize("cut", range(16))
-def test_a_cut_mac(cut):
+def test_a_cut_mac_and_another_key_or_epoch():
     issuer = Issuer(engine_card(), KEY)
     ref = Ticket.parse(issuer.ticket("r")).ref()
-    assert not issuer.verify(msgspec.structs.replace(ref, mac=ref.mac[:cut]))
-
-
-def test_another_key_or_epoch():
-    ref = Ticket.parse(Issuer(engine_card(), KEY).ticket("r")).ref()
+    assert not any(issuer.verify(msgspec.structs.replace(ref, mac=ref.mac[:cut])) for cut in range(16))
     assert not Issuer(engine_card(), KEY[::-1]).verify(ref)
     assert not Issuer(engine_card(seed=1), KEY).verify(ref)
 

@@ -283,17 +283,13 @@ def test_who_leaves_takes_nothing_from_another_request_with_the_same_ticket(side
     assert service.declined == ([TICKET] if stage == "over" else [])
 
 
-def test_who_comes_with_a_forged_ticket_keeps_nothing_from_being_declined(side):
-    service = begun(side, Orders(claims={"r": TICKET, "forger": TICKET | {"mac": "00"}}))
+@pytest.mark.parametrize(("other", "declined"), [({"mac": "00"}, [TICKET]), ({"attempt": 0}, [])])
+def test_a_forged_ticket_keeps_nothing_from_being_declined_and_one_that_names_its_first_attempt_does(
+    side, other, declined
+):
+    service = begun(side, Orders(claims={"r": TICKET, "other": TICKET | other}))
     begun(side, Orders(declines=[("r", TICKET)]))
-    assert service.declined == [TICKET]
-
-
-def test_a_ticket_without_its_first_attempt_is_the_same(side):
-    other = {name: value for name, value in TICKET.items() if name != "attempt"}
-    service = begun(side, Orders(claims={"r": TICKET | {"attempt": 0}, "other": other}))
-    begun(side, Orders(declines=[("other", other)]))
-    assert service.declined == []
+    assert service.declined == declined
 
 
 def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
@@ -367,9 +363,10 @@ def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):
     assert len(service.transfers) == 3
 
 
-def test_a_load_that_is_given_up_in_doubt_stops_the_engine(side):
+@pytest.mark.parametrize("it", [{"stands_still": True, "spared": False}, {"error": doubt()}], ids=["given up", ""])
+def test_a_load_in_doubt_inside_of_the_forward_pass_stops_the_engine(side, it):
     service = begun(side, loading(in_step=True))
-    service.transfers[0].stands_still, service.transfers[0].spared = True, False
+    vars(service.transfers[0]).update(it)
     with pytest.raises(MemoryInDoubtError):
         side.poll(())
 
@@ -463,13 +460,6 @@ def test_who_leaves_looks_at_nobody_else(side):
     begun(side, Orders(declines=[*tickets.items()]))
     assert (len(service.declined), side._claims) == (100, {})
     assert len(looks) < 2000
-
-
-def test_a_load_in_doubt_inside_of_the_forward_pass_stops_the_engine(side):
-    service = begun(side, loading(in_step=True))
-    service.transfers[0].error = doubt()
-    with pytest.raises(MemoryInDoubtError):
-        side.poll(())
 
 
 def test_layers_that_no_hook_was_called_for_are_waited_for(side):

@@ -76,19 +76,17 @@ def test_without_uvloop_nothing_is_started(bodies, monkeypatch):
         run({"a": bodies.die}, uvloop=True)
 
 
-def test_a_child_that_raises_is_named_with_its_first_cause(bodies):
-    with pytest.raises(BenchFailedError, match=r"^b failed: ValueError: no such thing$"):
-        run({"a": bodies.wait, "b": bodies.fail})
-
-
-def test_a_child_that_is_killed_is_named(bodies):
-    with pytest.raises(BenchFailedError, match=r"^a failed: the process ended early, with exit code -9$"):
-        run({"a": bodies.die, "b": bodies.wait})
-
-
-def test_silence_is_bounded(bodies):
-    with pytest.raises(BenchFailedError, match=r"nothing was heard of a, b for 0\.5 s"):
-        run({"a": bodies.wait, "b": bodies.wait}, silence=0.5)
+@pytest.mark.parametrize(
+    ("does", "words", "options"),
+    [
+        ("wait fail", r"^b failed: ValueError: no such thing$", {}),
+        ("die wait", r"^a failed: the process ended early, with exit code -9$", {}),
+        ("wait wait", r"nothing was heard of a, b for 0\.5 s", {"silence": 0.5}),
+    ],
+)
+def test_a_child_that_raises_or_is_killed_or_silent_is_named(bodies, does, words, options):
+    with pytest.raises(BenchFailedError, match=words):
+        run({name: getattr(bodies, what) for name, what in zip("ab", does.split(), strict=True)}, **options)
 
 
 def test_an_interrupt_ends_all(bodies):

@@ -87,19 +87,20 @@ async def test_damage_is_seen(channels, tmp_path, monkeypatch):
     assert "what arrived is wrong: layer 1, block " in findings["staged a -> b"].seen
 
 
-async def test_settings_that_forbid_a_route_are_named(channels, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "ROUTES", ("direct",))
-    monkeypatch.setenv("KVXFER_TRUST", "none")
-    (found,) = (await Both(channels, tmp_path).run()).values()
-    assert (found.name, found.status) == ("direct a <-> b", "skipped")
-    assert "the settings of a forbid it: trust is 'none'" in found.seen
-
-
-async def test_a_worker_that_can_listen_nowhere_is_no_choice_of_the_settings(channels, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "ROUTES", ("staged",))
-    (found,) = (await Both(channels, tmp_path / ("folder" * 20)).run()).values()
-    assert (found.name, found.status) == ("staged a <-> b", "fail")
-    assert "the path of a unix socket may have 107 bytes" in found.seen
+@pytest.mark.parametrize(("route", "folder", "settings", "status", "seen"), [
+    ("direct", "", {"KVXFER_TRUST": "none"}, "skipped", "the settings of a forbid it: trust is 'none'"),
+    ("staged", "folder" * 20, {}, "fail", "the path of a unix socket may have 107 bytes"),  # nobody has chosen that
+    ("staged", "", {"KVXFER_FABRIC__BACKENDS": "NOWHERE"}, "fail", "NIXL has no backend 'NOWHERE'"),
+])  # fmt: skip
+async def test_what_keeps_a_route_from_being_tried_is_named(
+    channels, tmp_path, monkeypatch, route, folder, settings, status, seen
+):
+    monkeypatch.setattr(probe, "ROUTES", (route,))
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    (found,) = (await Both(channels, tmp_path / folder).run()).values()
+    assert (found.name, found.status) == (f"{route} a <-> b", status)
+    assert seen in found.seen
 
 
 async def test_peers_that_a_service_may_have_do_not_rule_out_the_one_that_is_probed(channels, tmp_path, monkeypatch):
@@ -107,11 +108,3 @@ async def test_peers_that_a_service_may_have_do_not_rule_out_the_one_that_is_pro
     monkeypatch.setenv("KVXFER_ALLOW_PEERS", "tcp:*.kvxfer-prefill:7400")
     findings = await Both(channels, tmp_path).run()
     assert [one.status for one in findings.values()] == ["ok", "ok"]
-
-
-async def test_a_worker_that_cannot_be_opened_is_named(channels, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "ROUTES", ("staged",))
-    monkeypatch.setenv("KVXFER_FABRIC__BACKENDS", "NOWHERE")
-    (found,) = (await Both(channels, tmp_path).run()).values()
-    assert (found.name, found.status) == ("staged a <-> b", "fail")
-    assert "NIXL has no backend 'NOWHERE'" in found.seen

@@ -224,9 +224,12 @@ def test_without_addresses_nothing_is_known_of_shared_memory() -> None:
         (cache((6, 2, 8), "block head dim", kv="v"), "has none. What belongs"),
         (cache(kv="v", tokens=Interleave(1, 2, 4)), "but 4 (Interleave(rank=1, of=2, chunk=4))"),
         (cache((6, 4, 2, 8), layers=[1], part="p", kernel_blocks_per_id=2), "but 8 ("),
+        (CacheTensor(torch.zeros(6, 4, 2, 8), NHD, layers=[1], heads=range(2), kv="k"), "default/k.dtype is float32"),
+        (cache((6, 4, 2, 16), layers=[1]), "default/k.dim is 16, but another tensor has 8"),
+        (cache((6, 2, 2, 8), layers=[1], tokens_per_row=2), "default/k.tokens_per_row is 2, but another tensor has 1"),
     ],
 )
-def test_a_group_agrees_on_what_an_id_covers(other: CacheTensor, words: str) -> None:
+def test_a_group_agrees_on_what_an_id_covers_and_a_class_on_its_elements(other: CacheTensor, words: str) -> None:
     assert words in refused([cache(), other])
 
 
@@ -234,18 +237,6 @@ def test_parts_of_a_group_may_differ_in_rows_and_kernel_blocks() -> None:
     rows = cache((6, 2, 2, 8), part="pooled", tokens_per_row=2)
     kernel = cache((12, 2, 2, 8), part="index", kernel_blocks_per_id=2)
     assert {spec.id_tokens for spec in CacheGeometry.of([cache(), rows, kernel]).tensors} == {4}
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (CacheTensor(torch.zeros(6, 4, 2, 8), NHD, layers=[1], heads=range(2), kv="k"), "default/k.dtype is float32"),
-        (cache((6, 4, 2, 16), layers=[1]), "default/k.dim is 16, but another tensor has 8"),
-        (cache((6, 2, 2, 8), layers=[1], tokens_per_row=2), "default/k.tokens_per_row is 2, but another tensor has 1"),
-    ],
-)
-def test_a_class_agrees_on_its_elements(other: CacheTensor, words: str) -> None:
-    assert words in refused([cache(), other])
 
 
 def test_k_and_v_may_differ() -> None:
@@ -301,18 +292,13 @@ def test_a_group_has_a_name() -> None:
         Group(nameless)
 
 
-@pytest.mark.parametrize("number", [0.5, True, "1", None])
-def test_an_interleaving_is_of_whole_numbers(number: Any) -> None:
-    with pytest.raises(GeometryError, match="rank of an Interleave must be a whole number"):
-        Interleave(number, 2)
-
-
-@pytest.mark.parametrize(
-    ("rank", "of", "chunk"),
-    [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0), (0, 16_385, 1), (0, 2, 1 << 32), (0, 4294967291, 4294967279)],
-)
-def test_an_impossible_interleaving_is_refused(rank: int, of: int, chunk: int) -> None:
-    with pytest.raises(GeometryError, match="needs 0 <= rank < of and chunk >= 1"):
+@pytest.mark.parametrize(("rank", "of", "chunk"), [
+    (2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0), (0, 16_385, 1), (0, 2, 1 << 32), (0, 4294967291, 4294967279),
+    *((number, 2, 1) for number in (0.5, True, "1", None)),
+])  # fmt: skip
+def test_an_impossible_interleaving_is_refused(rank: Any, of: int, chunk: int) -> None:
+    words = "needs 0 <= rank < of and chunk >= 1" if type(rank) is int else "rank of an Interleave must be a whole"
+    with pytest.raises(GeometryError, match=words):
         Interleave(rank, of, chunk)
 
 

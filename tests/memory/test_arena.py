@@ -47,16 +47,6 @@ def names(share: memory.Share) -> list[str]:
     return [request.peer for request, _ in granted(share)]
 
 
-class TestStates:
-    def test_an_extent_of_another_share_is_refused(self):
-        extent = take(make(), "a", 4)
-        other = make()
-        take(other, "a", 4)
-        with pytest.raises(memory.InvariantError, match="another share"):
-            other.release(extent)
-        assert extent.state is RESERVED
-
-
 class TestGaps:
     @pytest.mark.parametrize(("offset", "length"), [(0, 50), (50, 100), (250, 100), (-10, 10), (390, 20), (120, 0)])
     def test_what_is_free_or_outside_cannot_be_given_back(self, offset, length):
@@ -100,16 +90,28 @@ def _runs(used: list[bool]) -> list[tuple[int, int]]:
 
 
 class TestRefusals:
+    def test_an_extent_of_another_share_is_refused(self):
+        extent = take(make(), "a", 4)
+        other = make()
+        take(other, "a", 4)
+        with pytest.raises(memory.InvariantError, match="another share"):
+            other.release(extent)
+        assert extent.state is RESERVED
+
     def test_larger_than_the_share_is_refused_at_once_with_both_numbers(self):
         share = make(8)
         with pytest.raises(ArenaError, match=f"{8 * UNIT + 1} bytes.*{8 * UNIT} bytes"):
             share.request("a", 8 * UNIT + 1)
         assert share.snapshot().waiting_requests == 0
 
-    @pytest.mark.parametrize("nbytes", [0, -1])
-    def test_nonsense_is_refused(self, nbytes):
-        with pytest.raises(ArenaError):
-            make().request("a", nbytes)
+    @pytest.mark.parametrize(
+        ("units", "nbytes", "words"), [(64, 0, "needs a byte"), (64, -1, "needs a byte"), (0, 1, "arena_bytes=0")]
+    )
+    def test_nonsense_is_refused_and_without_bytes_it_is_off_and_says_so(self, units, nbytes, words):
+        share = make(units)
+        with pytest.raises(ArenaError, match=words):
+            share.request("a", nbytes)
+        assert share.advance() == []
 
     def test_too_much_in_quarantine_fails_fast_what_cannot_be_served_from_the_rest(self):
         share = make(16)
@@ -140,8 +142,6 @@ class TestRefusals:
         assert isinstance(error, ArenaError)
         assert share.advance() == []
 
-
-class TestWaiting:
     def test_who_has_waited_in_vain_is_told_for_what(self):
         share = make(4)
         take(share, "h", 4)
@@ -284,9 +284,3 @@ class TestQuarantine:
         began = time.perf_counter()
         granted(share)
         assert time.perf_counter() - began < 0.1  # a hundred times as long as it takes, and less than a look at each
-
-    def test_without_bytes_it_is_off_and_says_so(self):
-        share = make(0)
-        with pytest.raises(ArenaError, match="arena_bytes=0"):
-            share.request("a", 1)
-        assert share.advance() == []

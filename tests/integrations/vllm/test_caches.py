@@ -63,26 +63,23 @@ def test_heads_of_a_rank(rank, ranks, total, held, expected):
     assert Place(rank, ranks).heads(total, held) == expected
 
 
-def test_attention_is_one_tensor_a_layer():
-    (found,) = described(spec(), (BLOCKS, 2, 16, 16), rank=1, ranks=2, heads=4)
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_attention_is_one_tensor_a_layer_and_kernel_blocks_are_counted(ratio):
+    (found,) = described(spec(), (ratio * BLOCKS, 2, 16 // ratio, 16), rank=1, ranks=2, heads=4)
     assert (found.axes, found.kv, found.layers, found.heads) == (
         "block head token kv dim",
         ("k", "v"),
         (0,),
         range(2, 4),
     )
-    assert (found.block_ratio, found.shape) == (1, (BLOCKS, 2, 16, 2, 8))
+    assert (found.block_ratio, found.id_tokens) == (ratio, 16)
+    assert found.shape == (ratio * BLOCKS, 2, 16 // ratio, 2, 8)
 
 
 def test_memory_may_have_any_order():
     views = {"model.layers.0.attn": torch.zeros(BLOCKS, 16, 2, 16).transpose(1, 2)}
     (tensors,) = described_all(views, config([spec()])).values()
     assert CacheGeometry.of(tensors).tensors[0].strides == (16 * 2 * 16 * 4, 16 * 4, 2 * 16 * 4, 8 * 4, 4)
-
-
-def test_kernel_blocks_are_counted():
-    (found,) = described(spec(), (4 * BLOCKS, 2, 4, 16))
-    assert (found.block_ratio, found.id_tokens) == (4, 16)
 
 
 def test_keys_and_values_of_different_size_are_two_tensors():
@@ -97,20 +94,14 @@ def test_latent_attention_has_neither_heads_nor_halves():
     assert (found.axes, found.kv, found.shape) == ("block token dim", ("",), (BLOCKS, 16, 24))
 
 
-def test_layers_of_one_group_may_differ():
+def test_layers_of_one_group_may_differ_and_one_that_uses_anothers_cache_is_passed_over():
     two = config([spec(), spec(head_size=4, head_size_v=4)])
     views = caches((BLOCKS, 2, 16, 16)) | {"model.layers.1.attn": torch.zeros(BLOCKS, 2, 16, 8)}
-    found = described_all(views, two)
-    assert {name: tensors[0].layers for name, tensors in found.items()} == {
+    views["model.layers.9.attn"] = views["model.layers.0.attn"]
+    assert {name: tensors[0].layers for name, tensors in described_all(views, two).items()} == {
         "model.layers.0.attn": [0],
         "model.layers.1.attn": [1],
     }
-
-
-def test_a_layer_that_uses_anothers_cache_is_passed_over():
-    views = caches((BLOCKS, 2, 16, 16))
-    views["model.layers.9.attn"] = views["model.layers.0.attn"]
-    assert list(described_all(views, config([spec()]))) == ["model.layers.0.attn"]
 
 
 class CircularBufferSpec:

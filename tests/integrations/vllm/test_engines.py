@@ -67,46 +67,35 @@ def test_requests_are_handed_over(stage, name, ranks):
         assert params["ticket"]["request"] == f"p-{one}"
 
 
-def test_layers_arrive_while_others_are_computed(stage):
-    facts = stage.play("layers_overlap")
-    assert facts["sampled"] == {"d-first": 1, "d": 1}
-    assert reported(facts, "prefill", "send") == {"p-first", "p"}
-    assert reported(facts, "decode", "recv") == set(), "vLLM waits for none of them"
-
-
-def test_an_offer_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(stage):
-    facts = stage.play("aborted_while_prefilling")
-    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
-    assert reported(facts, "prefill", "send") == {"p"}
-    assert reported(facts, "decode", "recv") == {"d"}
-
-
-def test_a_preempted_prompt_is_offered_anew(stage):
-    facts = stage.play("preempted")
-    assert facts["attempts"] == {"p": 1, "other": 0}
-    assert facts["sampled"] == {"d": 1, "d-2": 1, "d-other": 1}
-    assert reported(facts, "prefill", "send") == {"p", "other"}
-
-
-def test_who_waits_for_a_prompt_that_was_aborted_before_its_first_step_computes_it(stage):
-    facts = stage.play("aborted_before_it_is_computed")
-    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
-    assert facts["sampled"] == {"d": 1}
-    assert reported(facts, "prefill", "send") == set()
-
-
-def test_a_load_that_fails_on_one_rank_waits_for_the_other(stage):
-    facts = stage.play("load_fails_on_one_rank")
-    assert facts["sampled"] == {"d": 1}
-    assert facts["failed_together"] == [True]
-    assert reported(facts, "decode", "recv") == {"d"}
-    assert reported(facts, "prefill", "send") == {"p"}
-
-
-def test_engines_sleep_and_wake(stage):
-    facts = stage.play("slept")
-    assert facts["sampled"] == {"d": 1, "d-2": 1, "d-early": 1}
-    assert reported(facts, "prefill", "send") == {"p", "p-2"}
+@pytest.mark.parametrize(
+    ("name", "facts", "sent", "received"),
+    [
+        ("layers_overlap", {"sampled": {"d-first": 1, "d": 1}}, {"p-first", "p"}, set()),  # vLLM waits for none of them
+        # blocks are kept until nobody reads them
+        ("aborted_while_prefilling", {"ended": {"p": ABORTED, "d": COMPLETE}}, {"p"}, {"d"}),
+        (
+            "preempted",
+            {"attempts": {"p": 1, "other": 0}, "sampled": {"d": 1, "d-2": 1, "d-other": 1}},
+            {"p", "other"},
+            None,
+        ),
+        # who waits for it computes it
+        (
+            "aborted_before_it_is_computed",
+            {"ended": {"p": ABORTED, "d": COMPLETE}, "sampled": {"d": 1}},
+            set(),
+            None,
+        ),
+        # it waits for the other rank
+        ("load_fails_on_one_rank", {"sampled": {"d": 1}, "failed_together": [True]}, {"p"}, {"d"}),
+        ("slept", {"sampled": {"d": 1, "d-2": 1, "d-early": 1}}, {"p", "p-2"}, None),
+    ],
+)
+def test_a_scenario_ends_as_it_should_and_every_rank_tells(stage, name, facts, sent, received):
+    found = stage.play(name)
+    assert {what: found[what] for what in facts} == facts
+    assert reported(found, "prefill", "send") == sent
+    assert received is None or reported(found, "decode", "recv") == received
 
 
 def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):

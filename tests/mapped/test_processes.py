@@ -202,10 +202,15 @@ def locks(monkeypatch):
         file.close()
 
 
-@pytest.mark.parametrize(("told", "seen"), [("its own", True), ("none", True), ("another's", False)])
-async def test_a_number_that_was_used_again_is_not_the_peer(watched, one, locks, told, seen):
+@pytest.mark.parametrize(("told", "leads", "seen"), [
+    ("its own", "there", True), ("none", "there", True), ("another's", "there", False), ("its own", "elsewhere", False),
+])  # fmt: skip
+async def test_a_number_that_was_used_again_is_not_the_peer_nor_are_locks_of_another_process_than_the_streams(
+    watched, one, locks, told, leads, seen
+):
     number = {"its own": one.number, "none": 0, "another's": one.number + 1}[told]
-    about = peer(number, host=here(), locks=locks(one.process.pid), process=one.process.pid)
+    process = one.process.pid if leads == "there" else os.getpid()
+    about = peer(number, host=here(), locks=locks(one.process.pid), process=process)
     watched.on_session(about, one.opened)
     assert (watched.end_of(about) is not None) is seen
     assert not hasattr(one, "descriptor")  # what holds the locks is watched, whatever the stream leads to
@@ -216,12 +221,6 @@ async def test_on_an_older_kernel_the_number_in_the_locks_is_believed(watched, o
     about = peer(one.number, host=here(), locks=locks(one.process.pid))
     watched.on_session(about, one.opened)
     assert watched.end_of(about) is not None
-
-
-async def test_locks_of_another_process_than_the_stream_leads_to_are_not_believed(watched, one, locks):
-    about = peer(one.number, host=here(), locks=locks(one.process.pid), process=os.getpid())
-    watched.on_session(about, one.opened)
-    assert watched.end_of(about) is None
 
 
 async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(one, locks, monkeypatch):

@@ -279,13 +279,16 @@ def test_a_prompt_is_offered_as_it_is_computed():
     assert scheduler.build_connector_meta(step()).withdraws == []
 
 
-@pytest.mark.parametrize(("computed", "status"), [(40, "FINISHED_ABORTED"), (32, "FINISHED_STOPPED")])
-def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
-    scheduler, going = announced(produced())
-    scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, computed)]))
+@pytest.mark.parametrize(
+    ("name", "computed", "status"),
+    [("r", 40, "FINISHED_ABORTED"), ("r", 32, "FINISHED_STOPPED"), ("r" * 300, 40, "FINISHED_STOPPED")],
+)
+def test_a_prompt_that_is_aborted_or_incomplete_or_can_have_no_ticket_is_withdrawn(name, computed, status):
+    scheduler, going = announced(produced(name=name))
+    scheduler.build_connector_meta(step(new=[(name, [3, 4, 5], 0, computed)]))
     going.status = STATUS[status]
     assert scheduler.request_finished(going) == (True, None)
-    assert scheduler.build_connector_meta(step()).withdraws == ["r"]
+    assert scheduler.build_connector_meta(step()).withdraws == [name]
 
 
 def answered(scheduler, coming, ids=(7, 8, 9, 5), *, status="FINISHED_STOPPED", computed=50, tokens=50, shows=()):
@@ -555,14 +558,6 @@ def test_a_preempted_prompt_is_another_attempt():
     assert params["ticket"]["attempt"] == 1
 
 
-def test_a_request_of_which_no_ticket_can_be_made_is_withdrawn():
-    scheduler, going = announced(produced(name="r" * 300))
-    scheduler.build_connector_meta(step(new=[(going.request_id, [3, 4, 5], 0, 40)]))
-    going.status = STATUS.FINISHED_STOPPED
-    assert scheduler.request_finished(going) == (True, None)
-    assert scheduler.build_connector_meta(step()).withdraws == [going.request_id]
-
-
 def test_a_request_that_is_neither_is_left_alone():
     scheduler, plain = announced(request())
     assert scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
@@ -620,25 +615,25 @@ def test_with_windows_what_is_offered_is_computed_here_and_only_prompts_of_token
         assert going.prompt_token_ids in (None, [7] * 8), "vLLM wants as many embeddings"
 
 
-@pytest.mark.parametrize(
-    ("cached", "held", "window"),
-    [
-        (False, 0, ([7, 8, 9], 14)),
-        (True, 0, ([7, 8, 9], 12)),
-        (True, 12, ([7, 8, 9], 12)),
-        (True, 14, ([7, 8, 9], 14)),
-        (True, 16, ([8, 9], 16)),
-    ],
-)
-def test_of_a_window_only_what_the_next_token_sees_is_loaded_or_whole_blocks_of_it(cached, held, window):
-    coming = wanted(22)
-    coming.num_prompt_tokens = 22
-    scheduler, _ = announced(coming, groups=MIXED, cached=cached)
-    assert scheduler.get_num_new_matched_tokens(coming, held) == (21 - held, True)
-    scheduler.update_state_after_alloc(coming, Blocks(5, 6, more=[[0, 0, 0, 7, 8, 9]]), 21 - held)
-    coming.num_computed_tokens = 21
+def loaded_of(groups, table, *, tokens=22, held=0, cached):
+    """What is loaded of all but the last token of a prompt, behind what is held, where it has these blocks."""
+    coming = wanted(22 if groups is MIXED else tokens - 1)
+    coming.num_prompt_tokens = tokens
+    scheduler, _ = announced(coming, groups=groups, cached=cached)
+    assert scheduler.get_num_new_matched_tokens(coming, held) == (tokens - 1 - held, True)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, more=[table]), tokens - 1 - held)
+    coming.num_computed_tokens = tokens - 1
     (load,) = scheduler.build_connector_meta(step()).loads
-    assert load.blocks == {"window": window, "full": ([5, 6][held // 16 :], held)}
+    return load.blocks
+
+
+@pytest.mark.parametrize(("cached", "held", "window"), [
+    (False, 0, ([7, 8, 9], 14)), (True, 0, ([7, 8, 9], 12)), (True, 12, ([7, 8, 9], 12)), (True, 14, ([7, 8, 9], 14)),
+    (True, 16, ([8, 9], 16)),
+])  # fmt: skip
+def test_of_a_window_only_what_the_next_token_sees_is_loaded_or_whole_blocks_of_it(cached, held, window):
+    found = loaded_of(MIXED, [0, 0, 0, 7, 8, 9], held=held, cached=cached)
+    assert found == {"window": window, "full": ([5, 6][held // 16 :], held)}
 
 
 # --- state
@@ -691,12 +686,5 @@ def test_a_prompt_of_one_token_is_not_gone_on_with_since_its_state_would_be_anot
     ],
 )
 def test_state_is_loaded_into_the_block_that_the_next_token_takes_it_from(tokens, held, size, table, slot):
-    coming = wanted(tokens - 1)
-    coming.num_prompt_tokens = tokens
     groups = [STATEFUL[0], BlockGroup("state", 1, size, 2, state=True)]
-    scheduler, _ = announced(coming, groups=groups, cached=size == 8)
-    assert scheduler.get_num_new_matched_tokens(coming, held) == (tokens - 1 - held, True)
-    scheduler.update_state_after_alloc(coming, Blocks(5, 6, more=[table]), tokens - 1 - held)
-    coming.num_computed_tokens = tokens - 1
-    (load,) = scheduler.build_connector_meta(step()).loads
-    assert load.blocks["state"][0] == [slot]
+    assert loaded_of(groups, table, tokens=tokens, held=held, cached=size == 8)["state"][0] == [slot]

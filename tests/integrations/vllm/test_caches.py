@@ -113,7 +113,8 @@ class CircularBufferSpec:
 @pytest.mark.parametrize(
     ("one", "reason", "how"),
     [
-        *((spec(**{name: value}), name, {}) for name, value in (("num_head_slots", 3), ("state_content_bytes", 36))),
+        (spec(num_head_slots=3), "num_head_slots", {}),
+        (spec(state_content_bytes=36), "state_content_bytes", {}),
         (spec(tokens_per_state=4), "tokens_per_state", {}),
         (CircularBufferSpec(), "CircularBufferSpec", {}),
         (spec(), r"quantised \(torch.uint8\).*--kv-cache-dtype auto", {"dtype": torch.uint8}),

@@ -78,12 +78,6 @@ def ticket(request, world=1, prefix="unix:/e"):
     return Ticket.parse({**fields, "endpoints": endpoints, "request": request})
 
 
-def away_for(seconds):
-    error = UnreachableError("away")
-    error.retry_after = seconds
-    return error
-
-
 def test_more_claims_than_a_frame_holds_are_all_said_and_renewed():
     async def scenario(claims, peers):
         names = [f"r{n}" for n in range(2 * MAX_TICKETS + 1)]
@@ -125,10 +119,18 @@ def test_a_rank_that_is_away_is_tried_by_one_task_once_a_second(caplog):
     assert sum("claim_not_sent" in record.getMessage() for record in caplog.records) == 1
 
 
+def away_for(seconds):
+    error = UnreachableError("away")
+    error.retry_after = seconds
+    return error
+
+
 @pytest.mark.parametrize(
-    ("error", "times"), [(UnreachableError("away"), 600), (IdentityError("another"), 6 + 9)], ids=["away", "no"]
+    ("error", "times", "first"),
+    [(UnreachableError("away"), 600, 1), (IdentityError("another"), 6 + 9, 1), (away_for(10.0), 60, 10)],
+    ids=["away", "no", "it says when"],
 )
-def test_who_answers_and_is_another_is_asked_less_and_less_often(error, times):
+def test_who_answers_and_is_another_is_asked_less_and_less_often_and_who_says_when_at_that_time(error, times, first):
     """Not at once: a rank that has yet to join its engine is another until then."""
 
     async def scenario(claims, peers):
@@ -136,19 +138,9 @@ def test_who_answers_and_is_another_is_asked_less_and_less_often(error, times):
         claims.add(ticket("r"))
         await asyncio.sleep(600)
         assert len(peers.tried) == pytest.approx(times, abs=1)
-        assert peers.tried[1][0] - peers.tried[0][0] == pytest.approx(1.0, abs=0.01)
+        assert peers.tried[1][0] - peers.tried[0][0] == pytest.approx(first, abs=0.01)
 
     play(scenario, heartbeat=60.0)
-
-
-def test_a_rank_says_when_it_may_be_tried_again():
-    async def scenario(claims, peers):
-        peers.away = {"unix:/e0": away_for(10.0)}
-        claims.add(ticket("r"))
-        await asyncio.sleep(99)
-        assert len(peers.tried) == 10
-
-    play(scenario)
 
 
 def test_a_rank_with_a_second_name_is_connected_once():

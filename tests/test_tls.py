@@ -22,15 +22,11 @@ def refusal(**settings):
     return str(caught.value)
 
 
-def test_a_file_that_is_not_there(ours, tmp_path):
+def test_a_file_that_is_not_there_and_a_path_that_none_can_have_which_is_not_quoted_whole(ours, tmp_path):
     for name in ours:
         text = refusal(**{**ours, name: str(tmp_path / "nowhere.pem")})
         assert f"tls.{name} is '{tmp_path}/nowhere.pem', which cannot be read: No such file" in text
         assert "correct the path" in text
-
-
-def test_a_path_that_no_file_can_have_is_not_quoted_whole(ours):
-    for name in ours:
         text = refusal(**{**ours, name: "x" * 100_000})
         assert f"tls.{name} is 'xxx" in text
         assert len(text) < 5_000

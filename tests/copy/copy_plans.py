@@ -1,6 +1,7 @@
 """Random copy plans over two byte arenas, and what they mean, byte by byte."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -154,67 +155,31 @@ def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):
     return result
 
 
-def contiguous_rows(
-    src: int, dst: int, *, rows: int, regions: int, row_bytes: int, pool: int, rng=None, flat: str = ""
-) -> CopyPlan:
-    """Whole blocks of `row_bytes`, `pool` of them in each region; random ids, or ascending ones where `flat` says."""
-    return rows_with_gaps(src, dst, rows=rows, regions=regions, row_bytes=row_bytes, pool=pool, rng=rng, flat=flat)
+def contiguous_rows(src: int, dst: int, *, row_bytes: int, src_gap: int = 0, dst_gap: int = 0, **rest: Any) -> CopyPlan:
+    """The first `row_bytes` of blocks, which are larger by the gaps; of `rest` see `box_plan`."""
+    box = Box((), row_bytes, row_bytes, row_bytes, token_in_run=True)
+    blocks = {"src_block": row_bytes + src_gap, "dst_block": row_bytes + dst_gap}
+    return box_plan(src, dst, box=box, tokens=1, **blocks, **rest)
 
 
-def rows_with_gaps(
-    src: int,
-    dst: int,
-    *,
-    rows: int,
-    regions: int,
-    row_bytes: int,
-    pool: int,
-    src_gap: int = 0,
-    dst_gap: int = 0,
-    rng=None,
-    flat: str = "",
-) -> CopyPlan:
-    """The first `row_bytes` of blocks that are larger by the gaps."""
-    rng = rng or np.random.default_rng(0)
-    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
-                    box=Box((), row_bytes, row_bytes, row_bytes, token_in_run=True), tokens=1,
-                    src_block=row_bytes + src_gap, dst_block=row_bytes + dst_gap)  # fmt: skip
-
-
-def head_split(
-    src: int, dst: int, *, rows: int, regions: int, pool: int, rng=None, flat: str = "", row_bytes: int = 512
-) -> CopyPlan:
+def head_split(src: int, dst: int, *, row_bytes: int = 512, **rest: Any) -> CopyPlan:
     """NHD blocks of 16 tokens, of which a quarter of the heads (a row of `row_bytes`) is taken."""
-    rng = rng or np.random.default_rng(0)
-    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
-                    box=Box((), 4 * row_bytes, row_bytes, row_bytes, token_in_run=False), tokens=16,
-                    src_block=64 * row_bytes, dst_block=16 * row_bytes)  # fmt: skip
+    box = Box((), 4 * row_bytes, row_bytes, row_bytes, token_in_run=False)
+    return box_plan(src, dst, box=box, tokens=16, src_block=64 * row_bytes, dst_block=16 * row_bytes, **rest)
 
 
-def hnd_to_nhd(src: int, dst: int, *, rows: int, regions: int, pool: int, rng=None, flat: str = "") -> CopyPlan:
+def hnd_to_nhd(src: int, dst: int, **rest: Any) -> CopyPlan:
     """HND blocks of 8 heads x 16 tokens x 256 bytes into NHD blocks."""
-    rng = rng or np.random.default_rng(0)
-    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
-                    box=Box((BoxAxis(8, 4096, 256),), 256, 2048, 256, token_in_run=False), tokens=16,
-                    src_block=32768, dst_block=32768)  # fmt: skip
+    box = Box((BoxAxis(8, 4096, 256),), 256, 2048, 256, token_in_run=False)
+    return box_plan(src, dst, box=box, tokens=16, src_block=32768, dst_block=32768, **rest)
 
 
 def box_plan(
-    src: int,
-    dst: int,
-    *,
-    rows: int,
-    regions: int,
-    pool: int,
-    rng,
-    flat: str,
-    box: Box,
-    tokens: int,
-    src_block: int,
-    dst_block: int,
-) -> CopyPlan:
+    src: int, dst: int, *, rows: int, regions: int, pool: int, box: Box, tokens: int, src_block: int, dst_block: int,
+    rng: Any = None, flat: str = "",
+) -> CopyPlan:  # fmt: skip
     """Equal boxes in random blocks, ascending ones on the side `flat` or on both; regions lie `pool` blocks apart."""
-    in_order = [flat in (side, "both") for side in ("src", "dst")]
+    rng, in_order = rng or np.random.default_rng(0), [flat in (side, "both") for side in ("src", "dst")]
     ids = [np.arange(rows) if ascend else rng.permutation(pool)[:rows] for ascend in in_order]
     zero = np.zeros(rows, np.int64)
     table = np.stack([ids[0], zero, ids[1], zero, np.full(rows, tokens)], axis=1).astype(np.int64)

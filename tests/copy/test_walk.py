@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from copy_plans import CANARY, contiguous_rows, expected, random_plan, rows_with_gaps
+from copy_plans import CANARY, contiguous_rows, expected, random_plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import copy, copy_parts, pack, parts_of
@@ -53,7 +53,7 @@ def test_random_plans_equal_their_pieces(walk, seed):
 )
 def test_rows_in_order_equal_their_pieces(walk, row_bytes, gaps, at, rows, regions, missing):
     dst = canvas()
-    plan = rows_with_gaps(
+    plan = contiguous_rows(
         SRC.ctypes.data + at[0],
         dst.ctypes.data + at[1],
         rows=rows,

@@ -35,19 +35,14 @@ def test_the_longest_socket_path_is_taken():
     assert Endpoint.parse("unix:/" + "x" * 106).path == "/" + "x" * 106
 
 
-@pytest.mark.parametrize(("text", "anywhere"), [
-    ("tcp:0.0.0.0:0", True), ("tcp:[::]:1", True), ("tcp:[0::0]:1", True), ("tcp:0:1", True), ("tcp:0x0.0:1", True),
-    ("tcp:127.0.0.1:0", False), ("tcp:host:0", False), ("unix", False),
+@pytest.mark.parametrize(("text", "anywhere", "reachable"), [
+    ("tcp:0.0.0.0:0", True, False), ("tcp:[::]:1", True, True), ("tcp:[0::0]:1", True, True), ("tcp:0:1", True, True),
+    ("tcp:0x0.0:1", True, True), ("tcp:127.0.0.1:0", False, False), ("tcp:host:0", False, False),
+    ("tcp:host:1", False, True), ("unix", False, False), ("unix:/a", False, True),
 ])  # fmt: skip
-def test_anywhere(text, anywhere):
-    assert Endpoint.parse(text).anywhere is anywhere
-
-
-@pytest.mark.parametrize(
-    ("text", "reachable"), [("unix", False), ("unix:/a", True), ("tcp:host:0", False), ("tcp:host:1", True)]
-)
-def test_reachable(text, reachable):
-    assert Endpoint.parse(text).reachable is reachable
+def test_anywhere_and_reachable(text, anywhere, reachable):
+    endpoint = Endpoint.parse(text)
+    assert (endpoint.anywhere, endpoint.reachable) == (anywhere, reachable)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,13 @@ def pair(src: TensorSpec, dst: TensorSpec, *selections: Selection) -> PairPlan:
         ({"scale": (1.0, 1.0, 2.0, 1.0)}, "scale of head 2 is 1 at the source, but 2 at the destination"),
         ({"shape": (4, 4, 4, 7)}, "dim is 8 at the source, but 7 at the destination"),
         ({"tokens_per_row": 2}, "tokens_per_row is 1 at the source, but 2 at the destination"),
+        ({}, "has_tokens is True at the source, but False at the destination"),  # which is state
     ],
 )
 def test_elements_that_differ_are_refused_with_both_values(change: dict[str, object], words: str) -> None:
     one = spec()
     with pytest.raises(GeometryError) as caught:
-        pair(one, replace(one, **change))  # pyright: ignore[reportArgumentType]
+        pair(one, replace(one, **change) if change else spec("block head dim"))  # pyright: ignore[reportArgumentType]
     assert words in str(caught.value)
     assert "group 'default', kv k, layer 0" in str(caught.value)
 
@@ -51,11 +52,6 @@ def test_a_peer_that_lies_about_the_size_of_its_elements_is_refused() -> None:
     unknown = replace(spec(), dtype="int16")
     with pytest.raises(GeometryError, match="item_bytes is 2 at the source, but 4 at the destination"):
         pair(unknown, replace(unknown, **longer))
-
-
-def test_state_is_not_tokens() -> None:
-    with pytest.raises(GeometryError, match="has_tokens is True at the source, but False at the destination"):
-        pair(spec(), spec("block head dim"))
 
 
 @pytest.mark.parametrize("wrong", [

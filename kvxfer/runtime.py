@@ -198,7 +198,7 @@ def settle(cpus: frozenset[int], *, gives_way: bool = True) -> None:
     if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
         with contextlib.suppress(OSError):
             if gives_way:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                os.nice(_NICENESS)
         _LIBC.prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
         _LIBC.fesetenv(_USUAL)
     _bind_if(cpus)

@@ -145,9 +145,7 @@ class Grants(Struct, eq=False):
 
     site: Site
     peer: PeerInfo
-    lease_ms: int = 0  # for how long `Fetch` grants, from its arrival on
-    ahead: Sequence[Extent] = ()  # what `Fetch` grants before any answer
-    ring: Sequence[Extent] = ()  # what chunks take turns in
+    ring: Sequence[Extent] = ()  # what chunks take turns in; before any answer, what `Fetch` grants of that
     _first: int = 0  # the chunk that the first place was for
     _turn: int = 0  # the chunk with which the turn began that is under way
     _since: float = 0.0  # when that was
@@ -155,7 +153,7 @@ class Grants(Struct, eq=False):
 
     def __bool__(self) -> bool:
         """Whether it has any memory."""
-        return bool(self.ahead or self.ring)
+        return bool(self.ring)
 
     def count_in_place(self, nbytes: int) -> None:
         """Let the peer write so many bytes of the caller's blocks: for them its leases get longer."""
@@ -164,12 +162,9 @@ class Grants(Struct, eq=False):
             written, key = self.site.written_in_place, self.peer.identity.incarnation
             written[key] = written.get(key, 0) + nbytes
 
-    def release(self, *, ring: bool = True) -> None:
-        """The peer writes nothing under the grant of `Fetch`; nor in the ring, if so told, and nothing is read."""
-        extents = self.ahead
-        if ring:
-            extents, self.ring = (*extents, *self.ring), ()
-        self.ahead = ()
+    def release(self) -> None:
+        """The peer writes nothing under what it was granted, and nothing of that is read."""
+        extents, self.ring = self.ring, ()
         if extents:
             self._give_back(extents)
         nbytes, self._in_place = self._in_place, 0
@@ -186,7 +181,7 @@ class Grants(Struct, eq=False):
     def turns(self) -> int:
         """How many turns of the ring may be granted at once, if nobody waits for what they occupy."""
         pace = self.site.estimates.paces.get(self.peer.identity.incarnation, 0.0)
-        ring = self.ring or self.ahead
+        ring = self.ring
         if not pace or self.site.receive_desk.contended or self.site.mover.crowded:
             return _TURNS
         return max(_TURNS, math.ceil(REPEAT_S / max(_TURN_S, len(ring) * ring[0].nbytes / pace)))
@@ -222,7 +217,7 @@ class Grants(Struct, eq=False):
             kept = self.places(hands)
         if len(kept) < len(ring):
             self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
-        for extent in (*self.ahead, *kept):
+        for extent in kept:
             if extent.state is not ExtentState.QUARANTINED:
                 self.site.receive_desk.quarantine(extent, f"{self.peer.name} is silent")
         if ring:
@@ -415,13 +410,14 @@ class Receiver(Struct, eq=False):
             self._agreement = pair.agreement(spans, tokens)  # it may raise: nothing is taken, and nobody knows of this
         fetch.receivers.append(self)
         fetch.role.incoming[self.protocol.transfer] = self
-        generation, self._asked = 0, site.now()
+        generation, lease_ms, self._asked = 0, 0, site.now()
         if ahead and staged:
             ahead = self._grant_ahead(tokens)
         elif ahead:
             grants.count_in_place(pair.most_bytes(spans, tokens))
         if ahead:
-            protocol.ahead, grants.lease_ms = True, grants.next_lease_ms()
+            protocol.ahead, lease_ms = True, grants.next_lease_ms()
+            self._last_reserve.renewal = self._asked + lease_ms / 1000 / _RENEWALS
             exposure.routes = (first,) if staged else routes
             generation = exposure.grant(mapped=Route.MAPPED in routes)
         left, turns = fetch.deadline - self._asked, self._turns
@@ -433,10 +429,10 @@ class Receiver(Struct, eq=False):
             token_start=tokens.start,
             token_stop=tokens.stop,
             timeout_ms=FOREVER_MS if left == math.inf else min(FOREVER_MS, max(1, int(left * 1000))),
-            lease_ms=grants.lease_ms,
+            lease_ms=lease_ms,
             generation=generation,
             agreement=self._agreement if ahead else b"",
-            ring=to_places(grants.ahead) if grants.ahead else [],
+            ring=to_places(grants.ring) if grants.ring else [],
             ring_chunks=protocol.staged_ahead,
             token=b"" if turns is None else turns.token,
             fenced=site.peer_gates.has(self.peer),
@@ -459,8 +455,8 @@ class Receiver(Struct, eq=False):
             token, agent = _new_token(None if self.checking is not None else self._peer_agent())
             if not token:
                 return False
-        grants.ahead = site.receive_desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
-        places = self.protocol.staged_ahead = len(grants.ahead)
+        grants.ring = site.receive_desk.take(self.peer.account, max(1, nbytes), most, ExtentState.WRITING)
+        places = self.protocol.staged_ahead = len(grants.ring)
         if token and places:
             self._turns = Turns(places, 0, token, agent)
             if places == most and has_fired(self.fetch.after):
@@ -970,14 +966,12 @@ class Receiver(Struct, eq=False):
         exposure.routes = (route,)
         try:
             if message.ahead:
-                grants.ring, grants.ahead = grants.ahead, ()
                 if message.digest != cut_digest(self._agreement, message.layers_per_chunk, message.tokens_per_chunk):
                     raise _plan_differs(message)
                 self._grid = self._chunk_grid(message)
                 if self._turns is not None:
                     self._submit([], 0, self._turns)
                     grants.begin_turns(0, site.now())
-                    self._last_reserve.renewal = self._asked + grants.lease_ms / 1000 / _RENEWALS
                     self._schedule_reserve()
                 # else the peer has compared what both mean by it
                 self._needs_plan = staged or self.checking is not None
@@ -992,9 +986,8 @@ class Receiver(Struct, eq=False):
 
     def _void_ahead(self) -> None:
         """The peer writes nothing under the grant of `Fetch`."""
-        self.grants.release(ring=False)
-        if self._active is None:
-            self._turns = None
+        self.grants.release()
+        self._turns = None
 
     def on_refuse(self, message: wire.Refuse) -> None:
         """The peer refused."""
@@ -1006,7 +999,7 @@ class Receiver(Struct, eq=False):
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
         if self.protocol.on_ready(message):
             self._readable.append((message.chunks, self.site.now() + message.lease_ms / 1000, message.generation))
-        if not self.protocol.exposed:
+        if self.route is not Route.STAGED and not self.protocol.exposed:  # else our own copies may read the ring yet
             self._void_ahead()
         if message.spans and self.moving:
             self._stale = True
@@ -1208,7 +1201,8 @@ class Receiver(Struct, eq=False):
     def _quarantine(self) -> None:
         """Keep what the lost peer has in its hands: it writes no chunk before there is a place for it."""
         protocol, turns = self.protocol, self._turns
-        stop = protocol.granted if turns is None else min(protocol.granted, self._copied + turns.places)
+        granted = protocol.staged_ahead if protocol.ahead else protocol.granted
+        stop = granted if turns is None else min(granted, self._copied + turns.places)
         self.grants.quarantine(range(protocol.arrived, stop))
 
     def _leave_peer(self) -> None:

@@ -238,7 +238,7 @@ class Hands:
             machine, turns = receiver.protocol, receiver._turns
             if machine.ahead and machine.staged_ahead:
                 token = b"" if turns is None else turns.token
-                self.ahead(machine, to_places(receiver.grants.ahead), machine.staged_ahead, token)
+                self.ahead(machine, to_places(receiver.grants.ring), machine.staged_ahead, token)
 
         def watched_grant(machine, chunks, lease_ms, generation=0, ring=(), copied=0, token=b""):
             before = machine.granted

@@ -299,7 +299,6 @@ class Receiver(Struct, eq=False):
     _grid: ChunkGrid | None = None
     _stale: bool = False  # the peer's blocks have grown since the plan was made
     _flushes: bool = False  # what comes into the caller's blocks has to be made visible to the device
-    _flushed: int = 0  # the first so many are
     _active: _ActiveFlow | None = None  # copies what has arrived (`pull`: reads), or may be in doubt
     _turns: Turns | None = None  # which it takes with the peer's
     _submitted: int = 0  # of the first so many chunks there are steps
@@ -544,11 +543,9 @@ class Receiver(Struct, eq=False):
         if bound is None or not staged:
             if bound is not None and self.route is Route.PULL:
                 await self._submit_reads(bound)
-            if self._flushed < (arrived := protocol.arrived):  # into the caller's blocks, once for all of it
-                if self._flushes:
-                    await self._flush_or_sum()
-                self._flushed = arrived
-            there = self._flushed
+            there = protocol.arrived
+            if self._flushes and protocol.chunks_done < there:  # into the caller's blocks, once for all of it
+                await self._flush_or_sum()
         else:
             if self._submitted < protocol.granted and not self._stale:
                 await self._submit_scatters(bound)
@@ -879,11 +876,12 @@ class Receiver(Struct, eq=False):
         return self._grid is not None and self._grid.last_of(layer) < self.protocol.chunks_done
 
     def _land_or_wake(self) -> None:
-        """Something has come, or was copied: say so now where nothing is compared. `run` does what else there is."""
+        """Something has come, or was copied: say so now where that is all. `run` does what else there is."""
         protocol = self.protocol
-        there = self._copied if self.route is Route.STAGED else self._flushed if self._flushes else protocol.arrived
+        there = self._copied if self.route is Route.STAGED else protocol.arrived
         planned = not self._needs_plan or (self._bound is not None and not self._stale)
-        lands = planned and protocol.state is ReceiveState.MOVING and not self._given_up and self.checking is None
+        plain = self.checking is None and not self._flushes
+        lands = planned and plain and protocol.state is ReceiveState.MOVING and not self._given_up
         if lands and protocol.chunks_done < there:
             try:
                 self._mark_landed(there)
@@ -892,7 +890,7 @@ class Receiver(Struct, eq=False):
         if protocol.ended:
             return
         waits = protocol.chunks_done < protocol.granted == protocol.chunks  # for the others, which are granted
-        if not (lands and waits and not self._flushes and self.route is not Route.PULL):
+        if not (lands and waits and self.route is not Route.PULL):
             self._wake()
 
     def _bytes_differ(self) -> RefusedError:

@@ -602,8 +602,8 @@ class Watch:
             self._stalled = True
             _log.error("transport_stalled", lag=late, limit=limit)
         failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
-        for role in self._roles:
-            role.stop_posted(failure)
+        for stop in [stop for role in self._roles for stop in role.posted]:
+            stop(failure)
 
 
 # --- a worker that is open

@@ -26,8 +26,9 @@ class Role:
     def __init__(self):
         self.said = []
 
-    def stop_posted(self, failure):
-        self.said.append(failure)
+    @property
+    def posted(self):
+        return [self.said.append]
 
 
 class FakeSite:

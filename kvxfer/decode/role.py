@@ -19,6 +19,7 @@ from kvxfer.plans.pairs import selection_to_wire, wanted_blocks
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_TICKETS, Route, Status
 from kvxfer.protocol.transfer import Failure
+from kvxfer.safety.doubt import Stop
 from kvxfer.site import Site, Tally
 from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import Ticket
@@ -606,28 +607,20 @@ class Decode:
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     @property
-    def exposed(self) -> bool:
-        """Whether a prefill rank that answers may be writing what it was granted, by way of the agent."""
-        return any(self._exposed_by_agent())
+    def exposed(self) -> list[Stop]:
+        """What stops each transfer whose grant a prefill rank that answers may be writing, by way of the agent."""
+        return [
+            one.stop
+            for one in self.incoming.values()
+            if one.protocol.exposed and one.route is not Route.MAPPED and not (one.protocol.ended or one.is_lost)
+        ]
 
-    def take_back(self, failure: Failure) -> None:
-        """Stop what is being written, by way of the agent."""
-        for incoming in list(self._exposed_by_agent()):
-            incoming.stop(failure)
-
-    def stop_posted(self, failure: Failure) -> None:
-        """Stop what waits for reads of ours."""
-        for incoming in list(self.incoming.values()):
-            if incoming.reading:
-                incoming.stop(failure)
+    @property
+    def posted(self) -> list[Stop]:
+        """What stops each that waits for reads of ours."""
+        return [incoming.stop for incoming in self.incoming.values() if incoming.reading]
 
     # --- inside
-
-    def _exposed_by_agent(self) -> Iterator[Receiver]:
-        for incoming in self.incoming.values():
-            protocol = incoming.protocol
-            if protocol.exposed and incoming.route is not Route.MAPPED and not (protocol.ended or incoming.is_lost):
-                yield incoming
 
     def _forget(self, fetch: Fetch) -> None:
         self.fetches.discard(fetch)

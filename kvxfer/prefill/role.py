@@ -14,6 +14,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.transfer import Failure, Sending, build_result
 from kvxfer.runtime import Callback, no_op
+from kvxfer.safety.doubt import Stop
 from kvxfer.site import Quota, Site
 from kvxfer.telemetry import logger
 
@@ -341,21 +342,15 @@ class Prefill:
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer withdraw all")
 
     @property
-    def exposed(self) -> bool:
-        """Whether a decode rank that answers may be reading what it was told of (`pull`)."""
-        return any(sender.protocol.being_read for sender in self.transfers.values())
+    def exposed(self) -> list[Stop]:
+        """What stops each transfer of which a decode rank that answers may be reading what it was told of (`pull`)."""
+        return [sender.stop for sender in self.transfers.values() if sender.protocol.being_read]
 
-    def take_back(self, failure: Failure) -> None:
-        """Stop what is being read."""
-        for sender in list(self.transfers.values()):
-            if sender.protocol.being_read:
-                sender.stop(failure)
-
-    def stop_posted(self, failure: Failure) -> None:
-        """Stop what waits for posts of ours."""
-        for sender in list(self.transfers.values()):
-            if sender.protocol.moving and sender.protocol.route in _POSTED:
-                sender.stop(failure)
+    @property
+    def posted(self) -> list[Stop]:
+        """What stops each that waits for posts of ours."""
+        posting = (one for one in self.transfers.values() if one.protocol.moving and one.protocol.route in _POSTED)
+        return [sender.stop for sender in posting]
 
     # --- inside
 

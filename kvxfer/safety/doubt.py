@@ -4,7 +4,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from kvxfer.telemetry import logger
 if TYPE_CHECKING:
     from kvxfer.site import Site
 
-__all__ = ["Exposure", "Grantor", "Rebuilding", "may_outlive_agent", "request_rebuild", "severed"]
+__all__ = ["Exposure", "Grantor", "Rebuilding", "Stop", "may_outlive_agent", "request_rebuild", "severed"]
 
 _log: Final = logger("kvxfer.worker")
 
@@ -220,16 +220,16 @@ _CROWDED: Final = 4
 _TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")
 
 
+Stop: TypeAlias = Callable[[Failure], None]
+"""Stops a transfer."""
+
+
 class Grantor(Protocol):
     """One of the two roles of this worker, as far as peers can reach its memory through the agent."""
 
     @property
-    def exposed(self) -> bool:
-        """Whether a peer that answers may be touching memory that it was granted, or told of."""
-        ...
-
-    def take_back(self, failure: Failure) -> None:
-        """Ask every one of them to stop."""
+    def exposed(self) -> Sequence[Stop]:
+        """What asks each peer to stop that answers, and may be touching memory that it was granted, or told of."""
         ...
 
 
@@ -297,8 +297,8 @@ class Rebuilding:
         began, done, why = site.now(), False, "it cannot be done now, and is tried again"
         try:
             if not await self._wait_idle():
-                for role in self._roles:
-                    role.take_back(_TAKEN_BACK)
+                for stop in self._exposed():
+                    stop(_TAKEN_BACK)
                 await self._wait_idle()
             since = site.now()
             if await self._wait_while(lambda: site.mover.has_copy_since(since)):
@@ -325,9 +325,12 @@ class Rebuilding:
 
     async def _wait_idle(self) -> bool:
         """Wait until no peer that answers has anything of ours in its hands; False if that takes too long."""
-        return await self._wait_while(lambda: any(role.exposed for role in self._roles))
+        return await self._wait_while(self._exposed)
 
-    async def _wait_while(self, something: Callable[[], bool]) -> bool:
+    def _exposed(self) -> list[Stop]:
+        return [stop for role in self._roles for stop in role.exposed]
+
+    async def _wait_while(self, something: Callable[[], object]) -> bool:
         """Wait until something is not so any more; False if that takes too long."""
         site, delay = self._site, _LOOK_SECONDS
         until = site.now() + site.config.revoke_timeout / _STEPS

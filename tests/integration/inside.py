@@ -674,8 +674,7 @@ def unanswered(worker: Any) -> list[int]:
 
 def being_read(worker: Any) -> bool:
     """Whether a decode rank may be reading its blocks, which it has been told of."""
-    exposed: bool = worker._service.prefill.exposed
-    return exposed
+    return bool(worker._service.prefill.exposed)
 
 
 def copies_own(worker: Any) -> bool:

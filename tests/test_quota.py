@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.prefill.role import Doubts
+from kvxfer.runtime import no_op
 from kvxfer.site import Quota
 
 
@@ -37,16 +38,13 @@ def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
 
 
 def test_a_doubt_keeps_its_place_without_a_link_only_if_the_end_of_the_process_will_be_told():
-    quota, known = Quota(8), []
-    processes = SimpleNamespace(
-        end_of=lambda peer: known[0] if known else None, when_ended=lambda peer, then: lambda: None
-    )
-    site: Any = SimpleNamespace(processes=processes)
+    quota, unwatch = Quota(8), iter([no_op, lambda: None])
+    site: Any = SimpleNamespace(processes=SimpleNamespace(when_ended=lambda peer, then: next(unwatch)))
     peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"p"), body=SimpleNamespace(host=None))
     ended: Any = SimpleNamespace(link=SimpleNamespace(peer=peer), peer=peer, severed=False, is_pulled=False)
-    quota.take(b"p")
     doubts = Doubts(site, quota)
-    doubts.add(1, ended)
-    known.append("the process of a later session")
+    for transfer in (1, 2):
+        quota.take(b"p")
+        doubts.add(transfer, ended)
     doubts.on_link_lost(b"p")
-    assert not len(quota)
+    assert len(quota) == 1

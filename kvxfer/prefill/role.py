@@ -43,15 +43,10 @@ class Doubt:
 
     ended: Sender  # which
     severed: bool  # whether what may move has left this side, and is on its way to the agent that the peer had then
-    watched: bool  # whether the end of the peer's process will be seen; a later session may know it, and this one not
     placed: bool = True  # whether it has a place
-    unwatch: Callback = no_op  # ends the watch over the peer's process
+    # ends the watch over the peer's process, unless that is not known; a later session may know it
+    unwatch: Callback = no_op
     withdraw: Callback = no_op  # says that it needs no new agent
-
-    @property
-    def reader(self) -> Sender | None:
-        """Route `pull`: the transfer whose blocks the peer may be reading."""
-        return self.ended if self.ended.is_pulled else None
 
 
 class Doubts:
@@ -68,13 +63,12 @@ class Doubts:
 
     def add(self, transfer: int, ended: Sender) -> None:
         """Something has ended in doubt, of a peer that is connected."""
-        peer, processes = ended.link.peer, self._site.processes
-        who, far = peer.identity.incarnation, elsewhere(peer.body.host)
-        doubt = Doubt(ended, far, processes.end_of(peer) is not None)
+        peer = ended.link.peer
+        who, doubt = peer.identity.incarnation, Doubt(ended, elsewhere(peer.body.host))
         if ended.severed:
             self.sever(doubt)
         self._doubts.setdefault(who, {})[transfer] = doubt
-        doubt.unwatch = processes.when_ended(peer, partial(self.forget, who, transfer))
+        doubt.unwatch = self._site.processes.when_ended(peer, partial(self.forget, who, transfer))
 
     def sever(self, doubt: Doubt) -> None:
         """What may move has left this side: let a peer on this host hear that only its own agent is left."""
@@ -93,7 +87,7 @@ class Doubts:
     def on_link_lost(self, incarnation: bytes) -> None:
         """A peer is not connected any more."""
         for doubt in self.of_peer(incarnation):
-            bound = doubt.watched or doubt.reader is not None
+            bound = doubt.unwatch is not no_op or doubt.ended.is_pulled
             if doubt.placed and not bound and self._unplaced < _MOST:
                 doubt.placed = False
                 self._unplaced += 1
@@ -105,7 +99,7 @@ class Doubts:
         over = {
             transfer: doubt
             for transfer, doubt in self._doubts.get(who, {}).items()
-            if doubt.severed and doubt.reader is None and doubt.ended.renewals < link.renewals
+            if doubt.severed and not doubt.ended.is_pulled and doubt.ended.renewals < link.renewals
         }
         for transfer in over:
             self.forget(who, transfer)
@@ -251,10 +245,9 @@ class Prefill:
             sender.link = link
             sender.on_cancel(failure)
             return
-        if (doubt := self.doubts.find(*key)) is not None and doubt.reader is not None:
-            doubt.reader.on_unread()
-            doubt = self.doubts.find(*key)
-        if doubt is not None:
+        if (doubt := self.doubts.find(*key)) is not None:
+            doubt.ended.on_unread()
+        if (doubt := self.doubts.find(*key)) is not None:
             link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.protocol.failure))
             return
         link.send(build_result(message.transfer, failure.status, last=True, failure=failure))  # nothing of it is posted
@@ -292,8 +285,7 @@ class Prefill:
         self._links[incarnation] = link
         self.on_agent_renewed(link)
         for doubt in self.doubts.of_peer(incarnation):
-            if doubt.reader is not None:
-                doubt.reader.keep_polling()
+            doubt.ended.keep_polling()
 
     def on_agent_renewed(self, link: Link) -> None:
         """A decode rank has made its agent anew, or something of ours has left for the one that it had.
@@ -391,7 +383,7 @@ class Prefill:
             return
         if not moved.in_doubt:
             self.doubts.forget(who, transfer)
-            if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
+            if here is not None and not doubt.ended.is_pulled:  # who reads has said so itself, and has its answer
                 here.send(_doubt_ended(transfer, doubt.ended.protocol.failure))
         elif moved.severed:
             self.doubts.sever(doubt)

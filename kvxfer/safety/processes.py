@@ -19,7 +19,7 @@ from typing import Final
 from kvxfer.errors import FabricError
 from kvxfer.mapped.host import check_process, may_be_elsewhere, number_of, own_number, process_of, unlike
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.runtime import resolve
+from kvxfer.runtime import no_op, resolve
 from kvxfer.safety.fence import Lineage
 from kvxfer.telemetry import logger
 
@@ -82,7 +82,7 @@ class Processes:
         key = peer.identity.incarnation
         process = self._processes.get(key)
         if process is None:
-            return lambda: None
+            return no_op
         user = object()
         process.users.add(user)
 
@@ -96,11 +96,11 @@ class Processes:
         """Call `then` once the process of a peer has ended, if that can be known.
 
         Returns:
-            What takes that back.
+            What takes that back; `no_op` if it cannot.
         """
         ended = self.end_of(peer)
         if ended is None:
-            return lambda: None
+            return no_op
         leave = self.hold(peer)
 
         def told(_: "asyncio.Future[None]") -> None:

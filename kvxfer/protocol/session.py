@@ -295,6 +295,7 @@ class Session:
         self.claimed = b""  # the incarnation that the peer says to be, and may still have to prove
         self.proved_to = b""  # the incarnation to which this side has shown who it is
         self.unsent_bytes = 0  # for `take_output`
+        self._other: Final = Role.SERVER if role is Role.CLIENT else Role.CLIENT
         self._identity = identity
         self._terms = terms
         self._nonce = nonce
@@ -485,12 +486,12 @@ class Session:
                     raise ProtocolError("Welcome before Hello")
                 self._transcript = _transcript(self._hello, message)
                 self._greeted(message)
-                self._check_proof(message.proof, Role.SERVER, now)
+                self._check_proof(message.proof, now)
                 self._check_place(message.incarnation)
                 self._write(self._agent(message), now)
             case Agent():
                 if self.role is Role.SERVER:
-                    self._check_proof(message.proof, Role.CLIENT, now)
+                    self._check_proof(message.proof, now)
                 return self._open(message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is no part of the handshake")
@@ -562,9 +563,9 @@ class Session:
         secret = self._terms.secret
         return b"" if secret is None else hmac.digest(secret, role.value.encode() + self._transcript, "sha256")
 
-    def _check_proof(self, proof: bytes, role: Role, now: float) -> None:
-        if self._terms.secret is not None and not hmac.compare_digest(self._proof(role), proof):
-            error = UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
+    def _check_proof(self, proof: bytes, now: float) -> None:
+        if self._terms.secret is not None and not hmac.compare_digest(self._proof(self._other), proof):
+            error = UnreachableError(f"the {self._other} does not know the shared secret; check `secret` on both sides")
             self._write(Goodbye(error.code, str(error)), now)  # so that it need not guess
             raise error
 
@@ -574,8 +575,7 @@ class Session:
         return hmac.digest(self._shared, _SAME + role.value.encode() + self._transcript, "sha256")
 
     def _check_same(self, theirs: Hello | Welcome, heard: bytes, now: float) -> None:
-        role = Role.SERVER if self.role is Role.CLIENT else Role.CLIENT
-        if not hmac.compare_digest(self._same(theirs, role), heard):
+        if not hmac.compare_digest(self._same(theirs, self._other), heard):
             error = IdentityError(
                 f"nothing proves that this is the process of incarnation {theirs.incarnation.hex()[:8]}; if it is no "
                 "impostor, start it again"

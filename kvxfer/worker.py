@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, 
 from kvxfer import __version__
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover, usual_threads
-from kvxfer.decode.fetch import Fetch, standing
+from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.role import Decode
 from kvxfer.errors import (
     ArenaError,
@@ -859,7 +859,7 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
 
 
 def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
-    at = standing(fetch.receivers)
+    at = fetch.stands()
     return {
         "side": "receive",
         "id": fetch.id,

@@ -44,7 +44,7 @@ from kvxfer.transfers import FetchResult, Progress, Settling, TransferState, sho
 if TYPE_CHECKING:
     from kvxfer.decode.role import Decode
 
-__all__ = ["Cause", "Fetch", "Standing", "doubt_error", "fetch_error", "report_on", "standing"]
+__all__ = ["Cause", "Fetch", "Standing", "doubt_error", "fetch_error", "report_on"]
 
 # --- what a fetch that failed says
 #
@@ -63,26 +63,6 @@ class Standing(Struct, frozen=True):
     bytes: int = 0
     chunks_done: int = 0
     chunks: int = 0
-
-
-def standing(parts: Sequence[Receiver], failed: Receiver | None = None) -> Standing:
-    """Where a fetch stands that is about to fail.
-
-    Args:
-        parts: What each prefill rank sends; empty if none was asked yet.
-        failed: Which of them failed, if one did.
-    """
-    if not parts:
-        return Standing(Step.CONNECTING)
-    order = list(Step)
-    behind = [failed] if failed is not None else [part for part in parts if not part.protocol.ended] or parts
-    return Standing(
-        min((part.step for part in behind), key=order.index),
-        ",".join(part.peer.name for part in behind),
-        sum(part.tally.bytes for part in parts),
-        sum(part.protocol.chunks_done for part in parts),
-        sum(part.protocol.chunks for part in parts),
-    )
 
 
 def fetch_error(fetch: "Fetch", part: Receiver, failure: Failure) -> KvxferError:
@@ -420,7 +400,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         self._stop(TransferFailedError(text, transfer=self.id, blocks=self.listed))
 
     def _on_timeout(self) -> None:
-        waited, at = self.site.now() - self.began, self._stands()
+        waited, at = self.site.now() - self.began, self.stands()
         hint = f", held up by {at.peer}" if at.peer else ""
         hint += "; it may not be on offer there" if at.step is Step.ASKING else ""
         self._stop(
@@ -446,14 +426,26 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 self._task.cancel()
 
     def _note_failure(self, error: Cause, failed: Receiver | None = None) -> None:
-        self._error, self._standing = error, self._stands(failed)
+        self._error, self._standing = error, self.stands(failed)
 
-    def _stands(self, failed: Receiver | None = None) -> Standing:
-        """Where it stands; before any rank was asked, that waits for those that are being connected."""
-        if self.receivers:
-            return standing(self.receivers, failed)
-        connecting = set(self.role.peers.connecting)
-        return Standing(Step.CONNECTING, ",".join(where for where in self.ticket.rank_endpoints if where in connecting))
+    def stands(self, failed: Receiver | None = None) -> Standing:
+        """Where it stands, as one rank's part has failed if so told.
+
+        Before any rank was asked, it waits for those that are being connected.
+        """
+        parts, order = self.receivers, list(Step)
+        if not parts:
+            connecting = set(self.role.peers.connecting)
+            where = ",".join(where for where in self.ticket.rank_endpoints if where in connecting)
+            return Standing(Step.CONNECTING, where)
+        behind = [failed] if failed is not None else [part for part in parts if not part.protocol.ended] or parts
+        return Standing(
+            min((part.step for part in behind), key=order.index),
+            ",".join(part.peer.name for part in behind),
+            sum(part.tally.bytes for part in parts),
+            sum(part.protocol.chunks_done for part in parts),
+            sum(part.protocol.chunks for part in parts),
+        )
 
     def _collect_failures(self) -> None:
         """The first failure of any rank becomes the fetch's error."""

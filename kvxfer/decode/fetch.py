@@ -154,8 +154,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     keep: bool  # whether the prefill ranks keep the request, for a retry, if its caller gives up
     began: float  # when it was asked for, by the runtime's clock
     deadline: float  # when its caller gives up; infinite if he does not
-    ref: wire.TicketRef  # its ticket, as peers know it
-    key: tuple[str, wire.TicketRef]  # the same, as this side does
+    key: tuple[str, wire.TicketRef]  # its ticket, as this side knows it, and among that as peers do
     trace: str = ""  # to which trace it belongs; empty if nobody traces it
     receivers: list[Receiver] = field(default_factory=list)  # what each prefill rank sends
     idle: Sequence[Link] = ()  # to ranks of which nothing is needed, and that were not told
@@ -265,7 +264,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         """Tell ranks of which nothing is needed, unless the request is kept: one may be left when another is lost."""
         if self.going_on and not (self.keep or self.key in self.role.claims):
             for link in self.idle:
-                link.send(wire.Release(self.ref))
+                link.send(wire.Release(self.key[1]))
             self.idle = ()
 
     def watch(self) -> None:
@@ -301,7 +300,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             links = list(dict.fromkeys((*links, *filter(None, self.role.known_links(self.ticket)))))
         for link in links:
             if not later or link.peer.identity.incarnation not in later:
-                link.send(wire.Release(self.ref))
+                link.send(wire.Release(self.key[1]))
         key = self.request, self.ticket.attempt
         self.site.metrics.transfer_ended(Ended("receive", None, stats, None, self.id, key, tally.stages))
         if _hears_info():

@@ -423,7 +423,7 @@ class Receiver(Struct, eq=False):
         message = replace(
             part.asks,
             transfer=self.protocol.transfer,
-            ticket=fetch.ref,
+            ticket=fetch.key[1],
             spans=encode_spans(spans, pair.groups),
             token_start=tokens.start,
             token_stop=tokens.stop,

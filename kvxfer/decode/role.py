@@ -356,7 +356,6 @@ class Decode:
             written=written,
             began=now,
             deadline=now + limit,
-            ref=key[1],
             key=key,
             trace=site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now),
         )

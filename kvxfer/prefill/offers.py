@@ -803,11 +803,10 @@ class OfferBook:
             self.watch(key, early.until)
         return early
 
-    def _forget_early(self, key: RequestKey) -> Early | None:
+    def _forget_early(self, key: RequestKey) -> None:
         early = self._early.pop(key, None)
         if early is not None:
             self._places.give(early.peer)
-        return early
 
     def _expire(self, offer: Entry) -> None:
         config = self._site.config

@@ -296,7 +296,6 @@ class _ActiveFlow(Struct, eq=False):
     finished: bool = False  # whether nothing follows
     since: float = 0.0  # when all that may go had been done last
     idle: asyncio.TimerHandle | None = None  # ends it after a while in which there is nothing to do
-    doubt: "_InDoubt | None" = None  # what may still move of it
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +304,7 @@ class _InDoubt:
 
     copy: Flow  # what the mover still has
     left: bool  # whether it has left this side: our memory is not read for it any more
-    let_go: Callback = no_op  # gives that memory back
+    let_go: Callback = no_op  # gives that memory back, and wants no other agent any more
 
 
 class Sender(Struct, eq=False):
@@ -337,8 +336,8 @@ class Sender(Struct, eq=False):
     _submitted: int = 0  # the first so many are, or were, the mover's
     _active: _ActiveFlow | None = None  # what the mover does now
     _stop_waiting: Callback = no_op  # ends what the next ones wait for
-    _doubtful: list[_InDoubt] = field(default_factory=list[_InDoubt])
-    _forgotten: bool = False  # nobody asks any more what becomes of these at the peer
+    _doubt: _InDoubt | None = None  # what is in doubt of the last one, which no other follows then
+    _forgotten: bool = False  # nobody asks any more what becomes of that at the peer
     _arrived: int = 0  # the first so many have arrived, and of those
     # these are being added up, or wait for ones before them
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
@@ -347,7 +346,6 @@ class Sender(Struct, eq=False):
     _firing: Flow | None = None  # `pull`: what waits for the events of the next chunk
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
-    _withdraw_rebuild: Callback = no_op
     _release_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
     _revoke: asyncio.TimerHandle | None = None
     _patience: asyncio.TimerHandle | None = None
@@ -630,9 +628,8 @@ class Sender(Struct, eq=False):
             await self._wait_shared(connected)
         if self._active is not active:
             return
-        late = partial(self._on_late_end, active)
         runs_on = may_outlive_agent(site, peer)
-        active.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on, late)
+        active.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on, self._on_late_end)
         if protocol.route is Route.STAGED and (nbytes := bound.most_bytes):
             most = min(len(protocol.ring), protocol.chunks - active.first)
             found = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
@@ -858,8 +855,7 @@ class Sender(Struct, eq=False):
         site, reads, extents = self.site, outcome.may_move, active.extents
         if active.flow is None:
             return
-        doubt = active.doubt = _InDoubt(active.flow, left=not reads)
-        self._doubtful.append(doubt)
+        doubt = self._doubt = _InDoubt(active.flow, left=not reads)
         if not reads:
             self._release_staging(active)
         elif extents:
@@ -874,24 +870,21 @@ class Sender(Struct, eq=False):
 
             doubt.let_go = let_go
 
-    def _on_late_end(self, active: _ActiveFlow, ended: bool) -> None:
+    def _on_late_end(self, ended: bool) -> None:
         """What was in doubt has ended after all; or our agent has, and what had left it may still land."""
-        doubt = active.doubt
+        doubt = self._doubt
         if doubt is None:
             return
         doubt.let_go()
         doubt.left = True
         if ended:
-            active.doubt = None  # which has a reference to it
-            self._doubtful.remove(doubt)
+            self._doubt = None
             self.protocol.doubt_ended()
         elif self._forgotten:
             self.forget()
         if self.protocol.state is SendState.ENDED:  # else all that remains is said at the end
-            if not self._reads:
-                self._withdraw_rebuild()
-                if self.offer is not None and self in self.offer.doubtful:
-                    self.offer.on_transfer_end(self)
+            if self.offer is not None and self in self.offer.doubtful:
+                self.offer.on_transfer_end(self)
             self._ended(self)
 
     def _report_arrived(self, chunks: int, timings: wire.Timings) -> None:
@@ -1078,12 +1071,12 @@ class Sender(Struct, eq=False):
     @property
     def severed(self) -> bool:
         """What is in doubt has left this side: it lands, if at all, at the agent that the decode rank had then."""
-        return bool(self._doubtful) and not self._reads and not may_outlive_agent(self.site, self.peer)
+        return self._doubt is not None and self._doubt.left and not may_outlive_agent(self.site, self.peer)
 
     @property
     def _reads(self) -> bool:
         """Whether memory of this side may still be read for what is in doubt."""
-        return not all(doubt.left for doubt in self._doubtful)
+        return self._doubt is not None and not self._doubt.left
 
     def forget(self) -> None:
         """Nobody asks any more what becomes of it at the peer, whose gates are let go of.
@@ -1092,9 +1085,8 @@ class Sender(Struct, eq=False):
         but where no end of an agent ends it, it might be looked for in vain for ever.
         """
         self._forgotten = True
-        for doubt in self._doubtful:
-            if doubt.left or may_outlive_agent(self.site, self.peer):
-                self.site.mover.forget(doubt.copy)
+        if self._doubt is not None and (self._doubt.left or may_outlive_agent(self.site, self.peer)):
+            self.site.mover.forget(self._doubt.copy)
 
     def keep_polling(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
@@ -1147,8 +1139,9 @@ class Sender(Struct, eq=False):
         if failure is None and self._all_ready and made is not None:
             incarnation = self.peer.identity.incarnation
             site.estimates.learn(incarnation, route, plain=made.plain_s, seconds=stats.finished - stats.started)
-        ours = route is Route.DIRECT and self._reads  # a post of ours may read the blocks
-        reads = ours or (route is Route.PULL and protocol.doubts > 0)
+        # a post of ours may read the blocks
+        ours = self._doubt if route is Route.DIRECT and self._reads else None
+        reads = ours is not None or (route is Route.PULL and protocol.doubts > 0)
         if failure is not None:
             self.report = FailureReport(
                 request=fetch.ticket.request,
@@ -1187,7 +1180,7 @@ class Sender(Struct, eq=False):
         if self.offer is not None:
             self.offer.stats.append(stats)
             self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
-        if ours:
-            self._withdraw_rebuild = request_rebuild(site, self.peer, urgent=True)
+        if ours is not None:
+            ours.let_go = request_rebuild(site, self.peer, urgent=True)
         if self._news is not None:
             self.wake()

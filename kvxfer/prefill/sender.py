@@ -378,7 +378,7 @@ class Sender(Struct, eq=False):
                     self._refuse_outside(offer)
                 elif bound.plan.pair.has_state and offer.tokens > stop:
                     reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {stop}"
-                    self._refuse_or_stop(Code.TOKENS, reason)
+                    self.refuse(Code.TOKENS, reason)
                 elif bound.plan.covered < min(offer.tokens, stop):  # its block lists reach further than the plan
                     make = partial(bound.grown, offer.spans, offer.tokens)
                     self._bound = await self.site.offload(make, rows=bound.rows)
@@ -389,7 +389,7 @@ class Sender(Struct, eq=False):
                     if not await self._prepare_ahead(bound):
                         await self._wait_for_news()
         except KvxferError as error:
-            self._refuse_or_stop(error.reason if isinstance(error, RefusedError) else error.code, str(error))
+            self.refuse(error.reason if isinstance(error, RefusedError) else error.code, str(error))
         except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
             self._stop_waiting()
             if self._active is not None and self._active.flow is None:
@@ -397,7 +397,7 @@ class Sender(Struct, eq=False):
             raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
             _log.error("task_failed", task=f"kvxfer send {protocol.fetch.transfer}", error=repr(error), exc_info=error)
-            self._refuse_or_stop(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
+            self.refuse(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
     async def _wait_for_offer(self) -> Entry | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
@@ -437,7 +437,7 @@ class Sender(Struct, eq=False):
         fetch = self.protocol.fetch
         asked = range(fetch.token_start, fetch.token_stop)
         what = f"tokens {asked.start}..{asked.stop - 1}" if asked else f"the state of {asked.stop} tokens"
-        self._refuse_or_stop(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
+        self.refuse(Code.TOKENS_OUTSIDE_OFFER, f"{what} were asked, but {offer.tokens} are on offer")
 
     def _void_ahead(self) -> None:
         """If this has to wait, tell the decode rank that what `Fetch` granted is void."""
@@ -546,7 +546,7 @@ class Sender(Struct, eq=False):
         """The events of the next chunk have."""
         self._firing = None
         if outcome.error is not None:
-            self._refuse_or_stop(outcome.error.code, str(outcome.error))
+            self.refuse(outcome.error.code, str(outcome.error))
         self.wake()
 
     def _event_of(self, chunk: int) -> Event:
@@ -993,11 +993,13 @@ class Sender(Struct, eq=False):
     # --- giving up
 
     def refuse(self, code: Code, reason: str) -> None:
-        """End before anything moved."""
+        """It cannot be done: that is a refusal before anything moved, and a failure afterwards."""
         if self.protocol.state is SendState.PARKED:
             self._stopped_at = self.step
             self.site.metrics.refusals_sent[code.name.lower()] += 1
             self._send(self.protocol.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
+        else:
+            self.stop(Failure(Status.FAILED, code, reason))
 
     def stop(self, failure: Failure) -> None:
         """Begin nothing more, and take back what is not posted; what is posted is waited for."""
@@ -1020,12 +1022,6 @@ class Sender(Struct, eq=False):
                 self._exposure.seek()
         self._send(messages)
         self.wake()
-
-    def _refuse_or_stop(self, code: Code, reason: str) -> None:
-        if self.protocol.state is SendState.PARKED:
-            self.refuse(code, reason)
-        else:
-            self.stop(Failure(Status.FAILED, code, reason))
 
     def _on_revoke_timeout(self) -> None:
         """Not in time did the decode rank say that it reads no more (`pull`), or our own work end: nobody need wait."""

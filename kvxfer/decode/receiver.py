@@ -844,9 +844,10 @@ class Receiver(Struct, eq=False):
     async def _land_checked(self, bound: BoundPlan | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
         protocol = self.protocol
-        while bound is not None and self.checking is not None and protocol.chunks_done < there:
+        while bound is not None and (checking := self.checking) is not None and protocol.chunks_done < there:
             chunk = protocol.chunks_done
-            await self._compare_sums(chunk, bound, bound.carried(chunk, chunk + 1))
+            if checking.wants(chunk, bound.carried(chunk, chunk + 1)):
+                await self._compare_sums(chunk, bound, checking)
             if self._given_up:
                 raise asyncio.CancelledError
             self._mark_landed(chunk + 1)
@@ -898,11 +899,8 @@ class Receiver(Struct, eq=False):
         reason = f"{self.tally.bytes} bytes were to come by this side's plan, and {self._nbytes} by the prefill rank's"
         return RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
-    async def _compare_sums(self, chunk: int, bound: BoundPlan, nbytes: int) -> None:
-        """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
-        checking = self.checking
-        if checking is None or not checking.wants(chunk, nbytes):
-            return
+    async def _compare_sums(self, chunk: int, bound: BoundPlan, checking: Checking) -> None:
+        """Compare a chunk that is in the caller's blocks with what the peer says it adds up to."""
         part = await self.site.offload(partial(bound.chunk, chunk), rows=bound.chunk_rows)
         self._check_moving()
         outcome = await self._flush_or_sum(SumPlan.at_destination(part))

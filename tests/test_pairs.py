@@ -236,7 +236,7 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
     body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
     selections = [selection_to_wire(one) for one in common(cache, cache)]
     plans = PairPlans(cache)
-    peers = [PeerInfo(1, Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
+    peers = [PeerInfo(Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
     for peer in peers:
         plans.add_peer(peer, plans.examine(peer, sending=True, convert=False))
     first = [plans.outgoing(peer, selections) for peer in peers]
@@ -255,7 +255,7 @@ def test_streams_in_both_directions_that_are_opened_at_once_convert_both_ways():
         for dtype in (torch.float32, torch.bfloat16)
     ]
     body = encode_body(AgentBody("loopback", b"", geometry_to_wire(theirs, with_addresses=False)))
-    reader, writer = [PeerInfo(1, Identity("both", b"e", b"incarnation", 0, 1, 0, ""), body) for _ in range(2)]
+    reader, writer = [PeerInfo(Identity("both", b"e", b"incarnation", 0, 1, 0, ""), body) for _ in range(2)]
     plans = PairPlans(own)
     found = plans.examine(reader, sending=True, convert=True), plans.examine(writer, sending=False, convert=True)
     plans.add_peer(reader, found[0])
@@ -271,7 +271,7 @@ def test_streams_in_both_directions_that_are_opened_at_once_convert_both_ways():
 def test_of_a_peer_that_is_gone_nothing_is_kept():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
     body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
-    peer = PeerInfo(1, Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
+    peer = PeerInfo(Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
     plans = PairPlans(cache)
     plans.add_peer(peer, plans.examine(peer, sending=False, convert=False))
     known = plans.geometry(peer)
@@ -289,7 +289,7 @@ def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhil
     ]
     bodies = [AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=True)) for cache in caches]
     before, after = [
-        PeerInfo(1, Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
+        PeerInfo(Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
     ]
     plans, planned = PairPlans(own), pairs._planned
     plans.add_peer(before, plans.examine(before, sending=True, convert=False))

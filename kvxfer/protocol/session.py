@@ -220,7 +220,6 @@ class Identity:
 class PeerInfo:
     """Who the other side is, once the handshake is complete."""
 
-    wire: int  # protocol version that both speak
     identity: Identity  # as the peer said it
     told: bytes | memoryview = field(repr=False)  # its agent body, as it came
     process: int = 0  # its process, as the kernel says it; 0 where that is not known
@@ -509,7 +508,7 @@ class Session:
         identity = Identity(
             said.engine, said.epoch, said.incarnation, said.rank, said.world, said.capabilities, said.package
         )
-        self.peer = PeerInfo(min(WIRE_VERSION, said.wire), identity, message.body, self._process)
+        self.peer = PeerInfo(identity, message.body, self._process)
         return Opened(self.peer)
 
     def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:

@@ -125,7 +125,7 @@ def test_bodies():
         identity = Identity("peer", b"e" * 16, b"i" * 16, 0, 1, 0b1111111, "kvxfer")
         began = thread_time()
         try:
-            made += plan_with(draw, PeerInfo(1, identity, encode_body(told)))
+            made += plan_with(draw, PeerInfo(identity, encode_body(told)))
             assert thread_time() - began < SECONDS
         except BaseException as error:
             error.add_note(f"FUZZ_SEED={campaign.SEED}, case {number}: {told!r:.3000}")
@@ -170,5 +170,5 @@ def test_bodies_that_are_as_large_as_they_can_be(what):
     told = AgentBody("loopback", b"metadata", LARGE[what])
     identity = Identity("peer", b"e" * 16, b"i" * 16, 0, 1, 0b1111111, "kvxfer")
     began = thread_time()
-    plan_with(Random(1), PeerInfo(1, identity, encode_body(told)))
+    plan_with(Random(1), PeerInfo(identity, encode_body(told)))
     assert thread_time() - began < SECONDS

@@ -43,7 +43,7 @@ def told():
         def peer(process):
             body = AgentBody("x", b"", [], host=here(), mapped=exports, locks=locks)
             who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.MAPPED), "")
-            return PeerInfo(1, who, encode_body(body), process)
+            return PeerInfo(who, encode_body(body), process)
 
         yield victim.process.pid, peer, geometry
 

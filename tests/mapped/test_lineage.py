@@ -49,7 +49,7 @@ def owner(kind):
 def peer(process, handle, *, staging="DRAM"):
     body = AgentBody("x", b"", [], [MemorySpan(staging, 0, 0, 4096)], host=here(), locks=handle)
     who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.GATES), "")
-    return PeerInfo(1, who, encode_body(body), process.pid)
+    return PeerInfo(who, encode_body(body), process.pid)
 
 
 @pytest.mark.parametrize("forks", [True, False])

@@ -85,7 +85,7 @@ def one(tmp_path):
 
 def peer(number, *, host=APART, locks=b"", staging="DRAM", process=0):
     body = AgentBody("x", b"", [], [MemorySpan(staging, 0, 0, 1)], host=host, locks=locks, process=number)
-    return PeerInfo(1, Identity("e", b"e" * 16, b"i" * 16, 0, 1, 0, ""), encode_body(body), process)
+    return PeerInfo(Identity("e", b"e" * 16, b"i" * 16, 0, 1, 0, ""), encode_body(body), process)
 
 
 @pytest.fixture

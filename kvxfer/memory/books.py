@@ -8,7 +8,6 @@ still write it (after a fetch) or read it (after an offer); blocks in doubt leav
 evidence. Offers hold nothing, since requests that share a prefix offer the same blocks at once; they only `check`.
 """
 
-import operator
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -319,18 +318,9 @@ class Share:
 
         Raises:
             ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
-                ever hold), or the share is empty, or more than half of it is in quarantine and none of what remains
-                holds the request.
+                ever hold), or more than half of that is in quarantine and none of what remains holds the request.
         """
-        nbytes = operator.index(nbytes)
-        if nbytes < 1:
-            raise ArenaError(f"a reservation of {nbytes} bytes makes no sense: it needs a byte")
         length = nbytes + -nbytes % ALIGNMENT
-        if not self.capacity:
-            raise ArenaError(
-                f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
-                "arena_bytes=0 switches the staged route off"
-            )
         if length > self.capacity:
             raise ArenaError(
                 f"a reservation of {nbytes} bytes ({length} with alignment) can never be served: the {self.name} share "
@@ -352,7 +342,7 @@ class Share:
         found: list[Extent] = []
         length = nbytes + -nbytes % ALIGNMENT
         contenders = len(self.held) + (peer not in self.held)
-        while len(found) < most and nbytes > 0 and not self._queue.overtaken:
+        while len(found) < most and not self._queue.overtaken:
             if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
                 break
             found.append(self._reserve(peer, nbytes, length, state))

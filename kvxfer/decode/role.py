@@ -52,7 +52,6 @@ TicketKey: TypeAlias = tuple[str, wire.TicketRef]
 class _Kept:
     """One request that is claimed."""
 
-    ticket: Ticket  # the latest one
     holders: int = 0  # claims of it that were made and not ended
     given_up: bool = False  # its last fetch was, by its caller: then nothing needs it when they have ended
 
@@ -108,8 +107,8 @@ class Claims:
         key = ticket.key
         if len(self) >= _MAX_CLAIMS and key not in self._engine_of:
             raise BusyError(f"{len(self)} claims are kept, which is as many as may")
-        kept = self.remove(key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
-        kept.ticket, kept.holders = ticket, kept.holders + 1
+        kept = self.remove(key) or _Kept()  # a ticket of the same request may name other endpoints
+        kept.holders += 1
         place = ticket.epoch, ticket.world, ticket.endpoints
         engine = self._engines.get(place)
         if engine is None:
@@ -119,7 +118,7 @@ class Claims:
         if not engine.unsent:
             self._site.loop.call_soon(self._send_new, engine)
         engine.unsent.append(key)
-        return partial(self._close_claim, kept)
+        return partial(self._close_claim, key, kept)
 
     def remove(self, key: TicketKey) -> _Kept | None:
         """Claim it no longer, whoever did."""
@@ -148,12 +147,12 @@ class Claims:
         self._engine_of.clear()
         self._engines.clear()
 
-    def _close_claim(self, kept: _Kept) -> bool:
+    def _close_claim(self, key: TicketKey, kept: _Kept) -> bool:
         kept.holders -= 1
-        engine = self._engine_of.get(kept.ticket.key)
-        last = not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept
+        engine = self._engine_of.get(key)
+        last = not kept.holders and engine is not None and engine.kept[key] is kept
         if last:
-            self.remove(kept.ticket.key)
+            self.remove(key)
         return last and kept.given_up
 
     def _forget_if_idle(self, engine: _Engine) -> None:
@@ -168,7 +167,7 @@ class Claims:
 
     def _send_batch(self, engine: _Engine, unsaid: list[TicketKey], ranks: Iterator[_Rank]) -> None:
         """Tell some of the ranks, and leave the others to the next turn, also if this one fails."""
-        rank, kept = None, [engine.kept[key] for key in unsaid if key in engine.kept]
+        rank, kept = None, [key for key in unsaid if key in engine.kept]
         try:
             for rank in islice(ranks, _RANKS_A_TURN):
                 self._send_to(engine, rank, kept)
@@ -182,10 +181,10 @@ class Claims:
     def _renew(self, engine: _Engine, rank: _Rank) -> None:
         rank.timer = None
         engine.busy -= 1
-        self._send_to(engine, rank, list(engine.kept.values()))
+        self._send_to(engine, rank, list(engine.kept))
         self._forget_if_idle(engine)
 
-    def _send_to(self, engine: _Engine, rank: _Rank, kept: list[_Kept]) -> None:
+    def _send_to(self, engine: _Engine, rank: _Rank, kept: list[TicketKey]) -> None:
         """Tell a prefill rank; one that is not connected (any more) is connected first, by one task."""
         if not kept or rank.connecting:
             return
@@ -204,7 +203,7 @@ class Claims:
         try:
             link = await self._peers.link(rank.endpoint, engine.epoch)
             rank.at, rank.failures, pause = link.endpoint, 0, link.heartbeat
-            _send(link, engine.kept.values())
+            _send(link, engine.kept)
         except KvxferError as error:
             if isinstance(error, (IdentityError, MismatchError)):  # whoever answers may well say so again
                 pause *= 2 ** min(rank.failures, _SLOWER)
@@ -231,8 +230,8 @@ class Claims:
         rank.due, rank.timer = due, self._site.call_at(due, partial(self._renew, engine, rank))
 
 
-def _send(link: Link, kept: Iterable[_Kept]) -> None:
-    refs = [one.ticket.ref() for one in kept]
+def _send(link: Link, kept: Iterable[TicketKey]) -> None:
+    refs = [ref for _, ref in kept]
     for first in range(0, len(refs), MAX_TICKETS):
         link.send(wire.Claim(refs[first : first + MAX_TICKETS]))
 

@@ -754,7 +754,7 @@ def renew_claims(worker: Any) -> None:
     """Claim everything anew, of the only engine's first rank."""
     claims = worker._service.decode.claims
     (engine,) = claims._engines.values()
-    claims._send_to(engine, engine.ranks[0], engine.kept.values())
+    claims._send_to(engine, engine.ranks[0], list(engine.kept))
 
 
 def withdraw_all(worker: Any) -> None:

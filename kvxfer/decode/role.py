@@ -86,7 +86,6 @@ class Claims:
         self._peers: Final = peers
         self._engine_of: dict[TicketKey, _Engine] = {}
         self._engines: dict[object, _Engine] = {}
-        self._closed = False
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -138,7 +137,6 @@ class Claims:
 
     def close(self) -> None:
         """Stop renewing, and connect nobody; for shutdown."""
-        self._closed = True
         for engine in self._engines.values():
             for rank in engine.ranks:
                 if rank.timer is not None:
@@ -218,7 +216,7 @@ class Claims:
 
     def _schedule(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
         """Tell a rank everything after so many seconds at the latest."""
-        if self._closed:
+        if self._engines.get(engine.place) is not engine:  # it was closed meanwhile
             return
         due = self._site.now() + seconds
         if rank.timer is None:

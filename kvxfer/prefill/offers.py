@@ -616,10 +616,8 @@ class OfferBook:
     def find(self, key: RequestKey) -> Entry | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
         offer = self._offers.get(key)
-        if offer is not None and offer.state is OfferState.LIVE:
-            return offer
-        if offer is not None and offer.ending is not None:
-            return _GONE[type(offer.ending)]
+        if offer is not None:
+            return offer if offer.ending is None else _GONE[type(offer.ending)]
         past = self._past.get(key)
         return past[1] if past is not None else None
 

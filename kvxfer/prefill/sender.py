@@ -551,9 +551,8 @@ class Sender(Struct, eq=False):
 
     def _event_of(self, chunk: int) -> Event:
         """When a chunk of an offer may be read that is waited for."""
-        if self.offer is None or self._bound is None:
-            return READY
-        events = self.offer.readiness.events(*self._bound.grid.of(chunk))
+        offer, bound = self.offer, self._bound
+        events = None if offer is None or bound is None else offer.readiness.events(*bound.grid.of(chunk))
         if events is None:
             raise TransferFailedError(f"chunk {chunk} was to be moved before it was ready")
         return join(events)

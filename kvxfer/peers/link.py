@@ -114,12 +114,12 @@ class Link(asyncio.Protocol):
     @property
     def heard(self) -> float:
         """When the peer was last heard, or later if this side stood still since; its beginning before that."""
-        return self.since if self._session is None else self._session.heard
+        return self.since if self._session is None else self._session.liveness.heard
 
     @property
     def heartbeat(self) -> float:
         """Seconds after which this side must speak; infinity before the handshake was begun."""
-        return math.inf if self._session is None else self._session.heartbeat
+        return math.inf if self._session is None else self._session.liveness.heartbeat
 
     def outdated(self, body: bytes) -> bool:
         """Whether the handshake told the peer something else of this side than this agent body."""

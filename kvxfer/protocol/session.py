@@ -302,7 +302,7 @@ class Session:
         self._reader = FrameReader()
         self._legal: Final = RECEIVED_WHEN_OPEN[role]
         self._began = now
-        self._liveness = Liveness(terms.heartbeat, terms.peer_timeout, now, now, now)
+        self.liveness: Final = Liveness(terms.heartbeat, terms.peer_timeout, now, now, now)
         self._unsent: deque[bytes | memoryview] = deque()
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
@@ -326,7 +326,7 @@ class Session:
         """
         if self.state is _OVER:
             return
-        self._liveness.heard = self._liveness.looked = now
+        self.liveness.heard = self.liveness.looked = now
         try:
             for message in self._reader.feed(data):
                 if self.state is _OVER:  # closed by whoever handled the last event
@@ -370,7 +370,7 @@ class Session:
         """
         if self.state is not State.OPEN:
             raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
-        payload, alive = encoder.encode(message), self._liveness
+        payload, alive = encoder.encode(message), self.liveness
         frame = LENGTH.pack(len(payload)) + payload
         if now - alive.looked > alive.heartbeat:  # else this side has not stood still
             alive.look(now)
@@ -399,23 +399,13 @@ class Session:
             self.unsent_bytes -= len(part)
         return b"".join(taken)
 
-    @property
-    def heard(self) -> float:
-        """When the peer was last heard, or later if this side stood still since."""
-        return self._liveness.heard
-
-    @property
-    def heartbeat(self) -> float:
-        """Seconds after which this side must speak: the shorter of both sides', once the peer has said its own."""
-        return self._liveness.heartbeat
-
     def next_deadline(self) -> float:
         """When `tick` wants to be called, at the latest; infinity once closed."""
         if self.state is State.CLOSED:
             return math.inf
         if self.state is not State.OPEN:
             return self._began + self._terms.handshake_timeout
-        return self._liveness.next_deadline()
+        return self.liveness.next_deadline()
 
     def tick(self, now: float) -> None:
         """Let time pass: sends `Ping` when nothing else was.
@@ -434,16 +424,16 @@ class Session:
                     f"no handshake within {terms.handshake_timeout:g} s (it stopped at {stopped.value!r})"
                 )
             return
-        self._liveness.look(now)
-        if self._liveness.silent(now):
+        self.liveness.look(now)
+        if self.liveness.silent(now):
             self.state = State.CLOSED
             raise PeerLostError(f"the peer was silent for {terms.peer_timeout:g} s", peer=self._name)
-        if self._liveness.due(now):
+        if self.liveness.due(now):
             self._write(Ping(), now)
 
     def excuse(self, now: float) -> None:
         """What the peer says is not read for now, as much of it is still being handled: its silence says nothing."""
-        self._liveness.heard = self._liveness.looked = now
+        self.liveness.heard = self.liveness.looked = now
 
     def close(self) -> None:
         """The stream is gone, or is to go. Nothing is sent or received any more. Idempotent."""
@@ -537,7 +527,7 @@ class Session:
         if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible")
         self._theirs, self.claimed = theirs, theirs.incarnation
-        self._liveness.agree(theirs.heartbeat_ms / 1000)
+        self.liveness.agree(theirs.heartbeat_ms / 1000)
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 
     def _agent(self, theirs: Hello | Welcome) -> Agent:
@@ -601,7 +591,7 @@ class Session:
         for part in encode_in_parts(message):
             self._unsent.append(part)
             self.unsent_bytes += len(part)
-        self._liveness.spoke = now
+        self.liveness.spoke = now
 
 
 def _transcript(hello: Hello, welcome: Welcome) -> bytes:

@@ -383,9 +383,9 @@ def test_two_idle_sessions_stay_open():
 def test_a_side_speaks_as_often_as_its_peer(ours, theirs, agreed):
     """Whose patience, and whose leases, are longer than twice its own heartbeat, whatever the other's is."""
     client, server = pair(client={"heartbeat": ours}, server={"heartbeat": theirs})
-    assert client.heartbeat == ours
+    assert client.liveness.heartbeat == ours
     assert not pump(client, server)[1]
-    assert client.heartbeat == agreed
+    assert client.liveness.heartbeat == agreed
     client.tick(agreed * 0.999)
     assert client.take_output() == b""
     assert client.next_deadline() == agreed

@@ -54,11 +54,11 @@ class World:
         self.transport = Choosy(())
         monkeypatch.setattr(module, "allocate", self._allocate)
 
-    def _allocate(self, kind, nbytes, device):
+    def _allocate(self, kind, nbytes, _):
         self.asked.append(kind)
         if kind in self.refused:
             raise self.refused[kind]
-        backing = Backing(kind, address=1 << 30, length=nbytes, device=device, free=self._free)
+        backing = Backing(kind, address=1 << 30, length=nbytes, free=self._free)
         self.held.append(backing)
         return backing
 

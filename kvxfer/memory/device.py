@@ -259,15 +259,13 @@ class Backing:
     Anything else is an `InvariantError`.
     """
 
-    __slots__ = ("_free", "address", "device", "kind", "length")
+    __slots__ = ("_free", "address", "kind", "length")
 
-    def __init__(self, kind: Kind, *, address: int, length: int, device: int | None, free: Callable[[], None]) -> None:
+    def __init__(self, kind: Kind, *, address: int, length: int, free: Callable[[], None]) -> None:
         """Wrap an allocation; use `allocate`. `free` keeps it alive, and is called at most once."""
         self.kind: Final[Kind] = kind
         self.address: Final = address  # first byte; a multiple of 4096
         self.length: Final = length  # usable bytes, as asked for
-        # index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was pinned; None for "cpu"
-        self.device: Final = device
         self._free: Callable[[], None] | None = free
 
     @property
@@ -294,7 +292,7 @@ class Backing:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
-        return f"<Backing {self.kind} device={self.device} address={self.address:#x} length={self.length} {state}>"
+        return f"<Backing {self.kind} address={self.address:#x} length={self.length} {state}>"
 
 
 def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
@@ -331,7 +329,7 @@ def _allocate_pages(nbytes: int) -> Backing:
         raise ArenaError(f"the system gives no {nbytes} bytes for the arena: {error}; lower arena_bytes") from error
     # what from_buffer returns keeps the pages from being unmapped, so it must not outlive this line
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
-    return _checked(Backing("cpu", address=address, length=nbytes, device=None, free=pages.close))
+    return _checked(Backing("cpu", address=address, length=nbytes, free=pages.close))
 
 
 def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, device: int) -> Backing:
@@ -356,7 +354,7 @@ def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, devic
         call(cuda, "cudaSetDevice", device)
         free()
 
-    return _checked(Backing(kind, address=address, length=nbytes, device=device, free=lambda: in_thread(release)))
+    return _checked(Backing(kind, address=address, length=nbytes, free=lambda: in_thread(release)))
 
 
 def _checked(backing: Backing) -> Backing:

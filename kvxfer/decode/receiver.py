@@ -292,7 +292,7 @@ class Receiver(Struct, eq=False):
     _source: BlockLists = {}  # the peer's blocks, as far as it named them
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
-    _waits: set[asyncio.Future[Any]] = set()  # for what is not our own
+    _shared: asyncio.Future[Any] | None = None  # which `run` waits for, and others do
     _last_reserve: _LastReserve = field(default_factory=_LastReserve)
     _writable: bool = False  # whether the caller's blocks may be written
     _bound: BoundPlan | None = None
@@ -1067,11 +1067,11 @@ class Receiver(Struct, eq=False):
     async def _wait_shared(self, future: "asyncio.Future[_T]") -> _T:
         """What a future brings that is somebody else's too."""
         mine = asyncio.shield(future)
-        self._waits.add(mine)
+        self._shared = mine
         try:
             found = await mine
         finally:
-            self._waits.discard(mine)
+            self._shared = None
         self._check_moving()
         return found
 
@@ -1162,8 +1162,8 @@ class Receiver(Struct, eq=False):
             self.site.mover.cancel(self._active.flow)
         if self._news is not None:
             self._news.cancel()
-        for waiting in list(self._waits):
-            waiting.cancel()
+        if self._shared is not None:
+            self._shared.cancel()
 
     def _on_evidence(self) -> None:
         """There is evidence, other than the peer's word, that nothing of it is written any more."""

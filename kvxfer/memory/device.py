@@ -295,7 +295,7 @@ class Backing:
         return f"<Backing {self.kind} address={self.address:#x} length={self.length} {state}>"
 
 
-def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
+def allocate(kind: Kind, nbytes: int, device: int = 0) -> Backing:
     """Allocate the arena.
 
     Args:
@@ -309,15 +309,11 @@ def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
         "pinned" memory lies on the NUMA node on which the calling thread may run, as far as that has room.
 
     Raises:
-        ArenaError: the memory is not there, or `device` is missing.
+        ArenaError: the memory is not there.
         MissingExtraError: cuda-bindings is not installed, for all but "cpu".
         FabricError: CUDA failed in another way, or has no such memory; the message carries CUDA's name for it.
     """
-    if kind == "cpu":
-        return _allocate_pages(nbytes)
-    if device is None or device < 0:
-        raise ArenaError(f"an arena of kind {kind!r} needs the index of a GPU, not {device}")
-    return _allocate_cuda(kind, nbytes, device)
+    return _allocate_pages(nbytes) if kind == "cpu" else _allocate_cuda(kind, nbytes, device)
 
 
 def _allocate_pages(nbytes: int) -> Backing:

@@ -179,13 +179,6 @@ class TestCuda:
             pci_bus_id(3)
 
     @pytest.mark.parametrize("kind", ["cuda", "fabric", "pinned"])
-    @pytest.mark.parametrize("device", [None, -1])
-    def test_a_gpu_must_be_named(self, cuda, kind, device):
-        with pytest.raises(ArenaError, match="index of a GPU"):
-            allocate(kind, 4096, device)
-        assert cuda.calls == []
-
-    @pytest.mark.parametrize("kind", ["cuda", "fabric", "pinned"])
     def test_without_the_extra_the_command_is_named(self, monkeypatch, kind):
         def missing(name):
             raise ModuleNotFoundError(name)

@@ -105,7 +105,7 @@ class Buffer:
 
     def __init__(self, device: str, nbytes: int) -> None:
         index = index_of(device)
-        self._backing: Final[Backing] = allocate("cpu" if index is None else "cuda", nbytes, index)
+        self._backing: Final[Backing] = allocate("cpu" if index is None else "cuda", nbytes, index or 0)
         self.address: Final = self._backing.address
         self.nbytes: Final = nbytes
         self.index: Final = index or 0

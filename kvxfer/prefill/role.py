@@ -204,8 +204,7 @@ class Prefill:
             refusal = Code.TOO_MANY
         if refusal is not None:
             site.metrics.refusals_sent[refusal.name.lower()] += 1
-            reason = _REASONS.get(refusal, refusal.name.lower())
-            link.send(wire.Refuse(message.transfer, refusal, reason, RETRY_MS.get(refusal, 0)))
+            link.send(wire.Refuse(message.transfer, refusal, _REASONS[refusal], RETRY_MS.get(refusal, 0)))
             return
         site.note_fenced(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)

@@ -185,7 +185,7 @@ class Entry:
         self.state = OfferState.LIVE
         self.ending: Ending | None = None
         self.transfers: Final[set[Sender]] = set()
-        self.doubtful: Final[dict[Sender, str]] = {}  # over, but its reads may be in flight; with the peer
+        self.doubtful: Final[dict[Sender, None]] = {}  # over, but its reads may be in flight
         self.stats: Final = deque[TransferStats](maxlen=_STATS)
         self._book = book
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
@@ -228,7 +228,7 @@ class Entry:
         if self.state is not OfferState.ENDING or self.transfers or self.ending is None:
             return
         if self.doubtful:
-            self._keep_in_doubt(",".join(sorted(set(self.doubtful.values()))))
+            self._keep_in_doubt()
             return
         self.state = OfferState.ENDED
         ending = self.ending
@@ -242,15 +242,15 @@ class Entry:
             if not self._quiescent.done:  # the worker was not closed meanwhile, and has said that it will not come
                 self._quiescent.end()
 
-    def on_transfer_end(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
-        """A transfer is over; `in_doubt` names the peer if its reads of the blocks may still be in flight.
+    def on_transfer_end(self, transfer: "Sender", *, in_doubt: bool = False, moved: bool = False) -> None:
+        """A transfer is over; `in_doubt` if its reads of the blocks may still be in flight.
 
         If it succeeded (`moved`), its decode engine lives, and has a whole lease to say that it is done.
         """
         self.transfers.discard(transfer)
         self.doubtful.pop(transfer, None)
         if in_doubt:
-            self.doubtful[transfer] = in_doubt
+            self.doubtful[transfer] = None
         if moved:
             self.renew_lease()
         if self.state is not OfferState.LIVE:
@@ -260,7 +260,7 @@ class Entry:
 
     def leave_in_doubt(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""
-        self._keep_in_doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
+        self._keep_in_doubt()
         self._quiescent.end(
             ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
         )
@@ -279,11 +279,11 @@ class Entry:
         """Its name in the custody books."""
         return f"offer {self.key[0]}/{self.key[1]}"
 
-    def _keep_in_doubt(self, peer: str) -> None:
+    def _keep_in_doubt(self) -> None:
         """Reads of the blocks did not end: tell whoever waits, and keep the blocks in custody."""
         if self._ended.done():
             return
-        blocks = self.block_ids()
+        blocks, peer = self.block_ids(), ",".join(sorted({t.peer.name for t in (*self.transfers, *self.doubtful)}))
         self.site.custody.doubt_reads(self._holder, blocks)
         error = MemoryInDoubtError(
             f"the blocks of offer {self.key[0]!r} may still be read by a copy or post of ours, or by {peer}, which is "

@@ -1031,7 +1031,7 @@ class Sender(Struct, eq=False):
         copying = summing or (flow is not None and site.mover.may_copy(flow))
         if self.offer is not None and (copying or (flow is not None and late >= patience)):  # in a call for so long
             reads = copying or self.protocol.route is Route.DIRECT
-            self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "")
+            self.offer.on_transfer_end(self, in_doubt=reads)
             self._send(self.protocol.give_up_waiting())
         elif flow is not None:  # posts have a bound, while the transport stands by it
             self._revoke = site.call_at(site.now() + patience, self._on_revoke_timeout)
@@ -1174,7 +1174,7 @@ class Sender(Struct, eq=False):
             self.leave_process()
         if self.offer is not None:
             self.offer.stats.append(stats)
-            self.offer.on_transfer_end(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
+            self.offer.on_transfer_end(self, in_doubt=reads, moved=failure is None)
         if ours is not None:
             ours.let_go = request_rebuild(site, self.peer, urgent=True)
         if self._news is not None:

@@ -217,7 +217,7 @@ def ends_with_its_process(patch):
 
 def no_doubt_of_offers(patch):
     left = Entry.on_transfer_end
-    patch.setattr(Entry, "on_transfer_end", lambda *given, in_doubt="", moved=False: left(*given, moved=moved))
+    patch.setattr(Entry, "on_transfer_end", lambda *given, in_doubt=False, moved=False: left(*given, moved=moved))
 
 
 def cancel_at_once(patch):

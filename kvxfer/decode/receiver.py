@@ -288,7 +288,6 @@ class Receiver(Struct, eq=False):
     checking: Checking | None = None  # what it says its chunks add up to, if that is compared
     route: Route = Route.UNKNOWN  # as the prefill rank chose it
     why: str = ""
-    _routes: Sequence[Route] = ()  # that it was asked for
     _source: BlockLists = {}  # the peer's blocks, as far as it named them
     _granted: list[tuple[int, float]] = []  # up to which chunk, and when
     _readable: list[tuple[int, float, int]] = []  # up to which chunk, until when, through what
@@ -367,7 +366,7 @@ class Receiver(Struct, eq=False):
 
         It may have accepted with that route, and announced chunks, though nothing of this was heard.
         """
-        pull = Route.PULL in self._routes if self.route is Route.UNKNOWN else self.route is Route.PULL
+        pull = Route.PULL in self.part.asks.routes if self.route is Route.UNKNOWN else self.route is Route.PULL
         return pull and self.is_lost
 
     @property
@@ -397,11 +396,10 @@ class Receiver(Struct, eq=False):
         site, fetch, part, link, grants = self.site, self.fetch, self.part, self.link, self.grants
         spans, tokens, after, pair = fetch.spans, fetch.tokens, fetch.after, part.pair
         protocol, exposure = self.protocol, self.exposure
-        # of a peer that was lost since it was looked up nothing is known any more
-        routes, writes = part.asks.routes if link.is_open else [], after is READY
+        routes, writes = part.asks.routes, after is READY
         first = routes[0] if routes else Route.UNKNOWN
         staged = first is Route.STAGED
-        self._routes, self._writable, exposure.then = routes, writes, self._on_evidence
+        self._writable, exposure.then = writes, self._on_evidence
         if site.sums_every:
             self.checking = Checking(self.protocol.transfer, site.sums_every)
         ahead = (staged or (first in IN_PLACE and (writes or has_fired(after)))) and not site.rebuilds.paused
@@ -947,11 +945,12 @@ class Receiver(Struct, eq=False):
             self._granted.append((protocol.granted, site.now()))
         else:
             self._void_ahead()
-        if route not in self._routes:
+        routes = self.part.asks.routes
+        if route not in routes:
             reason = f"the peer chose the route {route.name.lower()}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
-        if (preferred := site.config.route) != "auto" and ROUTE_NAMES[self._routes[0]] != preferred:  # it was not asked
+        if (preferred := site.config.route) != "auto" and ROUTE_NAMES[routes[0]] != preferred:  # it was not asked
             reason = f"{preferred} is not possible for this pair"
             site.metrics.fell_back(reason)
             _log.warning("route_fell_back", peer=self.peer.name, transfer=self.fetch.id, reason=reason)

@@ -396,7 +396,6 @@ class Metrics:
         self.sessions_opened: Final[Counter[str]] = Counter()  # handshakes, by what this rank does in the session
         self.offers_ended: Final[Counter[str]] = Counter()
         self.quarantined_bytes_ever = 0  # memory that went into quarantine because a peer may still touch it
-        self.agents_rebuilt = 0
         self.admission_waits = 0  # transfers that had to wait for memory
         self.admission_wait_seconds = 0.0
         self.loop_lag: Final = _Histogram()

@@ -20,7 +20,6 @@ def buckets(histogram):
 def test_counters():
     metrics = Metrics()
     metrics.offer_ended(("r", 0), "released", 1.0)
-    metrics.agents_rebuilt += 1
     metrics.fell_back("no native atomics")
     metrics.frames_received["Accept"] += 2
     metrics.admission_waited(0.25)
@@ -37,7 +36,6 @@ def test_counters():
         "offers_ended": {"released": 1},
         "admission_waits": 2,
         "admission_wait_seconds": 0.75,
-        "agents_rebuilt": 1,
         "loop_blocked": 1,
         "loop_lag_max_seconds": 0.5,
         "loop_lag_recent_seconds": 0.25,

@@ -318,7 +318,6 @@ class Rebuilding:
             self._set_timer()
         took = site.now() - began
         if done:
-            site.metrics.agents_rebuilt += 1
             _log.warning("agent_rebuilt", count=site.rebuilds.count, duration=took)
         elif not self._closed:
             _log.warning("agent_not_rebuilt", reason=why)

@@ -100,7 +100,7 @@ class Host(Strangers):
     def rebuilt(self) -> int:
         """How often the agent was made anew."""
         (worker,) = self.workers
-        return worker.describe()["metrics"]["agents_rebuilt"]
+        return worker.describe()["agent"]["rebuilt"]
 
     def session(self) -> int:
         """Number of the session that is open, counted from the first that was asked for; 0 if none is."""

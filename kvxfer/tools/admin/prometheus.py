@@ -94,7 +94,9 @@ _COUNTERS: Final[Mapping[str, tuple[str, str, _Find]]] = {
     "kvxfer_quarantine_entered_bytes": (
         "Bytes that ever went into quarantine.", "", _counted("quarantined_bytes_ever")
     ),
-    "kvxfer_agents_rebuilt": ("Times that the transport's agent was made anew.", "", _counted("agents_rebuilt")),
+    "kvxfer_agents_rebuilt": (
+        "Times that the transport's agent was made anew.", "", lambda state: state["agent"]["rebuilt"]
+    ),
     "kvxfer_admission_waits": ("Reservations that had to wait for memory.", "", _counted("admission_waits")),
     "kvxfer_admission_wait_seconds": ("Seconds that they waited.", "", _counted("admission_wait_seconds")),
     "kvxfer_loop_blocked": ("Times that the event loop stood still for 0.25 s or more.", "", _counted("loop_blocked")),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast, get_args
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast, get_args
 
 import structlog
 from msgspec import Struct, field
@@ -25,7 +25,6 @@ __all__ = [
     "RECENT_SECONDS",
     "SECONDS",
     "Ended",
-    "HistogramSnapshot",
     "Intervals",
     "Metrics",
     "Observer",
@@ -331,17 +330,8 @@ class Observer(Protocol):
         ...
 
 
-class HistogramSnapshot(TypedDict):
-    """Durations: how many fell into each bucket (the last one is for what is above all bounds), and their sum."""
-
-    counts: list[int]
-    sum: float
-
-
 class _Histogram:
-    """Durations by bucket."""
-
-    __slots__ = ("counts", "sum")
+    """Durations: how many fell into each bucket (the last one is for what is above all bounds), and their sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -350,9 +340,6 @@ class _Histogram:
     def add(self, seconds: float) -> None:
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
-
-    def snapshot(self) -> HistogramSnapshot:
-        return {"counts": list(self.counts), "sum": self.sum}
 
 
 class _Account:
@@ -364,16 +351,6 @@ class _Account:
         self.pieces = self.chunks = 0
         self.durations: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
         self.stages: Final[defaultdict[str, _Histogram]] = defaultdict(_Histogram)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "transfers": dict(self.transfers),
-            "bytes": dict(self.bytes),
-            "pieces": self.pieces,
-            "chunks": self.chunks,
-            "durations": {route: histogram.snapshot() for route, histogram in self.durations.items()},
-            "stages": {stage: histogram.snapshot() for stage, histogram in self.stages.items()},
-        }
 
 
 class Metrics:
@@ -464,12 +441,20 @@ class Metrics:
 
     def snapshot(self) -> dict[str, Any]:
         """All counters now, as plain numbers that later changes do not touch."""
-        plain: dict[str, Any] = {"loop_lag_recent_seconds": max(0.0, self._loop_lags[0][1]) if self._loop_lags else 0.0}
-        for name, value in vars(self).items():
-            if isinstance(value, Counter):
-                plain[name] = dict(cast("Counter[str]", value))
-            elif isinstance(value, _Account | _Histogram):
-                plain[name] = value.snapshot()
-            elif not name.startswith("_"):
-                plain[name] = value
-        return plain
+        recent = max(0.0, self._loop_lags[0][1]) if self._loop_lags else 0.0
+        return {"loop_lag_recent_seconds": recent, **_data(self)}
+
+
+def _data(counted: Any) -> Any:
+    """What was counted as plain numbers, by name or by label."""
+    match counted:
+        case dict():
+            labelled = cast("dict[str, Any]", counted)
+            return {label: _data(value) for label, value in labelled.items()}
+        case list():
+            return [*cast("list[int]", counted)]
+        case int() | float():
+            return counted
+        case _:
+            named = cast("dict[str, Any]", vars(counted))
+            return {name: _data(value) for name, value in named.items() if not name.startswith("_")}

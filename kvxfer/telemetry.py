@@ -183,11 +183,6 @@ class Intervals(list[tuple[float, float]]):
         self += other
         self.unite()
 
-    def spans(self) -> tuple[tuple[float, float], ...]:
-        """The union as disjoint intervals, in order."""
-        self.unite()
-        return tuple(self)
-
     def unite(self) -> None:
         """Keep only their union: few, however many chunks there were."""
         united: list[tuple[float, float]] = []
@@ -202,7 +197,7 @@ class Intervals(list[tuple[float, float]]):
 
     @property
     def length(self) -> float:
-        """Seconds in which at least one interval ran."""
+        """Seconds in which at least one interval ran. Unless it is 0, they are their union from then on."""
         if len(self) > 1:
             self.unite()
         total = 0.0

@@ -308,8 +308,8 @@ class Ended(Struct, frozen=True):
 class Observer(Protocol):
     """Hears of what begins and ends. It must not raise. Instants are seconds of the worker's clock."""
 
-    def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
-        """A fetch began. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
+    def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str | None:
+        """A fetch began. What prefill ranks are told of the trace that it belongs to, if anything."""
         ...
 
     def offer_began(self, key: RequestKey, at: float) -> None:
@@ -377,7 +377,7 @@ class Metrics:
 
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
         """Take note of a fetch. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
-        return self._observer.fetch_began(transfer, key, at) if self._observer is not None else ""
+        return (self._observer.fetch_began(transfer, key, at) if self._observer is not None else None) or ""
 
     def transfer_ended(self, ended: Ended) -> None:
         """Count one transfer: its outcome, its bytes, and if it succeeded where its time went."""

@@ -106,12 +106,9 @@ class Traces:
         self._fetches: Final[dict[str, tuple[Span, _Clock]]] = {}
         self._offers: Final[dict[RequestKey, _Offered]] = {}
 
+    @_harmless
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
         """A fetch began: what its peers are told."""
-        return self._fetch_began(transfer, key, at) or ""
-
-    @_harmless
-    def _fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
         clock = self._clock(at)
         about = self._about(key) | {"kvxfer.transfer": transfer}
         span = self._tracer.start_span("kvxfer.fetch", None, SpanKind.CLIENT, about, start_time=clock(at))

@@ -464,7 +464,8 @@ class Site:
     gates: Gates  # what keeps peers out of this rank's memory
     processes: Processes  # whether peers on this host are still there
     peer_gates: PeerGates = field(default_factory=PeerGates)  # what leads through the gates of peers
-    fenced: dict[bytes, bool] = field(default_factory=dict[bytes, bool])  # whether peers pass gates, by incarnation
+    # by incarnation, whether peers pass gates that grants name: each says so, and may not have opened them again
+    fenced: dict[bytes, bool] = field(default_factory=dict[bytes, bool])
     issuer: Issuer | None = None  # makes and checks tickets; None until the engine is joined
     tasks: Tasks = field(default_factory=Tasks)  # work that the worker owns
     # tasks that look for evidence: closing does not wait for them, but has them look once more
@@ -630,10 +631,6 @@ class Site:
         config = self.config
         times = max(1.0, nbytes / (config.window * config.chunk_bytes))
         return min(FOREVER_MS, int(config.grant_lease * 1000 * times))
-
-    def note_fenced(self, peer: PeerInfo, *, fenced: bool) -> None:
-        """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""
-        self.fenced[peer.identity.incarnation] = fenced
 
     def pause(self) -> None:
         """The agent is about to be made anew: grant nothing that is reached through it."""

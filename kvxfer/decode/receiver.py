@@ -957,7 +957,7 @@ class Receiver(Struct, eq=False):
         self.route, self.why, staged = route, message.why, route is Route.STAGED
         self._flushes = not staged and _by_nic(self, staged=False)
         tally.chunks, tally.predicted = message.chunks, message.predicted_us / 1e6 or None
-        site.note_fenced(self.peer, fenced=message.fenced)
+        site.fenced[self.peer.identity.incarnation] = message.fenced
         exposure.routes = (route,)
         try:
             if message.ahead:

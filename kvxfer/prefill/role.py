@@ -206,7 +206,7 @@ class Prefill:
             site.metrics.refusals_sent[refusal.name.lower()] += 1
             link.send(wire.Refuse(message.transfer, refusal, _REASONS[refusal], RETRY_MS.get(refusal, 0)))
             return
-        site.note_fenced(link.peer, fenced=message.fenced)
+        site.fenced[link.peer.identity.incarnation] = message.fenced
         sums_every = self._checks.get(link, 0)
         sender = self.transfers[key] = Sender(site, link, link.peer, Sending(message), self._on_end, sums_every, listed)
         self._waiting[sender] = None

@@ -511,9 +511,9 @@ class Site:
             MismatchError: If its description contradicts itself, or what both sides hold cannot be copied as it is.
             ProtocolError: If it cannot be read.
         """
-        theirs = Capability(peer.identity.capabilities)
+        theirs = peer.identity.capabilities
         asked = theirs if sending else self.capabilities  # the decode rank's
-        if self.config.sums_every and not sending and Capability.SUMS not in theirs:
+        if self.config.sums_every and not sending and not theirs & Capability.SUMS:
             raise MismatchError(
                 f"integrity={self.config.integrity} is set here, but {peer.name} cannot add up what it sends",
                 peer=peer.name,
@@ -521,7 +521,7 @@ class Site:
             )
 
         def look() -> Agreed:
-            agreed = self.plans.examine(peer, sending=sending, convert=Capability.CONVERT in asked)
+            agreed = self.plans.examine(peer, sending=sending, convert=bool(asked & Capability.CONVERT))
             self.mappings.check_session(peer, agreed.geometry)
             return agreed
 
@@ -538,12 +538,11 @@ class Site:
                 allow; or if the peer holds something else than what is mapped of it.
         """
         peer, trusted, sending = link.peer, link.trusted, link.role is Role.SERVER
-        theirs = Capability(peer.identity.capabilities)
         self.support_of.clear()
         self.plans.add_peer(peer, agreed)
         self.mappings.check_session(peer, agreed.geometry)
         self.peer_gates.on_session(peer)
-        if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
+        if trusted and peer.identity.capabilities & Capability.GATES:  # it was told of the locks, and says if they fail
             self.fenced.setdefault(peer.identity.incarnation, True)  # it may have, on another link
         self.processes.on_session(peer, link.process)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
@@ -574,7 +573,7 @@ class Site:
         """Name why there is no route."""
         here, there = (
             "an arena" if staged else "none"
-            for staged in (self.staging, Capability.STAGED in Capability(peer.identity.capabilities))
+            for staged in (self.staging, peer.identity.capabilities & Capability.STAGED)
         )
         support = self.route_support(peer, trusted=trusted, sending=sending)
         if support.converts:
@@ -686,25 +685,25 @@ class Site:
 
     def _support(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> RouteSupport:
         """The same, but for memory that could not be mapped."""
-        theirs = Capability(peer.identity.capabilities)
+        theirs = peer.identity.capabilities
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
         if sending:
             mapped = known and Mappings.is_offered(peer)
         else:
-            mapped = known and Capability.MAPPED in self.capabilities and not unlike(peer.body.host)
+            mapped = known and bool(self.capabilities & Capability.MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else self.capabilities  # the decode rank's
         fits = self._both_stage(peer) and self.plans.chunk_fits(peer, self.config.chunk_bytes, sending=sending)
         possible = {
             Route.STAGED: fits,
-            Route.DIRECT: known and not converts and Capability.DIRECT in writable,
-            Route.PULL: known and not converts and Capability.PULL in theirs,
+            Route.DIRECT: known and not converts and writable & Capability.DIRECT,
+            Route.PULL: known and not converts and theirs & Capability.PULL,
             Route.MAPPED: mapped,  # as far as this side knows
         }
         return RouteSupport(frozenset(route for route, can in possible.items() if can), converts)
 
     def _both_stage(self, peer: PeerInfo) -> bool:
-        return self.staging is not None and Capability.STAGED in Capability(peer.identity.capabilities)
+        return self.staging is not None and bool(peer.identity.capabilities & Capability.STAGED)
 
     @property
     def engine_issuer(self) -> Issuer:

@@ -539,7 +539,7 @@ class Session:
         ours = dict(self._terms.facts)
         different = {name: (ours[name], value) for name, value in facts if name in ours and ours[name] != value}
         able = {name for name, values in different.items() if name.endswith(_DTYPE) and convertible(*values)}
-        if self._hello is not None and Capability.CONVERT in Capability(self._hello.capabilities):
+        if self._hello is not None and self._hello.capabilities & Capability.CONVERT:
             different = {name: values for name, values in different.items() if name not in able}
         if different:
             shown = "; ".join(f"{name}: {mine!r} here, {their!r} there" for name, (mine, their) in different.items())

@@ -260,7 +260,7 @@ class Rebuilding:
     def send_renewed(self, link: Link) -> None:
         """Tell a peer how the agent that there is now is reached."""
         told = decode_body(self._site.body[link.trusted])
-        if Capability.RENEWED in Capability(link.peer.identity.capabilities):
+        if link.peer.identity.capabilities & Capability.RENEWED:
             link.send(wire.Renewed(told.renewals, told.metadata))
         else:
             link.close("the agent of this rank was rebuilt: meet again")

@@ -559,7 +559,7 @@ class Mappings:
     @staticmethod
     def is_offered(peer: PeerInfo) -> bool:
         """Whether a peer lets this rank map its memory."""
-        return Capability.MAPPED in Capability(peer.identity.capabilities) and bool(peer.body.mapped)
+        return bool(peer.identity.capabilities & Capability.MAPPED and peer.body.mapped)
 
     async def open(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
         """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once."""

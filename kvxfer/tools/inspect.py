@@ -28,8 +28,8 @@ _WIDTH: Final = 18
 _SECRET: Final = frozenset({"mac", "proof", "same", "nonce", "payload", "metadata"})
 _PACKED: Final = frozenset({"ids", "layers"})
 _ADDRESSES: Final = frozenset({"address", "base"})
-_UNITS: Final = {"_ms": "ms", "_us": "us", "_bytes": "bytes"}
-_BYTE_COUNTS: Final = frozenset({"bytes", "length"})
+_UNITS: Final = {"_ms": "ms", "_us": "us", "bytes": "bytes", "length": "bytes", "strides": "bytes"}
+"""By how names of fields end."""
 _HEX: Final = re.compile(r"(?:0[xX])?([0-9a-fA-F]*)")
 _FIELD: Final = re.compile(r"at `\$\[(\d+)\]")
 
@@ -221,10 +221,6 @@ def _number(name: str, value: int) -> str:
         return " | ".join([*known, *([f"unknown {rest:#x}"] if rest else [])]) or "none"
     if name in _ADDRESSES:
         return hex(value)
-    if name in _BYTE_COUNTS:
-        return f"{value} bytes"
-    if name == "strides":
-        return f"{value} bytes"
     unit = next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
     return f"{value} {unit}".rstrip()
 

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -37,6 +37,7 @@ __all__ = [
     "cpu_numbers",
     "is_admitted",
     "lazy",
+    "runs",
 ]
 
 # --- element types
@@ -277,7 +278,19 @@ def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
-# --- CPUs
+# --- runs of numbers, and CPUs
+
+
+def runs(numbers: Iterable[int]) -> list[str]:
+    """Numbers as text such as `0-7` and `16`. The order is kept, and only ascending neighbours are joined."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in found]
+
 
 _CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
 

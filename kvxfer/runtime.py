@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import anyio
 import anyio.to_thread
 
 from kvxfer.errors import ClosedError, ConfigError, FabricError, ForkedError, KvxferError, UsageError
-from kvxfer.names import cpu_numbers
+from kvxfer.names import cpu_numbers, runs
 
 __all__ = [
     "TURN_SECONDS",
@@ -313,7 +313,7 @@ class Placement:
     @property
     def listed(self) -> str:
         """The CPUs as text such as `0-7,16`; `any` if threads may run anywhere."""
-        return _listed(sorted(self.cpus)) or "any"
+        return _listed(self.cpus) or "any"
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Do work that allocates pinned memory: in a thread there, which is waited for, or here if there is no wish."""
@@ -363,10 +363,10 @@ def place(
 
 def _given(cpus: tuple[int, ...]) -> Placement:
     allowed = allowed_cpus()
-    if outside := sorted(frozenset(cpus) - allowed):
+    if outside := frozenset(cpus) - allowed:
         raise ConfigError(
             f"affinity names CPUs that this process may not use: {_listed(outside)}; it may use "
-            f"{_listed(sorted(allowed)) or 'none that it could choose'}"
+            f"{_listed(allowed) or 'none that it could choose'}"
         )
     placement = Placement(frozenset(cpus), "affinity names them")
     if refusal := placement.refusal():
@@ -405,12 +405,6 @@ def _node(bus_id: str) -> tuple[int, frozenset[int]]:
     return node, frozenset(cpu_numbers((_SYSFS / f"devices/system/node/node{node}/cpulist").read_text()))
 
 
-def _listed(cpus: "list[int] | tuple[int, ...]") -> str:
+def _listed(cpus: Iterable[int]) -> str:
     """Numbers as text such as `0-7,16`."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(runs(sorted(cpus)))

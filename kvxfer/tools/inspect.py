@@ -10,13 +10,14 @@ Sans-I/O; works on hostile bytes.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Final, cast
 
 import msgspec
 
 from kvxfer.errors import ProtocolError
+from kvxfer.names import runs
 from kvxfer.protocol.framing import LENGTH, SESSION_FRAME_LIMIT, decode, decode_body, peek_tag
 from kvxfer.protocol.messages import BY_TAG, IGNORABLE_TAG, WHOLE, Agent, AgentBody, Capability, unpack_f32, unpack_u32
 
@@ -197,7 +198,7 @@ def _bytes(name: str, value: bytes) -> str:
     if name in _PACKED:
         return _ranges(unpack_u32(value))
     if name == "scale":
-        return _numbers(unpack_f32(value))
+        return _some([f"{number:g}" for number in unpack_f32(value)]) or "none (1)"
     if name == "body":
         return f"{len(value)} bytes, decoded below"
     if not value:
@@ -225,22 +226,11 @@ def _number(name: str, value: int) -> str:
     return f"{value} {unit}".rstrip()
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Ids as runs: `0-3, 8 (5)`. The order is kept, and only ascending neighbours are joined."""
-    runs: list[list[int]] = []
-    total = 0
-    for number in numbers:
-        total += 1
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:_SHOWN_RANGES])
-    more = f", ... {len(runs) - _SHOWN_RANGES} more runs" if len(runs) > _SHOWN_RANGES else ""
-    return f"{shown}{more} ({total})" if total else "none (0)"
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ids as runs: `0-3, 8 (5)`."""
+    return f"{_some(runs(numbers), ' runs') or 'none'} ({len(numbers)})"
 
 
-def _numbers(numbers: Sequence[float]) -> str:
-    shown = ", ".join(f"{number:g}" for number in numbers[:_SHOWN_RANGES])
-    more = f", ... {len(numbers) - _SHOWN_RANGES} more" if len(numbers) > _SHOWN_RANGES else ""
-    return f"{shown}{more}" or "none (1)"
+def _some(shown: Sequence[str], what: str = "") -> str:
+    more = f", ... {len(shown) - _SHOWN_RANGES} more{what}" if len(shown) > _SHOWN_RANGES else ""
+    return ", ".join(shown[:_SHOWN_RANGES]) + more

@@ -41,7 +41,7 @@ from kvxfer.geometry.rows import Ids
 from kvxfer.integrations.sglang.caches import Rows
 from kvxfer.telemetry import TransferStats
 
-__all__ = ["Poll", "Receiving", "Room", "RoomFailedError", "Rooms", "Sending", "failure", "request_of"]
+__all__ = ["Poll", "Receiving", "Room", "RoomFailedError", "Rooms", "Sending", "request_of"]
 
 # --- what both engines have in common
 
@@ -57,16 +57,16 @@ class Poll(IntEnum):
 
 
 class RoomFailedError(TransferFailedError):
-    """A request of sglang's was not handed over, as its scheduler asks for the reason.
+    """A request of sglang's was not handed over, as its scheduler asks for the reason: without one another rank failed.
 
     Remedy: read `failure_reason`; sglang reports the request as failed, and the client may try again.
     """
 
-    def __init__(self, room: int, reason: str, *, elsewhere: bool) -> None:
-        super().__init__(f"room {room}: {reason}")
+    def __init__(self, room: int, reason: str) -> None:
+        self.failure_reason = reason or "it failed on another rank"
+        super().__init__(f"room {room}: {self.failure_reason}")
         self.bootstrap_room = room
-        self.failure_reason = reason
-        self.is_from_another_rank = elsewhere
+        self.is_from_another_rank = not reason
 
 
 class Room(Protocol):
@@ -85,11 +85,6 @@ class Room(Protocol):
 def request_of(room: int) -> str:
     """The id of a request."""
     return f"sglang-{room}"
-
-
-def failure(room: int, reason: str) -> RoomFailedError:
-    """What sglang's scheduler is told; without a reason here it was another rank that failed."""
-    return RoomFailedError(room, reason or "it failed on another rank", elsewhere=not reason)
 
 
 @dataclass(slots=True)
@@ -243,7 +238,7 @@ class Sending:
         reason = self._reason
         self.fail("")
         self._make_safe()
-        return failure(self._room, reason)
+        return RoomFailedError(self._room, reason)
 
     def clear(self) -> None:
         """Forget what is over."""
@@ -400,7 +395,7 @@ class Receiving:
         """Why it failed; another rank did if it has not, and may have found that the prefill engine is gone."""
         if not self._reason:
             self._lost()
-        return failure(self._room, self._reason)
+        return RoomFailedError(self._room, self._reason)
 
     def clear(self) -> None:
         """Sglang gives its pages to others. Blocks until nobody writes them.

@@ -63,7 +63,6 @@ class _Loading:
     """A request that is fetched."""
 
     load: Load
-    transfer: BlockingTransfer
     cancelled: bool = False  # nobody waits for it any more
     given_up: bool = False  # it held up the forward pass, and its end is still to come
 
@@ -193,10 +192,10 @@ class WorkerSide:
     def load(self, orders: Orders) -> None:
         """Give up fetches of aborted requests, and begin those of this step: others may have their names by now."""
         cancels = frozenset(orders.cancels)
-        for loading in self._loading.values() if cancels else ():
+        for transfer, loading in self._loading.items() if cancels else ():
             if loading.load.request in cancels:
                 loading.cancelled = True
-                loading.transfer.cancel()
+                transfer.cancel()
         after = self._now() if orders.loads else None
         self._left = self._patience
         silent = {one.load.ticket.get("epoch") for one in self._loading.values() if one.given_up}
@@ -355,7 +354,7 @@ class WorkerSide:
             if not load.in_step:
                 self._received.add(load.request)
             return
-        self._loading[transfer] = _Loading(load, transfer)
+        self._loading[transfer] = _Loading(load)
         if load.in_step:
             self._in_step.append(transfer)
         if claim := self._claims.get(_key(load.ticket), {}).get(load.request):

@@ -26,7 +26,7 @@ from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
 from kvxfer.telemetry import logger
 
-__all__ = ["INDEXER", "BlockGroup", "Model", "block_groups", "describe"]
+__all__ = ["INDEXER", "BlockGroup", "Model", "backend_name", "block_groups", "describe"]
 
 _WINDOWED: Final = "SlidingWindowSpec"
 _RECURRENT: Final = "MambaSpec"
@@ -255,6 +255,11 @@ def _shown(
     return found, (probe.backend, ", ".join(f"{one.kv or ''} {one.axes}".strip() for one in found))
 
 
+def backend_name(backend: Any) -> str:
+    """An attention backend by vLLM's name, which is not unique, and its class."""
+    return f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})"
+
+
 def _index(
     name: str, cache: Any, spec: Any, num_blocks: int, layer: Any, held: dict[str, Any], release: str
 ) -> tuple[CacheTensor, tuple[str, str]]:
@@ -273,11 +278,11 @@ def _index(
     # where all of this is equal, so is what is in a page; AMD's GPUs do not all have the same 8 bits for a number
     cuda: Any = torch.cuda
     chip: str = cuda.get_device_properties(cache.device).gcnArchName if torch.version.hip else cache.device.type
-    kind, inside = f"{backend.__module__}.{backend.__qualname__}", f"{spec.dtype} {list(bound.shape[1:])}"
+    inside = f"{spec.dtype} {list(bound.shape[1:])}"
     layout = f"vllm {release} on {chip}: {inside}, {getattr(spec, 'tokens_per_state', 1)} tokens a state"
-    digest = blake2b(f"{kind} {layout}".encode(), digest_size=4).hexdigest()
+    digest = blake2b(f"{backend.__module__}.{backend.__qualname__} {layout}".encode(), digest_size=4).hexdigest()
     pages = CacheTensor(pages, "block token dim", part=f"{INDEXER} {backend.__qualname__[:64]} {digest}", **held)
-    return pages, (f"{backend.get_name()} ({kind})", f"{layout} ({digest})")
+    return pages, (backend_name(backend), f"{layout} ({digest})")
 
 
 def _states(
@@ -310,8 +315,4 @@ def _states(
     tensors = [
         CacheTensor(view.flatten(1), "block dim", part=part, **held) for part, view in zip(parts, views, strict=True)
     ]
-    backend = layer.get_attn_backend()
-    return tensors, (
-        f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})",
-        "state: " + ", ".join(parts),
-    )
+    return tensors, (backend_name(layer.get_attn_backend()), "state: " + ", ".join(parts))

@@ -11,6 +11,7 @@ import torch
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheTensor
+from kvxfer.integrations.vllm.caches import backend_name
 
 __all__ = ["Probe"]
 
@@ -41,9 +42,9 @@ class Probe:
 
     @property
     def backend(self) -> str:
-        """The backend by vLLM's name, which is not unique, and its class."""
+        """Its name, where there is a layer that says it."""
         backend: Any = self._layer and self._layer.get_attn_backend()
-        return f"{backend.get_name()} ({backend.__module__}.{backend.__qualname__})" if backend else "that has no name"
+        return backend_name(backend) if backend else "that has no name"
 
     def shows(self, tensors: Sequence[CacheTensor]) -> bool:
         """Whether every element is where these descriptions have it.

@@ -21,7 +21,7 @@ from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Axis, Interleave, TensorSpec, expand_layout, parse_axes
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.rows import Span
-from kvxfer.names import MAX_LAYERS, MAX_TOKENS, MAX_WIDTH, MAX_WORLD, lazy
+from kvxfer.names import CONVERTIBLE, MAX_LAYERS, MAX_TOKENS, MAX_WIDTH, MAX_WORLD, lazy
 
 __all__ = [
     "ITEM_BYTES",
@@ -41,15 +41,7 @@ __all__ = [
 # Only the JSON is read; transformers is not needed. What is not known is refused by name. A model type that is not
 # listed here passes for plain attention, with a note that says so, if nothing in its config speaks against it.
 
-ITEM_BYTES: Final[Mapping[str, int]] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
+ITEM_BYTES: Final[Mapping[str, int]] = {**CONVERTIBLE, "int8": 1, "uint8": 1}
 """Bytes of one element, by torch's name of the dtype."""
 
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}

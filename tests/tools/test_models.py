@@ -91,7 +91,7 @@ def test_what_is_switched_off_is_no_sign():
         ({"layer_types": ["sliding_attention"] * 32}, "but sliding_window is missing"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "nemotron_h"}, "layer_types is missing, so it is not known which layers keep what"),
-        ({"torch_dtype": "int4"}, "dtype 'int4' is unknown; use one of float32, bfloat16"),
+        ({"torch_dtype": "int4"}, "dtype 'int4' is unknown; use one of float32, float16"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention', but must be a list"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but 16384 is the most that can be planned"),
         ({"head_dim": 1 << 31}, "head_dim is 2147483648, but 16777216 is the most"),

@@ -10,6 +10,7 @@ from typing import Final
 from kvxfer import __file__ as _here
 from kvxfer.tools.doctor.findings import Finding, ok, skipped, warn
 from kvxfer.tools.doctor.machine import Machine
+from kvxfer.tools.versions import first_match
 
 __all__ = ["check_clock", "check_files", "check_locked", "check_network", "check_shared", "check_tracing"]
 
@@ -79,7 +80,8 @@ def check_shared(machine: Machine, room: Callable[[str], os.statvfs_result] = os
 
 def check_tracing(machine: Machine) -> Iterator[Finding]:
     """Whether a process may reach into another one, as far as files say it; `trial` tries it."""
-    scope, mode = machine.read("/proc/sys/kernel/yama/ptrace_scope"), _field(machine, "Seccomp")
+    scope = machine.read("/proc/sys/kernel/yama/ptrace_scope")
+    mode = first_match(r"^Seccomp:(.*)$", machine.root / "proc/self/status")
     filtered = f"; a seccomp filter is in force (mode {mode})" if mode not in {"", "0"} else ""
     if scope in {"", "0"}:
         yield ok("ptrace scope", f"{_SCOPES['0']} may reach into each other{filtered}", scope=scope, seccomp=mode)
@@ -134,9 +136,3 @@ def check_clock(wall: Callable[[], float] = time.time) -> Iterator[Finding]:
         )
     else:
         yield ok("wall clock", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(today))} UTC")
-
-
-def _field(machine: Machine, name: str) -> str:
-    """A line of what the kernel says of this process."""
-    lines = dict(line.split(":", 1) for line in machine.read("/proc/self/status").splitlines() if ":" in line)
-    return lines.get(name, "").strip()

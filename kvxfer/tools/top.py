@@ -80,8 +80,9 @@ class Top:
                 here: list[dict[str, Any]] = sight.status["workers"]
                 for worker in here[:_WORKERS]:
                     workers.add_row(*self._row(sight, worker))
-                    moving += _longest(worker)
-                    under_way += _under_way(worker)
+                    if (state := worker["state"]) is not None:
+                        moving += _longest(_name(worker), state["transfers"])
+                        under_way += int(state["receiving"]) + int(state["sending"])  # of which its page lists some
                 if (left := len(here) - _WORKERS) > 0:
                     workers.add_row(_text(sight.address), Text(f"and {left} more", "dim"), *[""] * 9)
             except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -137,25 +138,14 @@ def _ask(address: str) -> Sight:
     return Sight(address, cast("_Status", status))
 
 
-def _transfers(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    state: Mapping[str, Any] | None = worker["state"]
-    return [] if state is None else state["transfers"]
-
-
-def _under_way(worker: Mapping[str, Any]) -> int:
-    """How many transfers a worker has, of which its page lists some."""
-    state: Mapping[str, Any] | None = worker["state"]
-    return 0 if state is None else int(state["receiving"]) + int(state["sending"])
-
-
-def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
+def _longest(worker: str, transfers: Iterable[Mapping[str, Any]]) -> list[tuple[float, list[str]]]:
     """Those of a worker's transfers that may be listed."""
     return [
         (
             float(one["seconds"]),
             [
                 f"{one['seconds']:.2f} s",
-                _name(worker),
+                worker,
                 "in" if one["side"] == "receive" else "out",
                 str(one["request"]),
                 ", ".join(map(str, one["peers"])),
@@ -165,7 +155,7 @@ def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
                 size(one["bytes"]),
             ],
         )
-        for one in heapq.nlargest(_TRANSFERS, _transfers(worker), key=lambda one: float(one["seconds"]))
+        for one in heapq.nlargest(_TRANSFERS, transfers, key=lambda one: float(one["seconds"]))
     ]
 
 

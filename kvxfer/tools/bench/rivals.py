@@ -265,14 +265,10 @@ def _report(ours: dict[str, Any], found: list[dict[str, Any]], skipped: list[dic
     notes += [f"skipped: {one['rival']}: {one['reason']}" for one in skipped]
     notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours["skipped"]]
     title = f"{size(nbytes)} in scattered pieces, GB/s, median"
-    headings = ["", *(_named(piece) for piece in pieces)]
+    headings = ["", *(plain(piece).name for piece in pieces)]
     wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
     data = {"cells": cells, "skipped": skipped, "skipped_cells": ours["skipped"], "noise": ours["noise"]}
     return Report(data, title, headings, rows, notes, wrong)
-
-
-def _named(piece: int) -> str:
-    return plain(piece).name
 
 
 def _shown(one: dict[str, Any] | None) -> str:

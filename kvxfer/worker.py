@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from kvxfer import __version__
-from kvxfer.config import Config
+from kvxfer.config import Config, FabricConfig
 from kvxfer.copy.mover import Mover, usual_threads
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.role import Decode
@@ -66,6 +66,7 @@ from kvxfer.transfers import FetchResult, Transfer, given_seconds, see_through, 
 
 if TYPE_CHECKING:
     from kvxfer.copy.cuda import Gpu
+    from kvxfer.fabric.nixl import NixlTransport
 
 __all__ = [
     "Assembly",
@@ -77,6 +78,7 @@ __all__ = [
     "check_offer",
     "given_config",
     "given_groups",
+    "nixl_transport",
     "overview",
 ]
 
@@ -346,9 +348,8 @@ async def assemble(parts: Assembly) -> Site:
     """
     config, parts.home = parts.config, Home(loop := asyncio.get_running_loop())
     geometry = parts.geometry
-    placement = parts.placement = place(
-        config.affinity, geometry.device if geometry.kind == "cuda" else None, bus_id=pci_bus_id
-    )
+    device = geometry.device if geometry.kind == "cuda" else None
+    placement = parts.placement = place(config.affinity, device, bus_id=pci_bus_id)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)
     key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_observer(config))
@@ -357,7 +358,7 @@ async def assemble(parts: Assembly) -> Site:
     try:
         for name in _COMPILED:
             await runtime.in_thread(partial(import_module, name))
-        transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
+        transport = parts.transport or nixl_transport(agent_name(key.incarnation), config.fabric, device)
         mover = await _mover(config, geometry, runtime, placement)
         fabric = Fabric(transport, runtime, mover)
         await fabric.open()  # a transport that does not work is told from refused memory
@@ -519,17 +520,18 @@ async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, plac
     )
 
 
-def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:
+def nixl_transport(name: str, config: FabricConfig, device: int | None) -> "NixlTransport":
+    """A transport over NIXL for caches on this GPU, or on a CPU. Nothing of NIXL is opened yet."""
     from kvxfer.fabric.nixl import NixlTransport
 
     return NixlTransport(
         name,
-        backends=config.fabric.backends,
-        backend_params=config.fabric.backend_params,
-        num_workers=config.fabric.num_workers,
-        devices=config.fabric.devices,
-        scatter_lists=config.fabric.scatter_lists,
-        device=geometry.device if geometry.kind == "cuda" else None,
+        backends=config.backends,
+        backend_params=config.backend_params,
+        num_workers=config.num_workers,
+        devices=config.devices,
+        scatter_lists=config.scatter_lists,
+        device=device,
     )
 
 

@@ -14,6 +14,7 @@ from kvxfer.tools.doctor.lanes import LaneLog, complaints
 from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
 from kvxfer.tools.doctor.probe import Probe
 from kvxfer.tools.doctor.trial import trial
+from kvxfer.worker import nixl_transport
 
 __all__ = ["agent_remedy", "check_agent", "examine"]
 
@@ -45,20 +46,10 @@ async def examine(side: Side, names: tuple[str, str], *, first: bool) -> None:
 
 def check_agent(device: str, lanes: LaneLog, machine: Machine) -> Iterator[Finding]:
     """Make a NIXL agent for real, with the settings in effect, and destroy it again. In one thread of its own."""
-    from kvxfer.fabric.nixl import NixlTransport
-
     fabric = Config.load().fabric
     began = time.perf_counter()
     try:
-        transport = NixlTransport(
-            f"kvxfer-doctor-{secrets.token_hex(8)}",
-            backends=fabric.backends,
-            backend_params=fabric.backend_params,
-            num_workers=fabric.num_workers,
-            devices=fabric.devices,
-            scatter_lists=fabric.scatter_lists,
-            device=index_of(device),
-        )
+        transport = nixl_transport(f"kvxfer-doctor-{secrets.token_hex(8)}", fabric, index_of(device))
         transport.setup()
     except KvxferError as error:
         said = complaints(lanes.text)

@@ -934,7 +934,8 @@ class Worker:
         if loop not in ("caller", "own"):
             raise UsageError(f"loop is {loop!r}: it is 'caller', the loop that enters the worker, or 'own'")
         own = cls is Worker and loop == "own"
-        return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)
+        # which stands on this module
+        return super().__new__(cast("type[Self]", import_module("kvxfer.blocking").OwnLoopWorker) if own else cls)
 
     def __init__(
         self,
@@ -1307,9 +1308,3 @@ class Worker:
             raise ClosedError("this worker is draining or closed: use another one")
         _ = service.site.engine_issuer  # ranks of one engine must be known as such before they fetch
         return service.decode, Ticket.parse(ticket)
-
-
-def _own_loop_worker() -> type[Worker]:
-    from kvxfer.blocking import OwnLoopWorker  # it stands on this module
-
-    return OwnLoopWorker

@@ -18,7 +18,7 @@ from typing import Any, Final
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind
-from kvxfer.tools.bench.layouts import plain
+from kvxfer.tools.bench.layouts import MIB, plain
 from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import Opened, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report, shown_route
@@ -27,7 +27,6 @@ from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
 
-MIB: Final = 1 << 20
 CTAS: Final = (8, 16, 24, 32, 64, 132)
 _LAYOUT: Final = plain(32 << 10)
 

@@ -14,7 +14,7 @@ from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Slab, draw
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind
-from kvxfer.tools.bench.layouts import Layout, plain
+from kvxfer.tools.bench.layouts import KIB, Layout, plain
 from kvxfer.tools.bench.matrix import routes, stages
 from kvxfer.tools.bench.prefill import Prefill, ask, measure, opened, refer
 from kvxfer.tools.bench.reference import Target, kind_for
@@ -25,7 +25,6 @@ from kvxfer.tools.shown import duration, size
 
 __all__ = ["BLOCKS", "Latency"]
 
-KIB: Final = 1024
 BLOCKS: Final = (Layout("64KiB", 8 * KIB, 4, 8, 4), plain(32 * KIB))
 """One block of all layers: 4 of them with 64 KiB, 32 with 2 MiB."""
 _POOL: Final = 16

@@ -19,7 +19,7 @@ from typing import Final
 from kvxfer.errors import UsageError
 from kvxfer.tools.shown import parsed_size, size
 
-__all__ = ["DIM", "ITEM_BYTES", "NAMED", "PIECES", "SMALLEST_REQUEST", "Layout", "parse_layout", "plain"]
+__all__ = ["DIM", "ITEM_BYTES", "KIB", "MIB", "NAMED", "PIECES", "SMALLEST_REQUEST", "Layout", "parse_layout", "plain"]
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
-from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.bench.layouts import KIB, MIB, Layout
 from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import AHEAD, Lateness, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report
@@ -25,8 +25,6 @@ from kvxfer.tools.shown import duration, size
 
 __all__ = ["SIZES", "Load"]
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
 SIZES: Final = (64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONCURRENCY: Final = (64, 128, 256, 512)
 _LAYOUT: Final = Layout("64KiB", 8 * KIB, 4, 8, 4)

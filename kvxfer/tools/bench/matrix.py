@@ -21,7 +21,7 @@ from kvxfer.telemetry import TransferStats
 from kvxfer.tools.bench.caches import Request, Slab, draw, in_shared_memory
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
-from kvxfer.tools.bench.layouts import NAMED, PIECES, Layout, plain
+from kvxfer.tools.bench.layouts import MIB, NAMED, PIECES, Layout, plain
 from kvxfer.tools.bench.prefill import Opened, Pool, Prefill, ask, measure, opened, refer
 from kvxfer.tools.bench.reference import ReferenceKind, Target, kind_for
 from kvxfer.tools.bench.report import Report, shown_route
@@ -31,7 +31,6 @@ from kvxfer.tools.shown import size
 
 __all__ = ["SIZES", "Matrix", "draw_unwritten", "routes", "stages"]
 
-MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
 _WARMUPS: Final = 2
 """The first one connects and compiles; after two every block of the decode side was written, and has its pages."""

@@ -26,7 +26,7 @@ from kvxfer.errors import UsageError
 from kvxfer.tools.bench.caches import SOURCE_POISON, TARGET_POISON, Cache, draw
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, collect
 from kvxfer.tools.bench.device import Kind, available_bytes, empty, lacking, sides
-from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
+from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, KIB, MIB, plain
 from kvxfer.tools.bench.matrix import Matrix, routes
 from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples, measured
@@ -34,8 +34,6 @@ from kvxfer.tools.shown import size
 
 __all__ = ["Rivals", "find"]
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
 PIECES: Final = (8 * KIB, 32 * KIB, 2 * MIB)
 _ROW: Final = DIM * ITEM_BYTES
 

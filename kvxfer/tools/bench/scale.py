@@ -29,15 +29,13 @@ from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.tools.bench.caches import Cache, Request, Slab
 from kvxfer.tools.bench.children import Side, Step, collect
 from kvxfer.tools.bench.device import Kind
-from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.bench.layouts import KIB, MIB, Layout
 from kvxfer.tools.bench.report import Report
 from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.shown import duration, size
 
 __all__ = ["Scale"]
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
 PEERS: Final = (1, 10, 100, 1000)
 _LAYERS: Final = 4
 _POOL: Final = 4

@@ -19,7 +19,7 @@ from kvxfer.mapped.host import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
 from kvxfer.tools.bench.caches import Request, Slab, draw
 from kvxfer.tools.bench.device import available_bytes
-from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.bench.layouts import MIB, Layout
 from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn, words
 from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
 from kvxfer.tools.doctor.machine import Machine
@@ -31,8 +31,7 @@ __all__ = ["ROUTES", "Probe", "ProbeCache", "judge"]
 ROUTES: Final = ("mapped", "staged", "direct", "pull")
 _TRANSFERS: Final = 3
 _FETCH_SECONDS: Final = 30.0
-_MIB: Final = 1 << 20
-_LEAST_ARENA: Final = 64 * _MIB
+_LEAST_ARENA: Final = 64 * MIB
 _REASONS: Final = frozenset(
     {"peer_not_mapped", "cache_not_exported", "route_fell_back", "blocks_not_registered", "locks_refused"}
 )
@@ -46,8 +45,8 @@ _NEEDED: Final = 12
 
 def _probe_bytes(device: str) -> int:
     """How much a probe moves here: enough to be worth timing, and little beside what is free."""
-    wanted = 16 * _MIB if device == "cpu" else 256 * _MIB
-    return max(_MIB, min(wanted, available_bytes(device) // _NEEDED))
+    wanted = 16 * MIB if device == "cpu" else 256 * MIB
+    return max(MIB, min(wanted, available_bytes(device) // _NEEDED))
 
 
 class ProbeCache:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -56,6 +57,7 @@ __all__ = [
     "process_of",
     "process_of_stream",
     "shared_empty",
+    "tensor_at",
     "unlike",
 ]
 
@@ -560,6 +562,16 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
     weakref.finalize(pages, _forget, file)
     flat = cast("Any", torch).frombuffer(pages, dtype=torch.uint8).view(kind)  # at once, torch dies of quantised ones
     return cast("torch.Tensor", flat[:count].view(tuple(shape)))
+
+
+def tensor_at(address: int, nbytes: int, device: "torch.device") -> "torch.Tensor":
+    """Bytes of memory that somebody else owns as a tensor, without copying them."""
+    import torch
+
+    if device.type == "cuda":
+        shown = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shown), device=device)
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _address(pages: mmap.mmap) -> int:

@@ -13,18 +13,12 @@ import torch
 from kvxfer.errors import ConfigError, GeometryError
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.heads import Place
+from kvxfer.mapped.host import tensor_at
 
 __all__ = ["MAX_ROW_BYTES", "Rows", "describe"]
 
 MAX_ROW_BYTES: Final = 65_536
 """A row of metadata travels as the payload of an offer."""
-
-
-class _Exposed:
-    """Memory of a GPU, as libraries show it to each other."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 class Rows:
@@ -114,7 +108,7 @@ def _tensors(
 ) -> Iterator[CacheTensor]:
     address, nbytes, page_bytes = entry
     pages, token_bytes = nbytes // page_bytes, page_bytes // page_tokens
-    memory = _memory(address, pages * page_bytes, device)
+    memory = tensor_at(address, pages * page_bytes, device)
     if half is None:
         yield CacheTensor(memory.view(pages, page_tokens, token_bytes), "block token dim", layers=[layer])
         return
@@ -124,10 +118,3 @@ def _tensors(
     shaped = memory.view(pages, page_tokens, held, token_bytes // held)
     heads = place.heads(total_heads, held)
     yield CacheTensor(shaped, "block token head dim", layers=[layer], heads=heads, kv="k" if half == "k" else "v")
-
-
-def _memory(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes that sglang owns, without copying them."""
-    if device.type == "cuda":
-        return torch.as_tensor(_Exposed(address, nbytes), device=device)
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

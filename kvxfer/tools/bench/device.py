@@ -1,6 +1,5 @@
 """What differs between CPU and GPU memory: allocating, waiting, and naming the hardware."""
 
-import ctypes
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -8,6 +7,7 @@ import torch
 
 import kvxfer
 from kvxfer.errors import FabricError, UsageError
+from kvxfer.mapped.host import tensor_at
 from kvxfer.memory.device import Backing, allocate
 from kvxfer.tools.shown import size
 
@@ -110,21 +110,10 @@ class Buffer:
         self.nbytes: Final = nbytes
         self.index: Final = index or 0
         self.kind: Final = "DRAM" if index is None else "VRAM"
-        if index is None:
-            memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
-            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        else:
-            self.bytes = torch.as_tensor(_Exported(self.address, nbytes), device=device)
+        self.bytes = tensor_at(self.address, nbytes, torch.device(device))
         if self.bytes.data_ptr() != self.address:
             raise FabricError(f"torch made a copy of {nbytes} bytes on {device} instead of taking them as they are")
 
     def close(self) -> None:
         """Free it. Nobody may use its address afterwards."""
         self._backing.close()
-
-
-class _Exported:
-    """GPU memory that torch does not own, as torch takes it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

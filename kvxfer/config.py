@@ -134,7 +134,7 @@ class SettingsGroup(BaseModel):
             raise translate(error, prefix=self.prefix) from error
 
 
-def parse_size(value: object) -> object:
+def parse_size(value: object) -> int:
     """Bytes from an int or from text such as `256MiB`, `1GiB`, `64KiB`, `100MB`; a plain number is bytes.
 
     Raises:

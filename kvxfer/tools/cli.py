@@ -132,7 +132,7 @@ def _print_tables(effective: "Config") -> None:
 def _with_unit(value: object, declared: Any) -> str:
     """A value as it may be set, with the unit in which settings of its kind are read."""
     from kvxfer.config import parse_duration, parse_size
-    from kvxfer.tools.shown import parsed_size, size
+    from kvxfer.tools.shown import size
 
     said = [*declared.metadata, *(one for kind in get_args(declared.annotation) for one in get_args(kind))]
     readers = {getattr(one, "func", None) for one in said}
@@ -141,7 +141,7 @@ def _with_unit(value: object, declared: Any) -> str:
     if parse_size not in readers or not isinstance(value, int):
         return str(value)
     shown = size(value)
-    return shown if parsed_size(shown) == value else f"{value} B"
+    return shown if parse_size(shown) == value else f"{value} B"
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.config import Config
+from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, CopyPlan, Holders, PairPlan, TransferPlan, check_tokens, sample
 from kvxfer.names import MAX_ROWS
@@ -19,7 +19,7 @@ from kvxfer.plans.pairs import LISTED, BoundPlan, choose_and_cut, fit, in_place_
 from kvxfer.plans.routes import Choice, Profile, RouteSupport, acceptable, choose
 from kvxfer.protocol.messages import Route
 from kvxfer.tools.engine import Engine, EngineLayout, ModelCache
-from kvxfer.tools.shown import parsed_size, size
+from kvxfer.tools.shown import size
 
 __all__ = [
     "Forecast",
@@ -104,7 +104,7 @@ def with_bandwidths(profile: Profile, text: str) -> Profile:
     for term in text.split(","):
         name, separator, value = (part.strip() for part in term.rpartition("="))
         try:
-            given = parsed_size(value)
+            given = parse_size(value)
         except ValueError as error:
             raise ConfigError(f"--bandwidth {text}: {value!r} is not bytes a second: {error}") from error
         for one in [name] if separator else by_nixl:

@@ -1,4 +1,4 @@
-"""How commands say things: tables, sizes and durations, and a console as wide as where it prints; and read sizes."""
+"""How commands say things: tables, sizes and durations, on a console as wide as where it prints."""
 
 import os
 from typing import Final
@@ -6,9 +6,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.config import parse_size
-
-__all__ = ["console", "duration", "parsed_size", "size", "table"]
+__all__ = ["console", "duration", "size", "table"]
 
 _PIPED_COLUMNS: Final = 200  # a pipe has no width, nor has what is closed; rows should stay whole there
 
@@ -33,15 +31,6 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} TiB"
-
-
-def parsed_size(text: str) -> int:
-    """Bytes of a text such as `256MiB`.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    return int(str(parse_size(text)))
 
 
 def duration(seconds: float) -> str:

@@ -44,9 +44,9 @@ def _read(read: Callable[[str], Any], said: str, *, several: bool = True) -> Any
 
 
 def _size(text: str) -> int:
-    from kvxfer.tools.shown import parsed_size
+    from kvxfer.config import parse_size
 
-    return parsed_size(text)
+    return parse_size(text)
 
 
 def _number(text: str) -> int:

@@ -16,8 +16,9 @@ layer's K and V would, there is one layer whose K and V are not told apart, as w
 from dataclasses import dataclass
 from typing import Final
 
+from kvxfer.config import parse_size
 from kvxfer.errors import UsageError
-from kvxfer.tools.shown import parsed_size, size
+from kvxfer.tools.shown import size
 
 __all__ = ["DIM", "ITEM_BYTES", "KIB", "MIB", "NAMED", "PIECES", "SMALLEST_REQUEST", "Layout", "parse_layout", "plain"]
 
@@ -122,7 +123,7 @@ def parse_layout(text: str) -> Layout:
     if text in NAMED:
         return NAMED[text]
     try:
-        nbytes = parsed_size(text)
+        nbytes = parse_size(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is neither a size of pieces ({error}) nor one of {', '.join(NAMED)}") from error
     return plain(nbytes)

@@ -504,6 +504,7 @@ class TransferError(KvxferError):
     """
 
     code: ClassVar[Code] = Code.TRANSFER
+    memory_safe: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -512,13 +513,11 @@ class TransferError(KvxferError):
         peer: str = "",
         transfer: str = "",
         blocks: Mapping[str, Sequence[int]] | None = None,
-        memory_safe: bool = True,
     ) -> None:
         super().__init__(message)
         self.peer: Final = peer
         self.transfer: Final = transfer
         self.blocks: Final = {group: tuple(ids) for group, ids in (blocks or {}).items()}
-        self.memory_safe: Final = memory_safe
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
@@ -596,6 +595,7 @@ class MemoryInDoubtError(TransferError):
     """
 
     code: ClassVar[Code] = Code.IN_DOUBT
+    memory_safe: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -606,7 +606,7 @@ class MemoryInDoubtError(TransferError):
         transfer: str = "",
         blocks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(message, peer=peer, transfer=transfer, blocks=blocks, memory_safe=False)
+        super().__init__(message, peer=peer, transfer=transfer, blocks=blocks)
         self._settled = settled
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

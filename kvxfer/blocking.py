@@ -31,7 +31,6 @@ from kvxfer.errors import (
     KvxferError,
     MemoryInDoubtError,
     RequestError,
-    TransferError,
     TransferFailedError,
     UsageError,
 )
@@ -849,7 +848,7 @@ class BlockingTransfer:
                 self._safe = True
                 self._ended.set_result(event.result)
             case FetchFailed():
-                self._safe = not isinstance(event.error, TransferError) or event.error.memory_safe
+                self._safe = not isinstance(event.error, MemoryInDoubtError)
                 self._ended.set_exception(event.error)
             case _:
                 self._safe = True
@@ -903,7 +902,6 @@ class BlockingOffer:
         self.request: Final = request
         self.attempt: Final = attempt  # which attempt at this id
         self._worker = worker
-        self._thread = worker.thread
         self._outbox = outbox
         self._inner: Offer | None = None
         self._failure: KvxferError | None = None
@@ -967,7 +965,7 @@ class BlockingOffer:
 
     def withdraw(self) -> None:
         """Take the offer back. Returns at once; the event says when nobody reads its blocks. Idempotent."""
-        self._thread.post(self._withdraw)
+        self._worker.thread.post(self._withdraw)
 
     # --- on the worker's loop
 
@@ -1000,17 +998,17 @@ class BlockingOffer:
                 self._failure = error
                 self._withdraw()
 
-        self._thread.post(take)
+        self._worker.thread.post(take)
 
     def _withdraw(self) -> None:
         if self._inner is not None and not self._done:
-            self._thread.submit(self._inner.withdraw())
+            self._worker.thread.submit(self._inner.withdraw())
 
     def _over(self, ended: "asyncio.Future[Ending]") -> None:
         error = ended.exception()
         if isinstance(error, MemoryInDoubtError):
             self._outbox.end(self, OfferInDoubt(self.request, self, error))
-            self._thread.submit(self._outbox.settle(self, error, OfferSettled(self.request, self)))
+            self._worker.thread.submit(self._outbox.settle(self, error, OfferSettled(self.request, self)))
             return
         ending = ended.result()
         match ending:

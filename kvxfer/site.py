@@ -377,9 +377,6 @@ class Tasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spare: set[asyncio.Task[Any]] = set()  # of these
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def spawn(
         self,
         work: Coroutine[Any, Any, Any],

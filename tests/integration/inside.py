@@ -845,7 +845,7 @@ def watched(worker: Any) -> bool:
 
 def tasks(worker: Any) -> int:
     """Tasks of its own that run."""
-    return len(worker._service.site.tasks)
+    return len(worker._service.site.tasks._tasks)
 
 
 # --- what workers are made of, for all that are opened in a scene

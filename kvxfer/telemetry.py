@@ -38,6 +38,7 @@ __all__ = [
     "overheard",
     "printable",
     "quieten",
+    "rate",
 ]
 
 # --- log lines and stats
@@ -47,7 +48,6 @@ __all__ = [
 # stand as a dict in the record's attribute `kvxfer`, for formatters that write JSON. Events are snake_case in the past
 # tense, and keys come from the one list of the house test that reads every call.
 
-_GIGABYTE: Final = 1e9
 _VALUE_CHARACTERS: Final = 4096
 """Of a text in a log line at most: clients and peers choose some of it."""
 _ADDED: Final = 256
@@ -206,6 +206,11 @@ class Intervals(list[tuple[float, float]]):
         return total
 
 
+def rate(nbytes: int, seconds: float) -> float:
+    """Gigabytes (10^9 bytes) a second; 0.0 if no time passed."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """What one transfer did and where its time went, as one side saw it.
@@ -257,7 +262,7 @@ class TransferStats:
     @property
     def gbps(self) -> float:
         """Gigabytes (10^9 bytes) a second over the whole duration; 0.0 if no time passed."""
-        return self.bytes / self.duration / _GIGABYTE if self.duration > 0 else 0.0
+        return rate(self.bytes, self.duration)
 
     def log_fields(self) -> dict[str, object]:
         """What the one line of a transfer says: durations instead of instants."""

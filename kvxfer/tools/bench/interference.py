@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvxfer.telemetry import rate
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind
@@ -22,7 +23,6 @@ from kvxfer.tools.bench.layouts import MIB, plain
 from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import Opened, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report, shown_route
-from kvxfer.tools.bench.samples import rate
 from kvxfer.tools.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
+from kvxfer.telemetry import rate
 from kvxfer.tools.bench.caches import Request, Slab
 from kvxfer.tools.bench.children import Side, Step
 from kvxfer.tools.bench.device import Kind, available_bytes, lacking
@@ -20,7 +21,7 @@ from kvxfer.tools.bench.layouts import KIB, MIB, Layout
 from kvxfer.tools.bench.matrix import routes
 from kvxfer.tools.bench.prefill import AHEAD, Lateness, Prefill, ask, measure, opened
 from kvxfer.tools.bench.report import Report
-from kvxfer.tools.bench.samples import Samples, rate
+from kvxfer.tools.bench.samples import Samples
 from kvxfer.tools.shown import duration, size
 
 __all__ = ["SIZES", "Load"]

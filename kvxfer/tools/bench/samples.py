@@ -9,11 +9,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["Samples", "measured", "rate"]
+from kvxfer.telemetry import rate
 
-_GIGABYTE: Final = 1e9
+__all__ = ["Samples", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,6 @@ class Samples:
     def percentiles(self) -> dict[str, Any]:
         """The same, and p50, p90 and p99."""
         return {f"p{percent}_s": self.percentile(percent) for percent in (50, 90, 99)} | self.to_json()
-
-
-def rate(nbytes: int, seconds: float) -> float:
-    """Gigabytes (10^9 bytes) a second; 0.0 if no time passed."""
-    return nbytes / seconds / _GIGABYTE if seconds > 0 else 0.0
 
 
 def measured(work: Callable[[], object]) -> float:

@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from kvxfer.telemetry import rate
 from kvxfer.tools.bench.children import BenchFailedError, Side, Step, conduct
 from kvxfer.tools.bench.device import choose, sides
 from kvxfer.tools.demo.script import (
@@ -132,9 +133,9 @@ class Verdict:
         digests = 2 * self._script.layers * len(stats)
         return (
             f"OK: {len(stats)} prompts, {tokens} tokens generated, identical to single-process generation; "
-            f"{digests} digests of K and V equal; {nbytes / (1 << 20):.1f} MiB "
+            f"{digests} digests of K and V equal; {nbytes / _MIB:.1f} MiB "
             f"in {sum(s.pieces for s in stats)} pieces by route {routes}, "
-            f"{nbytes / max(wire, 1e-9) / 1e9:.2f} GB/s on the wire"
+            f"{rate(nbytes, wire):.2f} GB/s on the wire"
         )
 
 
@@ -180,7 +181,7 @@ class Display:
                 row.landed = max(row.landed, news.layer + 1)
             case Fetched():
                 row.state, row.route = "fetched", news.stats.route
-                row.gbps = f"{news.stats.bytes / max(news.stats.wire, 1e-9) / 1e9:.2f}"
+                row.gbps = f"{rate(news.stats.bytes, news.stats.wire):.2f}"
                 line = f"{news.stats.bytes / _MIB:.1f} MiB by {row.route} in {news.stats.chunks} chunks"
             case Decoded():
                 row.state = "differs" if news.difference else "decoded"

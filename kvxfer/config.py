@@ -731,9 +731,7 @@ class Config(BaseModel):
         ConfigError: If a name is unknown, or a value malformed, out of its bounds, or at odds with another.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, validate_default=True
-    )
+    model_config = SettingsGroup.model_config | ConfigDict(validate_default=True)
 
     engine: Annotated[str, Field(min_length=1, max_length=128)] = "kvxfer"
     """Name of this engine, as peers show it: one of its own for each of several."""

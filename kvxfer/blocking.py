@@ -279,8 +279,12 @@ class ServedWorker(Worker):
 
     _own_loop = True
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __new__(cls, parts: Assembly) -> Self:  # of what whoever has it was given, and has checked
+        del parts
+        return object.__new__(cls)
+
+    def __init__(self, parts: Assembly) -> None:
+        self._assembly = parts
         self.thread: Final = LoopThread()
 
     def __del__(self) -> None:
@@ -292,9 +296,9 @@ class ServedWorker(Worker):
         return self._assembly.geometry
 
     @property
-    def made(self) -> tuple[Assembly, Service | None]:
-        """What it is made of, and what runs on its loop, for whoever reads of it what may be read in any thread."""
-        return self._assembly, self._service
+    def service(self) -> Service | None:
+        """What runs on its loop, for whoever reads of it what may be read in any thread."""
+        return self._service
 
     def begin_fetch(self, ticket: Mapping[str, Any] | Ticket, blocks: Blocks, **options: Any) -> Progress:
         """`start_fetch` for whoever holds the fetch for its caller."""
@@ -344,21 +348,16 @@ class OwnLoopWorker(Worker):
     It may be used from any loop of the process, a `start_fetch` from a running one.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._inner: ServedWorker | None = None
+    _inner: ServedWorker | None = None
 
     def _enter(self) -> None:
         super()._enter()
-        parts = self._assembly
-        self._inner = ServedWorker(
-            parts.tensors, parts.config, groups=parts.groups, transport=parts.transport, runtime=parts.runtime
-        )
+        self._inner = ServedWorker(self._assembly)
 
     async def _open(self) -> None:
         inner = self._served
         await inner.thread.awaits(inner.__aenter__())
-        self._assembly, self._service = inner.made  # of which `card`, `engine` and others read, in any thread
+        self._service = inner.service  # of which `card`, `engine` and others read, in any thread
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, on its own loop>"
@@ -444,7 +443,7 @@ class OwnLoopWorker(Worker):
         return self._inner
 
 
-for _method in ("__init__", "offer", "start_fetch"):  # whose arguments `help` shows, as those of `Worker`
+for _method in ("offer", "start_fetch"):  # whose arguments `help` shows, as those of `Worker`
     setattr(getattr(OwnLoopWorker, _method), "__wrapped__", getattr(Worker, _method))  # noqa: B010 - of functions
 
 
@@ -1119,7 +1118,7 @@ class BlockingWorker:
             if self._worker is not None:
                 raise RequestError("tensors are registered already: call unregister() first")
             transport = self._transport() if self._transport is not None else None
-            worker = ServedWorker(tensors, self._config, groups=self._groups, transport=transport)
+            worker = ServedWorker(Assembly.of(tensors, self._groups, self._config, transport, None))
             try:
                 worker.thread.wait(worker.__aenter__)
                 if self._closed:

@@ -213,7 +213,6 @@ class Assembly:
     """What a worker is made of."""
 
     tensors: tuple[CacheTensor, ...]  # the caller's cache tensors; this reference keeps them alive
-    groups: tuple[Group, ...]
     geometry: CacheGeometry
     config: Config
     transport: Transport | None  # given by the caller, or None for NIXL
@@ -239,7 +238,7 @@ class Assembly:
         advice = "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
         listed = _given(tensors, CacheTensor, "tensors", advice)
         groups, config = given_groups(groups), given_config(config)
-        return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
+        return cls(listed, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
     async def dismantle(
         self, fabric: Fabric | None, mover: Mover | None, site: Site | None, timeout: float = math.inf
@@ -919,6 +918,13 @@ class Worker:
     """
 
     _own_loop: ClassVar[bool] = False
+    _assembly: Assembly
+    _entered = False
+    _service: Service | None = None  # once it is open, and after
+    _opening: asyncio.Task[None] | None = None  # while it opens
+    _draining: asyncio.Task[bool] | None = None
+    _hurried = False  # closes without draining
+    _closing: asyncio.Task[None] | None = None
 
     def __new__(
         cls,
@@ -949,12 +955,6 @@ class Worker:
     ) -> None:
         del loop  # said which class this is
         self._assembly = Assembly.of(tensors, groups, config, transport, runtime)
-        self._entered = False
-        self._service: Service | None = None  # once it is open, and after
-        self._opening: asyncio.Task[None] | None = None  # while it opens
-        self._draining: asyncio.Task[bool] | None = None
-        self._hurried = False  # closes without draining
-        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._enter()
@@ -976,7 +976,7 @@ class Worker:
         await self.aclose(drain=error is None)
 
     def __del__(self) -> None:
-        if getattr(self, "_service", None) is not None and self._closing is None and self._assembly.home.here:
+        if self._service is not None and self._closing is None and self._assembly.home.here:
             warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:

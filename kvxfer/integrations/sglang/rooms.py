@@ -326,7 +326,7 @@ class Receiving:
         self._ticket: dict[str, Any] | None = None
         self._row: int | None = None
         self._transfer: BlockingTransfer | None = None
-        self._over = self._doubt = False
+        self._over = False
         self._reason = rooms.take(room, self)
         self._end: Poll | None = Poll.FAILED if self._reason else None
 
@@ -403,11 +403,11 @@ class Receiving:
         Raises:
             FabricError: If a silent peer may still write them: sglang has no way to spare them.
         """
-        if self._transfer is not None:
+        if (transfer := self._transfer) is not None:
             if not self.over:
-                self._transfer.cancel()
-                self._rooms.wait(lambda: self.over, lambda: self._doubt, self._room)
-            self._rooms.forget(self._transfer)
+                transfer.cancel()
+                self._rooms.wait(lambda: self.over, lambda: transfer.done and not transfer.memory_safe, self._room)
+            self._rooms.forget(transfer)
 
     def note(self, event: PollEvent) -> None:
         """The fetch is over, or its pages are not in doubt any more."""
@@ -416,13 +416,12 @@ class Receiving:
                 self._over = True
                 self._fetched(event.result.payload)
             case FetchFailed():
-                self._doubt = isinstance(event.error, MemoryInDoubtError)
-                self._over = not self._doubt
+                self._over = not isinstance(event.error, MemoryInDoubtError)
                 if isinstance(event.error, PeerError) and not isinstance(event.error, RefusedError):
                     self._lost()
                 self.fail(str(event.error))
             case _:
-                self._doubt, self._over = False, True
+                self._over = True
 
     def _fetched(self, row: bytes) -> None:
         if self._row is not None and not self._rooms.rows.write(self._row, row):

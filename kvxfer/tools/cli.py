@@ -6,6 +6,7 @@ code 1. Whose reader is gone (`| head`) ends without a word, as if by SIGPIPE.
 """
 
 import io
+import json
 import os
 import signal
 import sys
@@ -94,8 +95,6 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Print every effective setting with its source, and after how long each kind of failure is heard of."""
-    import json
-
     from kvxfer.config import Config
 
     effective = Config.load(file)
@@ -166,8 +165,6 @@ def plan(
 
     Nothing is allocated or sent. Other settings are those of `kvxfer config`.
     """
-    import json
-
     from kvxfer.config import Config
     from kvxfer.plans.routes import PROFILES
     from kvxfer.tools.engine import dtype_name, read_model
@@ -327,8 +324,6 @@ def doctor(
     """Check this machine, or the way to another one: every route is probed. The exit code is 1 if something fails."""
     if listen is not None and peer is not None:
         raise UsageError("give --listen on one host and --peer on the other one, not both")
-    import json
-
     from kvxfer.tools.doctor.examination import Examination
     from kvxfer.tools.doctor.findings import progress, shown, verdict
     from kvxfer.tools.shown import console

@@ -498,8 +498,7 @@ def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> lis
     """The memory of all tensors, each allocation once."""
     kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
     found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
-    device = geometry.device if kind == "VRAM" else 0
-    return [wire.MemorySpan(kind, device, base, size) for base, size in sorted(found.items())]
+    return [wire.MemorySpan(kind, geometry.device, base, size) for base, size in sorted(found.items())]
 
 
 async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -69,17 +69,8 @@ class RoomFailedError(TransferFailedError):
         self.is_from_another_rank = not reason
 
 
-class Room(Protocol):
-    """One request of one side."""
-
-    @property
-    def under_way(self) -> bool:
-        """Whether anything may still become of it."""
-        ...
-
-    def note(self, event: PollEvent) -> None:
-        """Something of it is over."""
-        ...
+Room: TypeAlias = "Sending | Receiving"
+"""One request of one side."""
 
 
 def request_of(room: int) -> str:
@@ -179,7 +170,7 @@ class Sending:
 
     @property
     def under_way(self) -> bool:
-        """See `Room`."""
+        """Whether anything may still become of it."""
         return self._end is None or (self._offer is not None and not self._over)
 
     @property
@@ -332,7 +323,7 @@ class Receiving:
 
     @property
     def under_way(self) -> bool:
-        """See `Room`."""
+        """Whether anything may still become of it."""
         return self._end is None or not self.over
 
     @property

@@ -186,7 +186,7 @@ def _shares(base: int, send_bytes: int, receive_bytes: int) -> tuple[Share, Shar
 
 def _arena_kinds(config: Config, geometry: CacheGeometry) -> tuple[Kind, ...]:
     """Kinds to try, the best first."""
-    kind, device = config.arena_kind, "cuda" if geometry.kind == "cuda" else "cpu"
+    kind, device = config.arena_kind, geometry.kind
     if kind == "auto":
         return _KINDS[device]
     if config.arena_bytes and kind not in _REACHED[device]:

@@ -215,14 +215,11 @@ class LoopThread:
             await task
 
         try:
-            try:
-                self.submit(to_its_end()).result()
-            except KeyboardInterrupt as interrupt:
-                self.post(hurry)
-                self.submit(to_its_end()).result()
-                return interrupt
-        except FutureCancelledError:
-            raise _closed_error() from None
+            self.wait(to_its_end)
+        except KeyboardInterrupt as interrupt:
+            self.post(hurry)
+            self.wait(to_its_end)
+            return interrupt
         return None
 
     async def awaits(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -621,8 +621,9 @@ def test_one_that_is_closed_while_it_opens_is_not_open_afterwards(monkeypatch):
     closing = threading.Thread(target=worker.close)
 
     def slowly(self, work):
-        closing.start()
-        eventually(lambda: worker._closed)
+        if not worker._closed:  # it waits again, until what had begun to open is closed
+            closing.start()
+            eventually(lambda: worker._closed)
         return does(self, work)
 
     monkeypatch.setattr(blocking.LoopThread, "wait", slowly)

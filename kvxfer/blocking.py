@@ -435,9 +435,7 @@ class OwnLoopWorker(Worker):
 
     @property
     def _served(self) -> ServedWorker:
-        if self._inner is None:
-            raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._inner
+        return self._assembly.home.read(self._inner)
 
 
 for _method in ("offer", "start_fetch"):  # whose arguments `help` shows, as those of `Worker`

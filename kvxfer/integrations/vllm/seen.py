@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvxfer.telemetry import TransferStats, logger
+from kvxfer.telemetry import logger
 
 __all__ = ["MINUTE_SECONDS", "Counts", "Ledger"]
 
@@ -42,17 +42,15 @@ class Ledger:
         self._timer: Any = None
         self._minute, self._step = Counts(), Counts()
 
-    def loaded(self, stats: TransferStats) -> None:
-        """A load went well."""
-        self._count(Counts([stats.duration], [stats.bytes]))
-
-    def load_failed(self) -> None:
-        """One did not."""
-        self._count(Counts(load_failures=1))
-
-    def offered(self, *, fetched: bool) -> None:
-        """An offer is over."""
-        self._count(Counts(offers=int(fetched), offers_lost=int(not fetched)))
+    def count(self, new: Counts) -> None:
+        """Something has ended."""
+        self._step.add(new)
+        with self._lock:
+            self._minute.add(new)
+            if self._timer is None:
+                self._timer = self._later(MINUTE_SECONDS, self._say)
+                self._timer.daemon = True
+                self._timer.start()
 
     def take(self) -> Counts:
         """What has ended since the last call."""
@@ -66,15 +64,6 @@ class Ledger:
         if timer is not None:
             timer.cancel()
             self._say()
-
-    def _count(self, new: Counts) -> None:
-        self._step.add(new)
-        with self._lock:
-            self._minute.add(new)
-            if self._timer is None:
-                self._timer = self._later(MINUTE_SECONDS, self._say)
-                self._timer.daemon = True
-                self._timer.start()
 
     def _say(self) -> None:
         with self._lock:

@@ -29,7 +29,7 @@ from kvxfer.errors import BlocksError, BusyError, ClosedError, FabricError, Kvxf
 from kvxfer.geometry import CacheTensor, Group, Span
 from kvxfer.integrations.vllm.caches import INDEXER
 from kvxfer.integrations.vllm.orders import Blocks, Load, OfferStep, Orders
-from kvxfer.integrations.vllm.seen import Ledger
+from kvxfer.integrations.vllm.seen import Counts, Ledger
 from kvxfer.telemetry import logger
 from kvxfer.transfers import Claim
 
@@ -368,7 +368,7 @@ class WorkerSide:
     def _spoil(self, load: Load, why: str) -> None:
         ids = [block for those, _ in load.blocks.values() for block in those]
         _log.warning("load_failed", request=load.request, blocks=len(ids), error=why)
-        self.ledger.load_failed()
+        self.ledger.count(Counts(load_failures=1))
         if self._by_block:
             self._failed_blocks.update(ids)
         else:
@@ -392,7 +392,8 @@ class WorkerSide:
         for event in events:
             match event:
                 case Fetched():
-                    self.ledger.loaded(event.result.stats)
+                    stats = event.result.stats
+                    self.ledger.count(Counts([stats.duration], [stats.bytes]))
                     load = self._loading[event.transfer].load
                     self._unclaim(load.request, load.ticket)
                     self._loaded(event.transfer)
@@ -410,7 +411,8 @@ class WorkerSide:
                     self._offers[event.offer].doubt = event.error  # its blocks stay taken until `OfferSettled`
                 case _:
                     if not isinstance(event, OfferWithdrawn):
-                        self.ledger.offered(fetched=isinstance(event, OfferReleased))
+                        fetched = isinstance(event, OfferReleased)
+                        self.ledger.count(Counts(offers=int(fetched), offers_lost=int(not fetched)))
                     self._offers.pop(event.offer).safe = True
 
     def _loaded(self, transfer: BlockingTransfer) -> None:

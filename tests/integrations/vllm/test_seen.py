@@ -3,10 +3,7 @@
 import logging
 from typing import ClassVar
 
-from kvxfer.integrations.vllm.seen import MINUTE_SECONDS, Ledger
-from kvxfer.telemetry import TransferStats
-
-STATS = TransferStats(route="staged", bytes=5, started=1.0, finished=3.0)
+from kvxfer.integrations.vllm.seen import MINUTE_SECONDS, Counts, Ledger
 
 
 class Timer:
@@ -38,15 +35,15 @@ def test_a_minute_is_one_line_and_one_without_anything_is_none(caplog, monkeypat
     monkeypatch.setattr(Timer, "made", [])
     ledger = Ledger(Timer)
     for _ in range(2):
-        ledger.loaded(STATS)
-        ledger.load_failed()
+        ledger.count(Counts([2.0], [5]))
+        ledger.count(Counts(load_failures=1))
         (timer,) = Timer.made
         timer.fire()
         loads = {"event": "loads_counted", "count": 1, "bytes": 5, "duration": 2.0, "failures": 1}
         assert said(caplog) == [loads]
         Timer.made.clear()
-    ledger.offered(fetched=True)
-    ledger.offered(fetched=False)
+    ledger.count(Counts(offers=1))
+    ledger.count(Counts(offers_lost=1))
     ledger.close()
     assert said(caplog) == [{"event": "offers_counted", "count": 1, "failures": 1}]
     assert [timer.runs for timer in Timer.made] == [False]

@@ -5,7 +5,7 @@ type of an element. Both sides of a transfer have the same one, which is compare
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -72,12 +72,10 @@ def describe(args: Any, device: torch.device, place: Place, total_heads: int, *,
         raise GeometryError(f"sglang names {len(entries)} buffers, which are not K and V of each layer")
     first = getattr(args, "prefill_start_layer", 0) or 0
     numbers = list(args.kv_layer_ids) or [first + at % layers for at in range(len(entries))]
+    halves = [None if latent else "kv"[at // layers] for at in range(len(entries))]
     return [
-        tensor
-        for at, (entry, number) in enumerate(zip(entries, numbers, strict=True))
-        for tensor in _tensors(
-            entry, args.page_size, device, number, None if latent else ("k", "v")[at // layers], place, total_heads
-        )
+        _tensor(*entry, args.page_size, device, number, half, place, total_heads)
+        for entry, number, half in zip(entries, numbers, halves, strict=True)
     ]
 
 
@@ -97,24 +95,24 @@ def _check(args: Any) -> None:
         )
 
 
-def _tensors(
-    entry: tuple[int, int, int],
+def _tensor(
+    address: int,
+    nbytes: int,
+    page_bytes: int,
     page_tokens: int,
     device: torch.device,
     layer: int,
     half: str | None,
     place: Place,
     total_heads: int,
-) -> Iterator[CacheTensor]:
-    address, nbytes, page_bytes = entry
+) -> CacheTensor:
     pages, token_bytes = nbytes // page_bytes, page_bytes // page_tokens
     memory = tensor_at(address, pages * page_bytes, device)
     if half is None:
-        yield CacheTensor(memory.view(pages, page_tokens, token_bytes), "block token dim", layers=[layer])
-        return
+        return CacheTensor(memory.view(pages, page_tokens, token_bytes), "block token dim", layers=[layer])
     held = max(1, total_heads // place.ranks)
     if token_bytes % held:
         raise GeometryError(f"{token_bytes} bytes of a token are no whole number for each of {held} heads")
     shaped = memory.view(pages, page_tokens, held, token_bytes // held)
     heads = place.heads(total_heads, held)
-    yield CacheTensor(shaped, "block token head dim", layers=[layer], heads=heads, kv="k" if half == "k" else "v")
+    return CacheTensor(shaped, "block token head dim", layers=[layer], heads=heads, kv=half)

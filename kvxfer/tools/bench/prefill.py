@@ -133,13 +133,13 @@ class Prefill:
     async def open(
         self, pool: Pool, route: str, ctas: int | None, more: dict[str, Any]
     ) -> tuple[dict[str, Any], bytes]:
-        """Open a worker on such a source; what `Tickets` are made of: its card, and a key that may be known."""
+        """Open a worker on such a source; what `Tickets` are made of: an engine card, and a key that may be known."""
         self._cache = self._slab.cache(*pool, route)
         worker = kvxfer.Worker(self._cache.cache_tensors(), _settings(self._side, route, ctas, **more))
         self._worker = await self._opened.enter_async_context(worker)
-        key = secrets.token_bytes(KEY_BYTES)
-        worker.join(EngineCard.of([worker.card]), key=key)
-        return worker.card.to_dict(), key
+        card, key = EngineCard.of([worker.card]), secrets.token_bytes(KEY_BYTES)
+        worker.join(card, key=key)
+        return card.to_dict(), key
 
     async def write(self, request: Request) -> None:
         """Make this the content of the source."""
@@ -221,7 +221,7 @@ class Tickets:
     """Tickets of the engine that a prefill process has opened."""
 
     def __init__(self, card: dict[str, Any], key: bytes) -> None:
-        self.of: Final = Issuer(EngineCard.of([card]), key).ticket
+        self.of: Final = Issuer(card, key).ticket
         self._numbers: Final = defaultdict[int, "count[int]"](count)
 
     def next(self, slot: int) -> dict[str, Any]:

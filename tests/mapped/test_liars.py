@@ -7,6 +7,7 @@ import pytest
 from preloaded import Away
 
 from kvxfer import shared_empty
+from kvxfer.errors import FabricError
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.mapped.host import OpenFiles, export, here
 from kvxfer.protocol.framing import encode_body
@@ -66,3 +67,23 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     mappings.close()
     keys.close()
     processes.close()
+
+
+async def test_memory_of_a_peer_that_left_while_it_was_opened_is_given_back(told):
+    named, peer_of, theirs = told
+    peer, retired = peer_of(named), []
+
+    class Meanwhile(ThreadRuntime):
+        async def in_thread(self, work):
+            found = await super().in_thread(work)
+            mappings.forget(peer)
+            assert not retired  # nobody holds it yet, and it is on its way
+            return found
+
+    mappings = Mappings(cache()[0], Meanwhile(), retired.append, b"this")
+    await mappings.open(peer, theirs)
+    (windows,) = retired
+    windows.close()
+    with pytest.raises(FabricError, match="is not mapped"):
+        mappings.hold(peer)
+    mappings.close()

@@ -362,7 +362,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's fetches."""
-        self._worker.load(self._get_connector_metadata().orders)
+        self._worker.loads.begin(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for a layer that this step's forward pass reads."""
@@ -374,18 +374,18 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def wait_for_save(self) -> None:
         """All layers of this step are."""
-        self._worker.end_step()
+        self._worker.offers.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose offers are over, and requests whose loads are, each once; and which of these failed."""
         sent, received = self._worker.poll(finished_req_ids)
         return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=self._worker.take_failed(received)
+            finished_sending=sent, finished_recving=received, failed_recving=self._worker.loads.take_failed(received)
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that hold nothing usable, in the step in which their request is named, or before."""
-        return self._worker.take_failed_blocks()
+        return self._worker.loads.take_failed_blocks()
 
     def shutdown(self) -> None:
         """Close the service. The scheduler's side has none."""

@@ -138,16 +138,16 @@ class Ranks:
         orders = output.kv_connector_metadata
         rank.preempt(orders)
         rank.begin_step(orders)
-        rank.load(orders)
-        own = {rank._sending[one["request"]].offer for one in work if one["request"] in rank._sending}
+        rank.loads.begin(orders)
+        own = {rank.offers._sending[one["request"]].offer for one in work if one["request"] in rank.offers._sending}
         for one in work:
             blocks = set(one["blocks"][one["start"] // SIZE : -(-one["stop"] // SIZE)])
             for handle in service.offers + service.fetches:
                 assert handle.safe or handle in own or not handle.blocks & blocks, f"{one} writes what others use"
-        rank.end_step()
+        rank.offers.end_step()
         sent, got = rank.poll(output.finished_req_ids)
         told = {"finished_sending": sent, "finished_recving": got, "kv_connector_stats": None}
-        return make("KVConnectorOutput", invalid_block_ids=rank.take_failed_blocks(), **told)
+        return make("KVConnectorOutput", invalid_block_ids=rank.loads.take_failed_blocks(), **told)
 
 
 class Core:
@@ -172,7 +172,7 @@ class Core:
             return
         assert self.engine.requests == {}, "somebody waits for the end of these for ever"
         assert set(self.engine.reported.values()) <= {1}, "a rank has said it twice"
-        assert not any(rank._sending or rank._offers or rank._loading for rank in self.ranks.sides)
+        assert not any(rank.offers._sending or rank.offers._made or rank.loads._loading for rank in self.ranks.sides)
         books = (self.scheduler._produced, self.scheduler._wanted, self.scheduler._names)
         assert not any(books)
 

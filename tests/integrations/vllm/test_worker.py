@@ -153,7 +153,7 @@ def loading(ticket=TICKET, *, in_step=False):
 def begun(side, orders):
     side.preempt(orders)
     side.begin_step(orders)
-    side.load(orders)
+    side.loads.begin(orders)
     return side._worker
 
 
@@ -163,7 +163,7 @@ def test_layers_are_ready_one_by_one_then_all(side):
         side.wait_layer(name)
         side.save_layer(name)
     begun(side, growing(32, 40))  # vLLM does not say the end of each step
-    side.end_step()
+    side.offers.end_step()
     side.save_layer(NAMES[0])  # no step is under way
     (offer,) = service.offers
     assert offer.calls == [
@@ -178,33 +178,33 @@ def test_layers_are_ready_one_by_one_then_all(side):
 
 
 def test_a_prompt_waits_for_nobody_while_it_is_computed_unless_layers_may_be_read(side, monkeypatch):
-    monkeypatch.setattr(side, "_layerwise", False)
+    monkeypatch.setattr(side.offers, "_layerwise", False)
     service = begun(side, growing())
     assert service.offers == [], "a forward pass may take longer than an offer waits"
-    side.end_step()
-    side.end_step()
+    side.offers.end_step()
+    side.offers.end_step()
     assert [call[0] for call in service.offers[0].calls] == ["extend", "ready", "finish"]
 
 
 def test_an_offer_ends_with_its_request_where_blocks_are_overwritten_before_that_is_told(side, monkeypatch):
-    monkeypatch.setattr(side, "_late", True)
+    monkeypatch.setattr(side.offers, "_late", True)
     service = begun(side, growing(last=False))
-    side.end_step()
+    side.offers.end_step()
     begun(side, growing(32, 40))
-    side.end_step()
+    side.offers.end_step()
     side.poll(())
     (offer,) = service.offers
     assert ("finish",) not in offer.calls, "else all of it could be fetched after the next step has overwritten it"
     service.events = [blocking.OfferWithdrawn("name", offer)]
     begun(side, Orders(preempted=["r"]))
     begun(side, growing())
-    side.end_step()
+    side.offers.end_step()
     side.poll(())
     begun(side, Orders())
     side.poll({"r"})
     assert [one.calls[-1] for one in service.offers] == [("withdraw",), ("finish",)]
     begun(side, growing())
-    side.end_step()
+    side.offers.end_step()
     begun(side, Orders(withdraws=["r"]))
     side.poll({"r"})
     assert service.offers[-1].calls[-1] == ("withdraw",), "of a request that was aborted"
@@ -215,7 +215,7 @@ def test_what_earlier_steps_have_computed_is_ready_at_once_since_no_forward_pass
     orders.steps = [replace(step, computed=True) for step in orders.steps]
     (offer,) = begun(side, orders).offers
     assert offer.calls[1:] == [("ready", ("tokens", 32), ("after", None)), ("finish",)]
-    side.end_step()
+    side.offers.end_step()
     assert len(offer.calls) == 3
 
 
@@ -223,7 +223,7 @@ def test_an_offer_that_cannot_be_made_holds_nothing(side):
     side._worker.refuses = BusyError("nobody polls")
     begun(side, growing(last=False))
     begun(side, growing(32, 40))
-    side.end_step()
+    side.offers.end_step()
     begun(side, Orders(withdraws=["r"]))
     assert side.poll({"r"}) == ({"r"}, set())
 
@@ -251,13 +251,13 @@ def test_a_load_ends_its_claim_and_is_told_once(side):
     orders = loading()
     side.begin_step(orders)
     ((_, claim),) = side._worker.claims
-    side.load(orders)
+    side.loads.begin(orders)
     assert claim.calls == [("close",)]
     service = side._worker
     service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
     assert side.poll(()) == (set(), {"r"})
     assert side.poll(()) == (set(), set())
-    assert (service.declined, side._claims) == ([], {})
+    assert (service.declined, side.loads.claims) == ([], {})
     assert side.ledger.take() == Counts([2.0], [5])
 
 
@@ -265,8 +265,8 @@ def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
     service = begun(side, loading())
     service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("no"))]
     assert side.poll(()) == (set(), {"r"})
-    assert side.take_failed_blocks() == {1, 2}
-    assert side.take_failed_blocks() == set()
+    assert side.loads.take_failed_blocks() == {1, 2}
+    assert side.loads.take_failed_blocks() == set()
     assert service.declined == [TICKET]
     assert side.ledger.take() == Counts(load_failures=1)
 
@@ -275,7 +275,7 @@ def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
 def test_who_leaves_takes_nothing_from_another_request_with_the_same_ticket(side, stage):
     service = begun(side, Orders(claims={"r": TICKET, "again": dict(TICKET)}))
     if stage != "claimed":
-        side.load(loading())
+        side.loads.begin(loading())
     if stage == "over":
         service.events = [blocking.Fetched("p", service.transfers[0], FetchResult("p", b"", STATS))]
         side.poll(())
@@ -300,10 +300,10 @@ def test_a_load_that_holds_up_the_forward_pass_is_given_up_and_told_once(side):
     side.wait_layer(NAMES[1])
     assert transfer.calls == [("wait_layer", 4), ("give_up",)]
     assert side.poll(()) == (set(), set())
-    assert side.take_failed_blocks() == {1, 2}
+    assert side.loads.take_failed_blocks() == {1, 2}
     service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("at last"))]
     assert side.poll(()) == (set(), set())
-    assert side.take_failed_blocks() == set(), "somebody else has these blocks by now"
+    assert side.loads.take_failed_blocks() == set(), "somebody else has these blocks by now"
     assert side.ledger.take() == Counts(load_failures=1)
     assert service.declined == [TICKET]
 
@@ -315,7 +315,7 @@ def test_a_load_that_was_read_before_it_failed_fails_nobody(side, error, failed)
     side.poll(())
     service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("late"))]
     assert side.poll(()) == (set(), set())
-    assert side.take_failed_blocks() == failed, "somebody else may have these blocks by now"
+    assert side.loads.take_failed_blocks() == failed, "somebody else may have these blocks by now"
     assert service.declined == [TICKET]
 
 
@@ -351,10 +351,10 @@ def test_while_an_engine_is_silent_nobody_waits_for_its_loads_again(side):
     service = begun(side, loading(in_step=True))
     service.transfers[0].stands_still = True
     side.poll(())
-    assert side.take_failed_blocks() == {1, 2}
+    assert side.loads.take_failed_blocks() == {1, 2}
     begun(side, loading(in_step=True))
     assert len(service.transfers) == 1
-    assert side.take_failed_blocks() == {1, 2}
+    assert side.loads.take_failed_blocks() == {1, 2}
     begun(side, loading(OTHER, in_step=True))
     assert len(service.transfers) == 2
     service.events = [blocking.FetchFailed("p", service.transfers[0], TransferFailedError("it answers"))]
@@ -376,7 +376,7 @@ def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):
     (transfer,) = service.transfers
     service.events = [blocking.FetchFailed("p", transfer, doubt())]
     assert side.poll(()) == (set(), set())
-    assert side.take_failed_blocks() == {1, 2}
+    assert side.loads.take_failed_blocks() == {1, 2}
     service.events = [blocking.Settled("p", transfer)]
     assert side.poll(()) == (set(), {"r"})
 
@@ -386,25 +386,25 @@ def test_where_blocks_do_not_tell_the_request_is_named_with_the_end_of_its_load(
     service = begun(side, loading())
     (transfer,) = service.transfers
     service.events = [blocking.FetchFailed("p", transfer, doubt())]
-    assert side.take_failed(side.poll(())[1]) == set()
+    assert side.loads.take_failed(side.poll(())[1]) == set()
     service.events = [blocking.Settled("p", transfer)]
     received = side.poll(())[1]
-    assert (received, side.take_failed(received)) == ({"r"}, {"r"})
-    assert side.take_failed(received) == set()
-    assert side.take_failed_blocks() == set()
+    assert (received, side.loads.take_failed(received)) == ({"r"}, {"r"})
+    assert side.loads.take_failed(received) == set()
+    assert side.loads.take_failed_blocks() == set()
     begun(side, loading())
     service.events = [blocking.Fetched("p", service.transfers[1], FetchResult("p", b"", STATS))]
-    assert side.take_failed(side.poll(())[1]) == set()
+    assert side.loads.take_failed(side.poll(())[1]) == set()
 
 
 def test_a_block_that_vllm_has_let_go_of_is_not_handed_over(side):
     begun(side, Orders(steps=[OfferStep("r", "name", 0, {"default": ([1, 0], 0)}, 0, 32, last=True)]))
-    side.end_step()
+    side.offers.end_step()
     (offer,) = side._worker.offers
     assert offer.calls == [("withdraw",)]
     begun(side, Orders(loads=[Load("r", TICKET, {"default": ([0, 2], 20)}, 20, 48, in_step=False)]))
     assert side.poll(()) == (set(), {"r"})
-    assert side.take_failed_blocks() == {0, 2}
+    assert side.loads.take_failed_blocks() == {0, 2}
 
 
 def test_a_load_that_is_cancelled_fails_nothing(side):
@@ -414,7 +414,7 @@ def test_a_load_that_is_cancelled_fails_nothing(side):
     assert ("cancel",) in transfer.calls
     service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("cancelled"))]
     assert side.poll(()) == (set(), {"r"})
-    assert side.take_failed_blocks() == set()
+    assert side.loads.take_failed_blocks() == set()
     assert service.declined == [TICKET]
 
 
@@ -432,7 +432,7 @@ def test_a_request_with_the_name_of_one_that_was_aborted_is_loaded(side):
     assert ("cancel",) not in transfer.calls
     service.events = [blocking.FetchFailed("p", transfer, TransferFailedError("no"))]
     side.poll(())
-    assert side.take_failed_blocks() == {1, 2}, "else vLLM takes it for loaded"
+    assert side.loads.take_failed_blocks() == {1, 2}, "else vLLM takes it for loaded"
 
 
 def test_a_prompt_with_the_name_of_a_request_that_has_finished_is_not_told_before_it_has(side):
@@ -458,7 +458,7 @@ def test_who_leaves_looks_at_nobody_else(side):
     service = begun(side, Orders(claims=tickets))
     looks.clear()
     begun(side, Orders(declines=[*tickets.items()]))
-    assert (len(service.declined), side._claims) == (100, {})
+    assert (len(service.declined), side.loads.claims) == (100, {})
     assert len(looks) < 2000
 
 
@@ -480,6 +480,6 @@ def test_requests_come_and_go_while_it_sleeps(side):
     assert side.card is None
     begun(side, Orders(claims={"r": TICKET}))
     begun(side, Orders(claims={"r": TICKET}, declines=[("r", TICKET)]))
-    side.end_step()
+    side.offers.end_step()
     assert side.poll({"r"}) == (set(), set())
     assert side._worker.declined == []

@@ -93,7 +93,7 @@ class Rank:
         with patch.dict(os.environ, described.pop("environment", {})):
             side = KvxferConnector(*configured(described, self._rank))._worker
         found = {name: getattr(side._worker.config, name) for name in (*NAMES, "engine", "model", "rank", "world")}
-        return found | {"by_layer": side._layerwise, "late": side._late}
+        return found | {"by_layer": side.offers._layerwise, "late": side.offers._late}
 
     def refuse_loads(self) -> None:
         """From now on no fetch can be begun by this rank, if it is the second."""

@@ -815,11 +815,6 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     return found
 
 
-def incarnation(worker: Any) -> bytes:
-    """By what its peers know it."""
-    return worker._service.site.key.incarnation
-
-
 def kept_of_the_gone(worker: Any) -> dict[str, int]:
     """How much it keeps of peers to whom no link leads, or of transfers though there are none: by where, if any."""
     site = worker._service.site

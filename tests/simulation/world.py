@@ -201,7 +201,7 @@ class World:
         transport = LoopbackTransport(unique, self.network)
         worker = Worker(cache.tensors, Config(**settings), transport=transport, runtime=runtime)
         await worker.__aenter__()
-        self._ends[inside.incarnation(worker)] = os.eventfd(0, os.EFD_NONBLOCK)
+        self._ends[bytes.fromhex(worker.card.incarnation)] = os.eventfd(0, os.EFD_NONBLOCK)
         books = self.ledger.cache(unique, cache)
         self.ledger.arena(unique, worker)
         return Rank(unique, worker, runtime, cache, books, transport)
@@ -216,7 +216,7 @@ class World:
         inside.die(worker)
         if self.watched:
             self.network.gone.add(rank.transport.name)
-        os.eventfd_write(self._ends[inside.incarnation(worker)], 1)
+        os.eventfd_write(self._ends[bytes.fromhex(worker.card.incarnation)], 1)
         self.left.append(rank)
 
     async def close(self, rank: Rank, *, drain):

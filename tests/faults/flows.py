@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from stage import KEY, Cache
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Offer, UnreachableError, Worker
@@ -198,14 +197,12 @@ class Taker:
 
     def _compare(self, request: str, ids: list[int], plan: Plan, mark: int, source: list[int]) -> None:
         """All has arrived, or (without a source) each element is old or one of theirs; nothing else was touched."""
-        which = torch.arange(plan.tokens)
-        at, slot = which // BLOCK_TOKENS, which % BLOCK_TOKENS
-        wrong = 0
+        tokens, wrong = range(plan.tokens), 0
         for layer in self._cache.layers:
             found, given = self._cache.view(layer), self._given.view(layer)
-            here = found[:, torch.tensor(ids)[at], slot]
+            here = found[:, *self._cache.at(ids, tokens)]
             if source:
-                wrong += int((here != given[:, torch.tensor(source)[at], slot]).sum())
+                wrong += int((here != given[:, *self._given.at(source, tokens)]).sum())
             else:
                 wrong += int(((here != mark) & ((here < given.min()) | (here > given.max()))).sum())
             beyond = found[:, ids[-1], plan.tokens - (len(ids) - 1) * BLOCK_TOKENS :]

@@ -68,11 +68,6 @@ class Contents:
             for layer, value in zip(cache.layers, first, strict=True)
         }
 
-    @staticmethod
-    def _place(cache, ids, tokens):
-        where = torch.tensor(tokens, dtype=torch.int64)
-        return torch.tensor(ids)[where // cache.block_tokens], where % cache.block_tokens
-
     def of(self, cache, layer, tokens):
         """What a rank holds of these tokens."""
         heads = slice(cache.heads.start, cache.heads.stop)
@@ -80,13 +75,13 @@ class Contents:
 
     def write(self, cache, ids, tokens, layers=None):
         """Compute them: the producer's kernels."""
-        block, slot = self._place(cache, ids, tokens)
+        block, slot = cache.at(ids, tokens)
         for layer in cache.layers if layers is None else layers:
             cache.view(layer)[:, block, slot] = self.of(cache, layer, list(tokens))
 
     def wrong(self, cache, ids, tokens):
         """Layers of a destination in which these tokens are not what they should be."""
-        block, slot = self._place(cache, ids, tokens)
+        block, slot = cache.at(ids, tokens)
         return [
             layer
             for layer in cache.layers

@@ -119,9 +119,7 @@ class Scene:
 
     def cut(self):
         """Reset every control stream."""
-        for rank in (self.a, self.b):
-            for link in inside.sessions(rank.worker):
-                self.streams.cut(link)
+        inside.cut(self.a.worker, self.b.worker)
 
     def clear(self):
         """See that nothing was touched that belongs to nobody."""

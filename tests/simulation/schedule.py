@@ -176,7 +176,7 @@ class Schedule:
         links = [link for rank in self.world.ranks for link in sorted(sessions(rank.worker), key=lambda k: k.endpoint)]
         if links:
             self.world.note("cut")
-            self.world.streams.cut(self.rnd.choice(links))
+            inside.cut_session(self.rnd.choice(links))
 
     def hold(self):
         agent = self._agent()

@@ -38,15 +38,11 @@ class Streams:
         for link in list(self._waiting):
             self._schedule(link)
 
-    def cut(self, link):
-        """Reset one stream."""
-        inside.cut_session(link)
-
     def kill(self, worker):
         """The streams of a process that was killed: the other ends hear that they are closed, it hears nothing."""
         self._dead.add(inside.service(worker))
         for link in inside.streams(worker):
-            self.cut(link)
+            inside.cut_session(link)
 
     def _came(self, link, handle):
         self._waiting.setdefault(link, deque()).append(handle)

@@ -1,7 +1,7 @@
 """Processes that can be stopped at a step, told to go on, frozen and killed.
 
 actor = Actor(environment={"UCX_TLS": "tcp"})    # a fresh process; some 50 ms, for torch and nixl are there already
-card = await actor.open("prefill", ...)          # any method of `ranks.Ranks`, several at a time
+card = await actor.open("prefill", ...)          # any method of `staff.Ranks`, several at a time
 await actor.halt("leased")                       # it stands still at this step when it gets there
 await actor.reached("leased")                    # and says so
 actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on

@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("route", "lane", "how"), CASES)
-async def test_a_fetch_that_is_given_up_leaves_nothing_and_is_heard_of_at_once(route, lane, how, everything):
+async def test_a_fetch_that_is_given_up_leaves_nothing_and_is_heard_of_at_once(route, lane, how):
     sender, receiver = (Actor(environment={"UCX_TLS": LANES[lane]}) for _ in range(2))
     try:
         sizes = {**SIZES, "chunk_bytes": "128KiB"}  # one chunk, which is granted with the request
@@ -35,7 +35,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing_and_is_heard_of_at_once(r
         await receiver.open("decode", seed=RECEIVER_SEED, layout="HND", route=route, **sizes)
         usual = await brought(sender, receiver, card, "first")
         usual = min([await brought(sender, receiver, card, f"usual-{n}") for n in range(3)] + [usual])
-        tries = MANY if everything else FEW
+        tries = MANY if EVERYTHING else FEW
         for number in range(tries):  # at moments from the first to the last of a fetch
             request, moment = f"r{number}", usual * (number + 1) / tries
             await sender.offer("prefill", request)

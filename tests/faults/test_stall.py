@@ -1,22 +1,70 @@
-"""A stall of either process fails nothing by default settings; see `stall.play`."""
+"""A stall of either process fails nothing by default settings: its interpreter is held, or it is stopped."""
+
+import asyncio
+from typing import Any
 
 import pytest
-import stall
-from faults import EVERYTHING
+from actors import Actor
+from faults import EVERYTHING, RECEIVER_SEED, SENDER_SEED, SIZES
+from steps import ROUTES
 
 pytestmark = pytest.mark.timeout(90)
 
-SHORT_SECONDS = 0.5
-
-
+SECONDS = 10.0 if EVERYTHING else 0.5
 CASES = [("sender", "held"), ("receiver", "stopped"), ("sender", "stopped"), ("receiver", "held")]
 
 
 @pytest.mark.parametrize(("side", "kind"), CASES if EVERYTHING else CASES[:2])
-async def test_a_stall(side, kind, everything):
-    await stall.play(side, kind, seconds=stall.SECONDS if everything else SHORT_SECONDS)
+async def test_a_stall(side, kind):
+    await play(side, kind, seconds=SECONDS)
 
 
 async def test_both_stand_still_for_longer_than_either_would_be_waited_for():
     """As on a machine that is paused: neither takes that for silence of the other."""
-    await stall.play("both", "stopped", seconds=2.0, peer_timeout=1.0)
+    await play("both", "stopped", seconds=2.0, peer_timeout=1.0)
+
+
+async def play(side, kind, *, seconds, **settings: Any):
+    """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole."""
+    sender, receiver = Actor(), Actor()
+    try:
+        card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES, **settings)
+        for route in ROUTES:
+            await receiver.open(route, seed=RECEIVER_SEED, layout="HND", route=route, **SIZES, **settings)
+            await sender.offer("prefill", f"before-{route}")
+            assert (await receiver.fetch(route, card, f"before-{route}"))["ok"]
+            await receiver.restore(route)
+            await sender.offer("prefill", route, streamed=True)
+            await sender.ready("prefill", route, 0)
+        fetches = [asyncio.create_task(receiver.fetch(route, card, route)) for route in ROUTES]
+        await asyncio.gather(*(receiver.layer_landed(route, route, 0) for route in ROUTES))
+        stalled = {"sender": [sender], "receiver": [receiver], "both": [sender, receiver]}[side]
+        at = asyncio.get_running_loop().time()
+        if kind == "stopped":
+            for actor in stalled:
+                actor.stop()
+            for route in ROUTES if side == "receiver" else ():
+                await sender.ready("prefill", route, 1)
+            await asyncio.sleep(seconds)
+            for actor in stalled:
+                actor.thaw()
+        else:
+            for route in ROUTES if side == "receiver" else ():
+                await sender.ready("prefill", route, 1)
+            await asyncio.gather(*(actor.hold_interpreter(seconds) for actor in stalled))
+        lasted = asyncio.get_running_loop().time() - at
+        assert lasted >= seconds
+        for route in ROUTES if side != "receiver" else ():
+            await sender.ready("prefill", route, 1)
+        for route, outcome in zip(ROUTES, await asyncio.gather(*fetches), strict=True):
+            assert outcome["ok"], f"{route}: {outcome}"
+            assert await receiver.wrong(route, "fetched", SENDER_SEED) == []
+        for route in ROUTES:
+            state = await receiver.quiet(route, doubts=True, within=5)
+            assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+            assert await receiver.close(route) == {}
+        assert await sender.wrong("prefill", "kept") == []
+        assert await sender.close("prefill") == {}
+    finally:
+        sender.end()
+        receiver.end()

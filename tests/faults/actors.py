@@ -5,7 +5,7 @@ card = await actor.open("prefill", ...)          # any method of `staff.Ranks`, 
 await actor.halt("leased")                       # it stands still at this step when it gets there
 await actor.reached("leased")                    # and says so
 actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on
-actor.end()                                      # killed and reaped
+actor.end()                                      # killed and reaped, as at the end of `with Actor() as actor`
 actor = Actor(apart=True)                        # in a PID namespace of its own, as in another Pod; takes root
 """
 
@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import preloaded
 
@@ -62,6 +62,12 @@ class Actor:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._steps: dict[str, asyncio.Future[float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

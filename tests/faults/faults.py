@@ -69,6 +69,24 @@ async def same_bytes(actor: Actor, *memory: Any) -> None:
     unharmed(not wrong, wrong)
 
 
+async def whole(actor: Actor, name: str, within: float) -> None:
+    """Wait until nothing is under way over there, and nothing in doubt."""
+    state = await actor.quiet(name, doubts=True, within=within)
+    assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+
+
+async def brought(sender: Actor, receiver: Actor, card: dict[str, Any], request: str, name: str = "decode") -> float:
+    """A fetch that succeeds, of which the blocks are as they were afterwards; the seconds that it took."""
+    await sender.offer("prefill", request)
+    began = asyncio.get_running_loop().time()
+    outcome = await receiver.fetch(name, card, request, 20)
+    took = asyncio.get_running_loop().time() - began
+    assert outcome["ok"], outcome
+    await same_bytes(receiver, name, "fetched", SENDER_SEED)
+    await receiver.restore(name)
+    return took
+
+
 class Ends(IntEnum):
     """When memory that a fault puts in doubt is its owner's again."""
 
@@ -257,15 +275,13 @@ class Scene:
         """Memory that was in doubt is its owner's again when the table says so, and a frozen process does no harm."""
         case = self.case
         if case.fault == "stop" and case.ends < Ends.BACK:
-            await self.whole("while the other process is frozen")
+            await self.is_whole()  # while the other process is frozen
         if case.fault == "stop":
             self.victim.proceed()
             self.victim.thaw()
             await self.thawed()
-            if case.ends is not Ends.CLOSED:
-                await self.whole("after the other process was thawed")
-        elif case.ends is not Ends.CLOSED:
-            await self.whole(f"after {case.fault}")
+        if case.ends is not Ends.CLOSED:
+            await self.is_whole()
         state = await self.survivor.quiet(self.ours, doubts=False, within=self.starved)
         assert not state["busy"], state
         if not self.safe and case.ends is not Ends.CLOSED:
@@ -280,12 +296,10 @@ class Scene:
         await self.survivor.reuse(self.ours)
         self.content = "canary"
 
-    async def whole(self, when: str) -> None:
+    async def is_whole(self) -> None:
         """Nothing is held or in doubt at the survivor."""
         bound = self.bounds["rebuild"] if self.case.ends is Ends.REBUILT else self.settings["revoke_timeout"]
-        within = bound + self.starved
-        state = await self.survivor.quiet(self.ours, doubts=True, within=within)
-        assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), f"{when}: {state}"
+        await whole(self.survivor, self.ours, bound + self.starved)
 
     async def fall_curtain(self) -> None:
         """Every byte is as it should be, and nothing is left in any process."""
@@ -340,8 +354,7 @@ class Scene:
                     await taker[0].settled(taker[1], request, 10.0)
                 await asyncio.sleep(outcome["retry_after"])
             for actor, name in (giver, taker):
-                state = await actor.quiet(name, doubts=True, within=10.0)
-                assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+                await whole(actor, name, 10.0)
         await taker[0].restore(taker[1])
 
     async def move_again(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:

@@ -106,8 +106,7 @@ def test_the_kernel_counts_what_this_process_does():
 
 
 async def test_what_is_raised_over_there_is_a_failure_or_a_defect():
-    actor = Actor()
-    try:
+    with Actor() as actor:
         with pytest.raises(DefectError, match="KeyError"):
             await actor.fill_arena("nobody")
         await actor.open("prefill", seed=1, layout="NHD")
@@ -119,5 +118,3 @@ async def test_what_is_raised_over_there_is_a_failure_or_a_defect():
         actor.thaw()
         actor.kill()
         assert not actor.answers
-    finally:
-        actor.end()

@@ -74,7 +74,7 @@ class FrozenReader(Frozen, ReceiverStruck):
 
     async def thawed(self):
         await super().thawed()
-        await self.whole("after the other process was thawed")
+        await self.is_whole()
         await self.move_beside("after-")
 
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 from actors import Actor
-from faults import _GPU, EVERYTHING, RECEIVER_SEED, SENDER_SEED, SIZES
+from faults import _GPU, EVERYTHING, RECEIVER_SEED, SENDER_SEED, SIZES, brought, same_bytes, whole
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -28,13 +28,12 @@ CASES = [
 
 @pytest.mark.parametrize(("route", "lane", "how"), CASES)
 async def test_a_fetch_that_is_given_up_leaves_nothing_and_is_heard_of_at_once(route, lane, how):
-    sender, receiver = (Actor(environment={"UCX_TLS": LANES[lane]}) for _ in range(2))
-    try:
+    environment = {"UCX_TLS": LANES[lane]}
+    with Actor(environment) as sender, Actor(environment) as receiver:
         sizes = {**SIZES, "chunk_bytes": "128KiB"}  # one chunk, which is granted with the request
         card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **sizes)
         await receiver.open("decode", seed=RECEIVER_SEED, layout="HND", route=route, **sizes)
-        usual = await brought(sender, receiver, card, "first")
-        usual = min([await brought(sender, receiver, card, f"usual-{n}") for n in range(3)] + [usual])
+        usual = min([await brought(sender, receiver, card, f"usual-{n}") for n in range(4)])
         tries = MANY if EVERYTHING else FEW
         for number in range(tries):  # at moments from the first to the last of a fetch
             request, moment = f"r{number}", usual * (number + 1) / tries
@@ -46,23 +45,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing_and_is_heard_of_at_once(r
             assert asyncio.get_running_loop().time() - began < BEFORE_SECONDS, outcome
             await receiver.restore("decode")
         for actor, name in ((receiver, "decode"), (sender, "prefill")):
-            state = await actor.quiet(name, doubts=True, within=BEFORE_SECONDS)
-            assert (state["quarantined"], state["custody"]) == (0, 0), state
+            await whole(actor, name, BEFORE_SECONDS)
         await brought(sender, receiver, card, "last")
-        assert await sender.wrong("prefill", "kept") == []
+        await same_bytes(sender, "prefill", "kept")
         assert (await receiver.close("decode"), await sender.close("prefill")) == ({}, {})
-    finally:
-        sender.end()
-        receiver.end()
-
-
-async def brought(sender, receiver, card, request):
-    """A fetch that succeeds; seconds that it took."""
-    await sender.offer("prefill", request)
-    began = asyncio.get_running_loop().time()
-    outcome = await receiver.fetch("decode", card, request, 20)
-    took = asyncio.get_running_loop().time() - began
-    assert outcome["ok"], outcome
-    assert await receiver.wrong("decode", "fetched", SENDER_SEED) == []
-    await receiver.restore("decode")
-    return took

@@ -7,7 +7,18 @@ import asyncio
 
 import pytest
 from actors import Actor
-from faults import EVERYTHING, LANES, QUICK, RECEIVER_SEED, SENDER_SEED, SIZES, STARVED_SECONDS
+from faults import (
+    EVERYTHING,
+    LANES,
+    QUICK,
+    RECEIVER_SEED,
+    SENDER_SEED,
+    SIZES,
+    STARVED_SECONDS,
+    brought,
+    same_bytes,
+    whole,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -17,25 +28,17 @@ LEFT = {**IMPATIENT, "peer_timeout": QUICK["peer_timeout"], "revoke_timeout": 2.
 """The stream is given up too, and the agent made anew."""
 
 
-async def quiet(actor, name, within):
-    state = await actor.quiet(name, doubts=True, within=within)
-    assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
-
-
 CASES = [("staged", IMPATIENT, False), ("direct", LEFT, True), ("staged", LEFT, True), ("direct", IMPATIENT, False)]
 """A post is given up, or all is and the agent made anew; in a quick run each on one route."""
 
 
 @pytest.mark.parametrize(("route", "settings", "anew"), CASES if EVERYTHING else CASES[:2])
 async def test_a_pause_of_the_decode_process_leaves_nothing_behind(route, settings, anew):
-    sender, receiver = (Actor(environment=LANES["tcp"]) for _ in range(2))
-    try:
+    with Actor(LANES["tcp"]) as sender, Actor(LANES["tcp"]) as receiver:
         settings = {**SIZES, **settings, "route": route}
         card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **settings)
         await receiver.open("decode", seed=RECEIVER_SEED, layout="HND", **settings)
-        await sender.offer("prefill", "before")
-        assert (await receiver.fetch("decode", card, "before"))["ok"]
-        await receiver.restore("decode")
+        await brought(sender, receiver, card, "before")
         await sender.halt("sender", "in the midst of the write")
         await sender.offer("prefill", "r")
         fetching = asyncio.create_task(receiver.fetch("decode", card, "r"))
@@ -46,18 +49,12 @@ async def test_a_pause_of_the_decode_process_leaves_nothing_behind(route, settin
             while (state := await sender.state("prefill"))["busy"] or state["rebuilt"] < anew:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         receiver.thaw()
-        within = BACK_SECONDS + STARVED_SECONDS
-        await quiet(receiver, "decode", within)
-        await quiet(sender, "prefill", within)
+        for actor, name in ((receiver, "decode"), (sender, "prefill")):
+            await whole(actor, name, BACK_SECONDS + STARVED_SECONDS)
         outcome = await fetching
         assert not outcome["ok"]
         assert outcome["safe"], outcome
         await receiver.restore("decode")
-        await sender.offer("prefill", "after")
-        assert (await receiver.fetch("decode", card, "after", 10))["ok"]
-        assert await receiver.wrong("decode", "fetched", SENDER_SEED) == []
-        assert await sender.wrong("prefill", "kept") == []
+        await brought(sender, receiver, card, "after")
+        await same_bytes(sender, "prefill", "kept")
         assert (await receiver.close("decode"), await sender.close("prefill")) == ({}, {})
-    finally:
-        sender.end()
-        receiver.end()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from actors import Actor
-from faults import EVERYTHING, RECEIVER_SEED, SENDER_SEED, SIZES
+from faults import EVERYTHING, RECEIVER_SEED, SENDER_SEED, SIZES, brought, same_bytes, whole
 from steps import ROUTES
 
 pytestmark = pytest.mark.timeout(90)
@@ -26,45 +26,41 @@ async def test_both_stand_still_for_longer_than_either_would_be_waited_for():
 
 async def play(side, kind, *, seconds, **settings: Any):
     """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole."""
-    sender, receiver = Actor(), Actor()
-    try:
+    with Actor() as sender, Actor() as receiver:
         card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES, **settings)
         for route in ROUTES:
             await receiver.open(route, seed=RECEIVER_SEED, layout="HND", route=route, **SIZES, **settings)
-            await sender.offer("prefill", f"before-{route}")
-            assert (await receiver.fetch(route, card, f"before-{route}"))["ok"]
-            await receiver.restore(route)
+            await brought(sender, receiver, card, f"before-{route}", route)
             await sender.offer("prefill", route, streamed=True)
             await sender.ready("prefill", route, 0)
         fetches = [asyncio.create_task(receiver.fetch(route, card, route)) for route in ROUTES]
         await asyncio.gather(*(receiver.layer_landed(route, route, 0) for route in ROUTES))
         stalled = {"sender": [sender], "receiver": [receiver], "both": [sender, receiver]}[side]
+
+        async def go_on():
+            for route in ROUTES:
+                await sender.ready("prefill", route, 1)
+
         at = asyncio.get_running_loop().time()
         if kind == "stopped":
             for actor in stalled:
                 actor.stop()
-            for route in ROUTES if side == "receiver" else ():
-                await sender.ready("prefill", route, 1)
+        if side == "receiver":
+            await go_on()
+        if kind == "stopped":
             await asyncio.sleep(seconds)
             for actor in stalled:
                 actor.thaw()
         else:
-            for route in ROUTES if side == "receiver" else ():
-                await sender.ready("prefill", route, 1)
             await asyncio.gather(*(actor.hold_interpreter(seconds) for actor in stalled))
-        lasted = asyncio.get_running_loop().time() - at
-        assert lasted >= seconds
-        for route in ROUTES if side != "receiver" else ():
-            await sender.ready("prefill", route, 1)
+        assert asyncio.get_running_loop().time() - at >= seconds
+        if side != "receiver":
+            await go_on()
         for route, outcome in zip(ROUTES, await asyncio.gather(*fetches), strict=True):
             assert outcome["ok"], f"{route}: {outcome}"
-            assert await receiver.wrong(route, "fetched", SENDER_SEED) == []
+            await same_bytes(receiver, route, "fetched", SENDER_SEED)
         for route in ROUTES:
-            state = await receiver.quiet(route, doubts=True, within=5)
-            assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+            await whole(receiver, route, 5)
             assert await receiver.close(route) == {}
-        assert await sender.wrong("prefill", "kept") == []
+        await same_bytes(sender, "prefill", "kept")
         assert await sender.close("prefill") == {}
-    finally:
-        sender.end()
-        receiver.end()

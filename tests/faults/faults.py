@@ -96,49 +96,23 @@ class Ends(IntEnum):
     """When the agent was made anew, whatever the other process does."""
     BACK = 2
     """When the process goes on after a freeze."""
-    CLOSED = 3
-    """When the worker is closed: until then it is in quarantine, with a reason."""
 
 
-def doubt_ends(side: str, route: str, lane: str, fault: str) -> Ends:
-    """When it ends at the latest if memory was in the victim's hands: the table that more evidence sharpens."""
-    return _DOUBT_ENDS[side, route, lane, fault]
-
-
-_DOUBT_ENDS = {
+DOUBT_ENDS = {
     # the sender is struck: staging memory (staged) or blocks (direct, mapped) of the receiver that it may write
-    ("sender", "staged", "cma", "kill"): Ends.REBUILT,
-    ("sender", "staged", "cma", "stop"): Ends.BACK,
-    ("sender", "staged", "tcp", "kill"): Ends.REBUILT,
-    ("sender", "staged", "tcp", "stop"): Ends.BACK,
-    ("sender", "direct", "cma", "kill"): Ends.REBUILT,
-    ("sender", "direct", "cma", "stop"): Ends.BACK,
-    ("sender", "direct", "tcp", "kill"): Ends.REBUILT,
-    ("sender", "direct", "tcp", "stop"): Ends.BACK,
+    ("sender", "staged"): {"kill": Ends.REBUILT, "stop": Ends.BACK},
+    ("sender", "direct"): {"kill": Ends.REBUILT, "stop": Ends.BACK},
     # heard, but where it dies in its copy before its answer was: that might have named another route
-    ("sender", "mapped", "cma", "kill"): Ends.REBUILT,
-    ("sender", "mapped", "cma", "stop"): Ends.BACK,
+    ("sender", "mapped"): {"kill": Ends.REBUILT, "stop": Ends.BACK},
     # on pull our own reads write our blocks, and none of them outlives our agent
-    ("sender", "pull", "cma", "kill"): Ends.REBUILT,
-    ("sender", "pull", "cma", "stop"): Ends.REBUILT,
-    ("sender", "pull", "tcp", "kill"): Ends.REBUILT,
-    ("sender", "pull", "tcp", "stop"): Ends.REBUILT,
+    ("sender", "pull"): {"kill": Ends.REBUILT, "stop": Ends.REBUILT},
     # the receiver is struck: our own posts end, fail, or end with our agent; on pull it may still read
-    ("receiver", "staged", "cma", "kill"): Ends.HEARD,
-    ("receiver", "staged", "cma", "stop"): Ends.REBUILT,
-    ("receiver", "staged", "tcp", "kill"): Ends.HEARD,
-    ("receiver", "staged", "tcp", "stop"): Ends.REBUILT,
-    ("receiver", "direct", "cma", "kill"): Ends.HEARD,
-    ("receiver", "direct", "cma", "stop"): Ends.REBUILT,
-    ("receiver", "direct", "tcp", "kill"): Ends.HEARD,
-    ("receiver", "direct", "tcp", "stop"): Ends.REBUILT,
-    ("receiver", "mapped", "cma", "kill"): Ends.HEARD,
-    ("receiver", "mapped", "cma", "stop"): Ends.HEARD,
-    ("receiver", "pull", "cma", "kill"): Ends.HEARD,
-    ("receiver", "pull", "cma", "stop"): Ends.BACK,
-    ("receiver", "pull", "tcp", "kill"): Ends.HEARD,
-    ("receiver", "pull", "tcp", "stop"): Ends.BACK,
+    ("receiver", "staged"): {"kill": Ends.HEARD, "stop": Ends.REBUILT},
+    ("receiver", "direct"): {"kill": Ends.HEARD, "stop": Ends.REBUILT},
+    ("receiver", "mapped"): {"kill": Ends.HEARD, "stop": Ends.HEARD},
+    ("receiver", "pull"): {"kill": Ends.HEARD, "stop": Ends.BACK},
 }
+"""When it ends at the latest if memory was in the victim's hands, on every lane: more evidence sharpens the table."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +138,7 @@ class Case:
         """When a doubt that it leaves must have ended."""
         if self.fault in ("cut", "pause") or not self.taken.exposed:
             return Ends.HEARD
-        return doubt_ends(self.side, self.route, self.lane, self.fault)
+        return DOUBT_ENDS[self.side, self.route][self.fault]
 
 
 def every_case() -> list[Case]:
@@ -280,15 +254,12 @@ class Scene:
             self.victim.proceed()
             self.victim.thaw()
             await self.thawed()
-        if case.ends is not Ends.CLOSED:
-            await self.is_whole()
+        await self.is_whole()
         state = await self.survivor.quiet(self.ours, doubts=False, within=self.starved)
         assert not state["busy"], state
-        if not self.safe and case.ends is not Ends.CLOSED:
+        if not self.safe:
             assert await self.survivor.settled(self.ours, "r", self.starved)
             await self.reuse()
-        elif not self.safe:
-            assert await self.survivor.refuses(self.ours)
 
     async def reuse(self) -> None:
         """The survivor's blocks are its own again: somebody else uses them."""

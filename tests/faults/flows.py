@@ -40,6 +40,15 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)  # faults that were made, by kind
     wrong: list[str] = field(default_factory=list)  # what must not be: other bytes than were sent, or no end
 
+    def add(self, other: "Tally") -> None:
+        """What became of others, too."""
+        self.ended += other.ended
+        self.ok += other.ok
+        self.bytes += other.bytes
+        self.errors += other.errors
+        self.faults += other.faults
+        self.wrong += other.wrong
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -71,16 +71,13 @@ class SoakFailedError(Exception):
 
 
 @dataclass
-class Figures:
-    """What a run came to."""
+class Figures(Tally):
+    """What a run came to: what became of transfers, as the process that stays saw it, and what is left.
 
-    transfers: int = 0  # that ended, as the process that stays saw it
-    ok: int = 0  # of these, how many arrived
-    errors: Counter[str] = field(default_factory=Counter)  # the others, by type
-    faults: Counter[str] = field(default_factory=Counter)  # made on purpose, by kind
-    bytes: int = 0  # brought to the process that stays
+    Faults that others made, and what was wrong there, count too.
+    """
+
     seconds: float = 0.0  # how long it took
-    wrong: list[str] = field(default_factory=list)  # wrong bytes, or transfers without an end
     before: dict[str, int] = field(default_factory=dict)  # memory, descriptors and threads after the warm-up
     after: dict[str, int] = field(default_factory=dict)  # the same at the end
     quarantined_bytes: int = 0  # of arenas, with a reason, at the end
@@ -220,7 +217,7 @@ class Soak:
         for peer in self._peers.values():
             await self._hear(peer)
         for tally in (seen["given"], seen["taken"]):
-            _add(figures, tally)
+            figures.add(tally)
         for name in ("home", *ROUTES):
             state = await home.quiet(name, doubts=False, within=20)
             if state["busy"]:
@@ -236,15 +233,6 @@ class Soak:
 
 def _held(seen: dict[str, Any]) -> dict[str, int]:
     return {what: seen[what] for what in ("resident_bytes", "fds", "threads")}
-
-
-def _add(figures: Figures, tally: Tally) -> None:
-    figures.transfers += tally.ended
-    figures.ok += tally.ok
-    figures.bytes += tally.bytes
-    figures.errors += tally.errors
-    figures.faults += tally.faults
-    figures.wrong += tally.wrong
 
 
 async def _run(transfers: int, seed: int, end: str) -> Figures:

@@ -13,7 +13,7 @@ async def test_a_short_soak(monkeypatch):
     said = []
     figures = await soak.Soak(280, say=said.append).run()
     assert figures.problems() == []
-    assert figures.transfers >= 280
+    assert figures.ended >= 280
     assert figures.ok > 210
     assert figures.faults["kill"] >= 1
     assert json.dumps(figures.__dict__)

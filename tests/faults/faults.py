@@ -308,10 +308,6 @@ class Scene:
         """The transfer begins that is struck."""
         raise NotImplementedError
 
-    async def meet(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:
-        """Transfer something between survivor and victim."""
-        await self.connect(giver=giver, taker=taker, card=self.card)
-
     async def connect(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str], card: dict[str, Any]) -> None:
         """Transfer something, so that transports are connected: on starved cores that outlasts a short patience."""
         async with asyncio.timeout(CONNECTING_SECONDS):
@@ -375,7 +371,7 @@ class SenderStruck(Scene):
         case, victim = self.case, self.victim
         self.card = await victim.open("prefill", seed=SENDER_SEED, layout="NHD", **self.settings)
         if self.acquainted:
-            await self.meet(giver=(victim, "prefill"), taker=(self.survivor, "decode"))
+            await self.connect(giver=(victim, "prefill"), taker=(self.survivor, "decode"), card=self.card)
         await victim.halt(case.side, case.step)
         if case.taken.how != "parked":
             await victim.offer("prefill", "r", streamed=case.taken.how == "streamed")
@@ -442,7 +438,7 @@ class ReceiverStruck(Scene):
         case, victim = self.case, self.victim
         await victim.open("decode", seed=RECEIVER_SEED, layout="HND", **self.settings)
         if self.acquainted:
-            await self.meet(giver=(self.survivor, "prefill"), taker=(victim, "decode"))
+            await self.connect(giver=(self.survivor, "prefill"), taker=(victim, "decode"), card=self.card)
         await victim.halt(case.side, case.step)
         if case.taken.how != "parked":
             await self.survivor.offer("prefill", "r")

@@ -337,8 +337,8 @@ class Ranks:
         """A call into C that does not let go of the interpreter: no thread of this process runs Python meanwhile."""
         ctypes.PyDLL(None).usleep(ctypes.c_uint(round(seconds * 1e6)))
 
-    def fill_arena(self, name: str) -> int:
-        """Take all staging memory that is free for peers, and write a canary; how many bytes that are."""
+    def fill_arena(self, name: str) -> None:
+        """Take all staging memory that is free for peers, and write a canary."""
         rank = self._ranks[name]
         for number in itertools.count():  # a peer may hold a part of it only
             gap = rank.worker.describe()["arena"]["receive"].largest_gap_bytes
@@ -350,7 +350,6 @@ class Ranks:
                 break
             rank.taken.append(extent)
             _bytes_at(extent).fill(CANARY & 0xFF)
-        return sum(extent.nbytes for extent in rank.taken)
 
     def stay_awake(self, name: str) -> None:
         """Let whatever a peer has under way to this worker land, until it is closed."""
@@ -480,8 +479,8 @@ class Ranks:
 
     # --- transfers beside it, once more
 
-    async def moved(self, name: str, more: int = 0) -> int:
-        """How many it has moved, after so many more."""
+    async def moved(self, name: str, more: int) -> None:
+        """Wait until it has moved so many more."""
         rank = self._ranks[name]
         wanted = rank.moved + more
         async with asyncio.timeout(_SETTLE_SECONDS):
@@ -492,7 +491,6 @@ class Ranks:
                 another = asyncio.ensure_future(rank.more.wait())
                 await asyncio.wait({another, rank.traffic or another}, return_when=asyncio.FIRST_COMPLETED)
                 another.cancel()
-        return rank.moved
 
     async def stop_traffic(self, name: str) -> list[str]:
         """Stop it; what failed."""

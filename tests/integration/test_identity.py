@@ -34,38 +34,26 @@ async def connect(worker, endpoint):
     return await inside.connect(worker, endpoint)
 
 
-class Moving:
-    """A fetch whose bytes are under way until they are let go."""
-
-    def __init__(self, stage, prefill, decode):
-        self.stage = stage
-        stage.network.hold("*")
-        self.copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
-        self.offer, self.transfer = stage.begin(prefill, decode, "moving")
-
-    async def begun(self):
-        await eventually(lambda: self.stage.network.held("*"))
-
-    async def ends_well(self, *workers):
-        assert not self.transfer.done
-        self.stage.network.release("*")
-        await self.transfer
-        self.copied.check()
-        assert isinstance(await self.offer.released(), kvxfer.Released)
-        await quiet(*workers)
-
-
 async def under_way(stage, **config):
-    """Two workers and a fetch between them that has begun."""
+    """Two workers, and a fetch between them whose bytes are under way: the last sees it end well when they land."""
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **config)
-    moving = Moving(stage, prefill, decode)
-    await moving.begun()
-    return prefill, decode, moving
+    copied = Copied(stage.caches[decode]).bring(stage.caches[prefill], [1, 2], [3, 4], TOKENS)
+    offer, transfer = await stage.in_flight(prefill, decode, request="moving")
+
+    async def ends_well():
+        assert not transfer.done
+        stage.network.release("*")
+        await transfer
+        copied.check()
+        assert isinstance(await offer.released(), kvxfer.Released)
+        await quiet(prefill, decode)
+
+    return prefill, decode, ends_well
 
 
 @ROUTES
 async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
-    prefill, decode, moving = await under_way(stage, route=route)
+    prefill, decode, ends_well = await under_way(stage, route=route)
     twin = await claims_to_be(decode, stage)
     link = session(prefill)
     for _ in range(3):
@@ -74,14 +62,14 @@ async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
                 await connect(twin, prefill.card.endpoint)
         assert refused.value.code is kvxfer.Code.IDENTITY
         assert sessions(prefill) == {link}
-    await moving.ends_well(prefill, decode)
+    await ends_well()
     assert link.is_open
 
 
 @ROUTES
 async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     """At an endpoint of its own, to which its ticket leads: the other one is asked, which knows no such ticket."""
-    prefill, decode, moving = await under_way(stage, route=route)
+    prefill, decode, ends_well = await under_way(stage, route=route)
     twin = await claims_to_be(prefill, stage)
     link = session(decode)
     twin.offer("theirs", [1], tokens=4)
@@ -91,7 +79,7 @@ async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     assert refused.value.reason is kvxfer.Code.TICKET_FORGED
     assert sessions(decode) == {link}
     assert not sessions(twin)
-    await moving.ends_well(prefill, decode)
+    await ends_well()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["in turn", "at once"])
@@ -181,8 +169,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
     here, aside = tmp_path / "here", tmp_path / "aside"
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull", prefill={"listen": f"unix:{here}"}, **SOON)
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
-        moving = Moving(stage, prefill, decode)
-        await moving.begun()
+        _, transfer = await stage.in_flight(prefill, decode)
         here.rename(aside)
         cut(decode)
         await eventually(lambda: not sessions(prefill))
@@ -191,7 +178,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
         aside.rename(here)
     stage.network.release("*")
     with pytest.raises(kvxfer.KvxferError):
-        await moving.transfer
+        await transfer
     await quiet(prefill, decode)
 
 

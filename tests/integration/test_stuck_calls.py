@@ -6,7 +6,7 @@ With real threads: in virtual time nothing can stand still in a call.
 import asyncio
 
 import pytest
-from stage import Cache, eventually, quiet
+from stage import Cache, eventually, quiet, raised
 from standing import Stuck
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn
@@ -46,17 +46,10 @@ async def goes_on(stage, prefill, decode, held, *outcomes):
     await stage.bring(prefill, decode, "after", ids=(5, 6))
 
 
-async def raised(awaitable):
-    """What it raised or returned; it must not take for ever."""
-    async with asyncio.timeout(60):
-        (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
-    return outcome
-
-
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_an_offer_ends_and_the_decode_rank_hears(stage, route):
     prefill, decode, offer, transfer, held = await stuck(stage, route)
-    outcome, failure = await asyncio.gather(raised(offer.withdraw()), raised(transfer))
+    outcome, failure = await asyncio.gather(offer.withdraw(), transfer.outcome, return_exceptions=True)
     if route == "direct":
         assert isinstance(outcome, MemoryInDoubt), outcome
         assert isinstance(failure, MemoryInDoubt), failure
@@ -76,8 +69,7 @@ async def test_an_offer_ends_and_the_decode_rank_hears(stage, route):
 async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(stage, route, monkeypatch):
     monkeypatch.setattr(watch, "_STALLED_SECONDS", NO_PROGRESS_SECONDS)
     prefill, decode, _, transfer, held = await stuck(stage, route, no_progress_timeout=NO_PROGRESS_SECONDS)
-    failure = await raised(transfer)
-    assert isinstance(failure, MemoryInDoubt if route != "staged" else TransferFailedError), failure
+    failure = await raised(transfer, MemoryInDoubt if route != "staged" else TransferFailedError)
     assert "a call of the transport has not returned for" in str(failure)
     assert transfer.memory_safe == (route == "staged")
     await goes_on(stage, prefill, decode, held, failure)

@@ -828,11 +828,6 @@ def kept_of_the_gone(worker: Any) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def watched_processes(worker: Any) -> int:
-    """How many processes of peers it watches."""
-    return len(worker._service.site.processes._processes)
-
-
 def watched(worker: Any) -> bool:
     """Whether it is looked whether its loop stands still."""
     return not worker._service._watch._timer.cancelled()

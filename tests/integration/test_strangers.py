@@ -109,7 +109,7 @@ async def test_a_lost_peer_whose_post_is_given_up_later_is_forgotten_when_its_pr
     process.kill()
     await process.wait()
     await eventually(lambda: kept(prefill) == (0, 0))
-    assert not inside.watched_processes(prefill)
+    assert "processes" not in inside.kept_of_the_gone(prefill)
 
 
 async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_and_its_numbers_are_kept(

@@ -4,37 +4,16 @@ import asyncio
 import inspect
 
 import pytest
-import torch
+from stage import DEFAULTS, Cache, Copied
 
 import kvxfer
-from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard
 
 PATIENCE = 20
-TOKENS = range(16)
+TOKENS = range(4)
 READ = {"card", "config", "describe_soon", "engine", "occupy"}
 """What may be called from any thread."""
-
-
-def tensors(cache):
-    return [kvxfer.CacheTensor(cache, axes="block token head dim", kv="k", layers=[0], heads=range(2))]
-
-
-def config(engine):
-    return kvxfer.Config(engine=engine, arena_bytes="1MiB", chunk_bytes="64KiB")
-
-
-@pytest.fixture
-async def pair():
-    """A prefill and a decode rank that know each other."""
-    network, source, target = LoopbackNetwork(), torch.ones(8, 16, 2, 4), torch.zeros(8, 16, 2, 4)
-    async with (
-        kvxfer.Worker(tensors(source), config("p"), transport=LoopbackTransport("p", network)) as prefill,
-        kvxfer.Worker(tensors(target), config("d"), transport=LoopbackTransport("d", network)) as decode,
-    ):
-        prefill.offer("first", [0], tokens=16, after=kvxfer.READY)
-        await decode.fetch(prefill.engine.ticket("first"), [0], tokens=TOKENS, after=kvxfer.READY)
-        yield prefill, decode, target
 
 
 async def waited(what):
@@ -62,12 +41,11 @@ def looped(call):
 def of_worker(prefill, decode):
     """By method: a call with which nothing is wrong but where it is made."""
     ticket = prefill.engine.ticket("r")
-    into = {"tokens": TOKENS, "after": kvxfer.READY}
     return {
-        "offer": lambda: prefill.offer("other", [1], tokens=16, after=kvxfer.READY),
+        "offer": lambda: prefill.offer("other", [1], tokens=4),
         "claim": lambda: decode.claim(ticket),
-        "fetch": lambda: decode.fetch(ticket, [1], **into),
-        "start_fetch": lambda: decode.start_fetch(ticket, [1], **into),
+        "fetch": lambda: decode.fetch(ticket, [1], tokens=TOKENS),
+        "start_fetch": lambda: decode.start_fetch(ticket, [1], tokens=TOKENS),
         "decline": lambda: decode.decline(ticket),
         "describe": decode.describe,
         "begin_drain": decode.begin_drain,
@@ -80,8 +58,8 @@ def of_worker(prefill, decode):
 def of_others(offer, transfer, claim):
     """Likewise, of what workers make."""
     return {
-        "Offer.extend": lambda: offer.extend([3], tokens=range(16, 32)),
-        "Offer.ready": lambda: offer.ready(after=kvxfer.READY),
+        "Offer.extend": lambda: offer.extend([3], tokens=range(4, 8)),
+        "Offer.ready": offer.ready,
         "Offer.finish": offer.finish,
         "Offer.released": offer.released,
         "Offer.wait_end": offer.wait_end,
@@ -99,11 +77,12 @@ def public(kind):
 
 
 @pytest.mark.parametrize("way", [bare, looped])
-async def test_calls_from_elsewhere_are_refused_and_change_nothing(pair, way):
-    prefill, decode, target = pair
+async def test_calls_from_elsewhere_are_refused_and_change_nothing(stage, pair, source, target, way):
+    prefill, decode = pair
+    await stage.bring(prefill, decode, "first")
     ticket = prefill.engine.ticket("r")
-    offer = prefill.offer("r", [2], tokens=16, streaming=True)
-    early = decode.start_fetch(prefill.engine.ticket("later"), [3], tokens=TOKENS, after=kvxfer.READY)
+    offer = prefill.offer("r", [2], tokens=4, streaming=True)
+    early = decode.start_fetch(prefill.engine.ticket("later"), [3], tokens=TOKENS)
     claim = decode.claim(ticket)
     before, calls = decode.describe()["custody"], of_worker(prefill, decode)
     assert set(calls) == public(kvxfer.Worker) - READ
@@ -112,36 +91,37 @@ async def test_calls_from_elsewhere_are_refused_and_change_nothing(pair, way):
         assert type(raised) is kvxfer.UsageError, f"{name}: {raised!r}"
         assert "belong to the loop that opened it" in str(raised)
     assert decode.describe()["custody"] == before
-    offer.ready(after=kvxfer.READY)
+    copied = Copied(target).bring(source, [2], [1], TOKENS)
+    offer.ready()
     offer.finish()
-    assert (await decode.fetch(ticket, [1], tokens=TOKENS, after=kvxfer.READY, timeout=PATIENCE)).request == "r"
-    assert bool((target[1] == 1).all())
+    assert (await decode.fetch(ticket, [1], tokens=TOKENS, timeout=PATIENCE)).request == "r"
+    copied.check()
     assert not early.done
     early.cancel()
     await asyncio.wait({early.outcome})
 
 
 async def test_what_only_reads_may_be_called_from_any_thread(pair):
-    prefill, decode, _ = pair
+    prefill, decode = pair
 
     def read():
         decode.occupy(8)
         return prefill.card, prefill.engine.ticket("r"), prefill.config.engine
 
-    assert await asyncio.to_thread(read) == (prefill.card, prefill.engine.ticket("r"), "p")
+    assert await asyncio.to_thread(read) == (prefill.card, prefill.engine.ticket("r"), "prefill")
     described = await asyncio.to_thread(decode.describe_soon)
     assert (await asyncio.wrap_future(described))["custody"] == decode.describe()["custody"]
 
 
-def test_between_two_runs_of_its_loop_a_worker_may_be_called():
-    network, cache = LoopbackNetwork(), torch.zeros(8, 16, 2, 4)
-    cache[0] = 1.0
+def test_between_two_runs_of_its_loop_a_worker_may_be_called(network):
+    cache = Cache()
+    copied = Copied(cache).bring(cache, [0], [1], TOKENS)
     with asyncio.Runner() as runner:
-        worker = kvxfer.Worker(tensors(cache), config("p"), transport=LoopbackTransport("p", network))
+        worker = kvxfer.Worker(cache.tensors, kvxfer.Config(**DEFAULTS), transport=LoopbackTransport("p", network))
         runner.run(worker.__aenter__())
-        worker.offer("r", [0], tokens=16, after=kvxfer.READY)
-        transfer = worker.start_fetch(worker.engine.ticket("r"), [1], tokens=TOKENS, after=kvxfer.READY)
+        worker.offer("r", [0], tokens=4)
+        transfer = worker.start_fetch(worker.engine.ticket("r"), [1], tokens=TOKENS)
         runner.run(waited(transfer))
-        assert bool((cache[1] == 1).all())
+        copied.check()
         assert not worker.describe()["custody"].held_blocks
         runner.run(worker.aclose())

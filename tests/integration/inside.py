@@ -757,11 +757,6 @@ def renew_claims(worker: Any) -> None:
     claims._send_to(engine, engine.ranks[0], list(engine.kept))
 
 
-def withdraw_all(worker: Any) -> None:
-    """Withdraw every offer."""
-    worker._service.prefill.withdraw_all()
-
-
 def overlook(worker: Any, offer: Any) -> None:
     """A transfer of it was at work when its lease was looked at, and is not any more when `leave` is called."""
     book = worker._service.prefill.book

@@ -301,12 +301,6 @@ def geometry(worker: Any) -> Any:
     return worker._service.site.geometry
 
 
-def told_reprs(worker: Any) -> list[str]:
-    """What somebody who debugs it may print of its parts."""
-    site = worker._service.site
-    return [repr(site), repr(site.key), repr(site.config), repr(site.issuer)]
-
-
 def identity_key(worker: Any) -> Any:
     """By what it proves who it is."""
     return worker._service.site.key

@@ -6,10 +6,9 @@ import logging
 import traceback
 from pathlib import Path
 
-import msgspec
 import pytest
 from certificates import Authority
-from inside import identity_key, told_reprs
+from inside import identity_key
 from prometheus_client import CollectorRegistry, generate_latest
 from stage import KEY, Cache, Tap
 from typer.testing import CliRunner
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 from kvxfer import KvxferError
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Fetch
-from kvxfer.protocol.session import Terms
 from kvxfer.tickets import EngineCard, Issuer, Ticket
 from kvxfer.tools.admin import Collector, Limits
 from kvxfer.tools.admin.look import look
@@ -101,8 +99,8 @@ async def play(stage, tls):
     for worker in (prefill, decode):
         read += [repr(worker), repr(worker.config), repr(worker.describe()), repr(worker.config.effective())]
         read += served_of(worker)
-        read += [*told_reprs(worker), repr(worker.card), repr(worker.config.model_dump())]
-    read += [repr(thing) for thing in gc.get_objects() if issubclass(type(thing), Terms | msgspec.Struct)]
+        read += [repr(worker.card), repr(worker.config.model_dump())]
+    read += [repr(thing) for thing in gc.get_objects() if type(thing).__module__.startswith("kvxfer.")]
     return prefill, decode, read
 
 

@@ -27,23 +27,11 @@ def hosts(monkeypatch):
     inside.live_where(lambda: f"boot-{next(numbers)} pid:[1]", monkeypatch)
 
 
-@pytest.fixture
-def other():
-    return Cache()
-
-
 async def in_flight(stage, victim, decode):
     """A fetch that is being written."""
     _, transfer = await stage.in_flight(victim, decode, "decode")
     stage.network.mend("decode")  # what comes from others is not held
     return transfer
-
-
-async def company(stage, source, other, target, **config):
-    victim = await stage.worker("victim", source, **TIMES, **config)
-    prefill = await stage.worker("prefill", other, **TIMES, **config)
-    decode = await stage.worker("decode", target, **TIMES, **config)
-    return victim, prefill, decode
 
 
 async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, source, target, hosts):
@@ -61,11 +49,12 @@ async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, sou
 
 @pytest.mark.parametrize("said", ["the same host", "nothing"])
 async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
-    stage, source, other, target, monkeypatch, said, no_locks
+    stage, source, target, monkeypatch, said, no_locks
 ):
     if said == "nothing":
         inside.live_where(lambda: "", monkeypatch)
-    victim, prefill, decode = await company(stage, source, other, target, route="staged")
+    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
+    victim = await stage.worker("victim", Cache(), route="staged", **TIMES)
     transfer = await in_flight(stage, victim, decode)
     inside.vanish(victim)
     with pytest.raises(KvxferError):

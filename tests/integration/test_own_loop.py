@@ -85,17 +85,6 @@ def test_the_argument_chooses():
 # --- a transfer
 
 
-async def test_a_fetch(stage, pair, brings):
-    offer, transfer = stage.begin(*pair, offered={"payload": b"first token"})
-    got = await transfer
-    brings.check()
-    ending = await offer.released()
-    assert isinstance(ending, Released)
-    assert (got.payload, ending.stats[0].bytes) == (b"first token", got.stats.bytes)
-    assert await offer.withdraw() == ending
-    assert offer.key == ("r", 0)
-
-
 async def test_bytes_move_while_the_callers_loop_stands_still(stage, pair, brings):
     _, transfer = stage.begin(*pair)
     deadline = time.monotonic() + PATIENCE
@@ -129,10 +118,14 @@ async def test_an_offer_block_by_block(pair, brings):
     for start, block in ((0, 1), (4, 2)):
         offer.extend([block], tokens=range(start, start + 4))
         offer.ready(after=READY)
-    assert offer.tokens == 8
+    assert (offer.key, offer.tokens) == (("r", 0), 8)
     offer.finish()
-    await transfer
+    got = await transfer
     brings.check()
+    ending = await offer.released()
+    assert isinstance(ending, Released)
+    assert ending.stats[0].bytes == got.stats.bytes
+    assert await offer.withdraw() == ending
 
 
 async def test_it_is_closed_from_several_loops_at_once(stage):
@@ -158,8 +151,7 @@ async def test_who_looks_often_whether_an_offer_has_ended_leaves_nothing(stage, 
         for _ in range(times):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(offer.released(), 0.001)
-        gc.collect()
-        return len([one for one in gc.get_objects() if isinstance(one, asyncio.Future)])
+        return futures()
 
     before = await look(3)
     assert await look(50) == before

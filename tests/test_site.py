@@ -1,16 +1,26 @@
-"""Waiting for memory: who is told, when, and what happens when those who are told give something back at once."""
+"""What rooms of a worker share: who waits for memory, or for a new agent, places of peers, and counts of transfers."""
 # a clock that the tests set
 # pyright: reportAttributeAccessIssue=false
 
 import asyncio
 import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxfer import ArenaError
 from kvxfer.memory.books import Share
-from kvxfer.site import Desk
+from kvxfer.prefill.role import Doubts
+from kvxfer.runtime import no_op
+from kvxfer.site import Desk, Quota, Rebuilds, Tally
 from kvxfer.telemetry import Metrics
+
+# --- waiting for memory: who is told, when, and what happens when those who are told give something back at once
+
 
 PAGE = 4096
 
@@ -158,3 +168,112 @@ async def test_it_is_contended_while_somebody_waits_or_nothing_is_granted(desk):
     assert not desk.contended
     assert waiting is not None
     desk.release(told[1])
+
+
+# --- places that peers share
+
+
+@pytest.mark.parametrize(("limit", "alone"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (1024, 768)])
+def test_a_peer_alone_has_three_quarters(limit, alone):
+    quota = Quota(limit)
+    assert [quota.take("a") for _ in range(limit + 1)].count(True) == alone == len(quota)
+
+
+@given(limit=st.integers(1, 40), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
+def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
+    quota, held = Quota(limit), dict.fromkeys(range(6), 0)
+    for take, peer in steps:
+        free = limit - sum(held.values())
+        if take:
+            got = quota.take(peer)
+            assert got == (free > 0 and held[peer] < 3 * free)
+            held[peer] += got
+        elif held[peer]:
+            quota.give(peer)
+            held[peer] -= 1
+        else:
+            with pytest.raises(ValueError, match="no place"):
+                quota.give(peer)
+        assert len(quota) == sum(held.values()) <= limit
+        assert quota._held == {peer: places for peer, places in held.items() if places}
+
+
+def test_a_doubt_keeps_its_place_without_a_link_only_if_the_end_of_the_process_will_be_told():
+    quota, unwatch = Quota(8), iter([no_op, lambda: None])
+    site: Any = SimpleNamespace(processes=SimpleNamespace(when_ended=lambda peer, then: next(unwatch)))
+    peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"p"), body=SimpleNamespace(host=None))
+    ended: Any = SimpleNamespace(link=SimpleNamespace(peer=peer), peer=peer, severed=False, is_pulled=False)
+    doubts = Doubts(site, quota)
+    for transfer in (1, 2):
+        quota.take(b"p")
+        doubts.add(transfer, ended)
+    doubts.on_link_lost(b"p")
+    assert len(quota) == 1
+
+
+# --- the books of a new agent: whom it helps, and what waits for it
+
+
+@pytest.fixture
+async def rebuilds():
+    loop = asyncio.get_running_loop()
+    return Rebuilds(loop.time, loop)
+
+
+async def test_what_is_wanted_while_it_is_made_is_not_over_with_it(rebuilds):
+    """Its post may have been made by the new one."""
+    rebuilds.request(urgent=True)
+    rebuilds.begin()
+    rebuilds.request(urgent=False)
+    rebuilds.end(done=True)
+    assert (rebuilds.count, [one.urgent for one in rebuilds.requests]) == (1, [False])
+    rebuilds.begin()
+    rebuilds.end(done=False)
+    assert (rebuilds.count, len(rebuilds.requests)) == (1, 1)
+    rebuilds.begin()
+    rebuilds.end(done=True)
+    assert (rebuilds.count, rebuilds.requests) == (2, {})
+
+
+@pytest.mark.parametrize("done", [True, False])
+async def test_what_waits_while_it_is_made_goes_on_once(rebuilds, done):
+    said, coming = [], rebuilds.next
+    rebuilds.when_done(partial(said.append, "at once"))
+    rebuilds.begin()
+    rebuilds.when_done(partial(said.append, "later"))
+    assert said == ["at once"]
+    rebuilds.end(done=done)
+    rebuilds.begin()
+    rebuilds.end(done=done)
+    assert said == ["at once", "later"]
+    assert (coming.done(), rebuilds.next.done()) == (done, False)
+
+
+# --- counts of one side of a transfer, and their sum over ranks
+
+
+def test_stages_are_unions_and_ranks_are_summed():
+    one, other = Tally(), Tally()
+    one.add_stages(("wire", 1.0, 3.0))
+    one.add_stages(("wire", 2.0, 4.0))
+    one.add_stages(("gathering", 5.0, 4.0))  # the other side's clock, about: an interval that ends too soon is empty
+    one.first_byte, other.first_byte = 1.0, 0.25
+    one.bytes, one.pieces, one.chunks, one.descriptors = 1, 2, 3, 4
+    other.add_stages(("wire", 3.5, 5.0))
+    other.add_stages(("scattering", 0.0, 1.0))
+    other.bytes, other.pieces, other.chunks, other.descriptors = 10, 20, 30, 40
+    whole = Tally()
+    whole.merge(one)
+    whole.merge(other)
+    stats = whole.stats(route="staged", why="told", peers=("a", "b"), started=0.0, finished=6.0)
+    assert (stats.bytes, stats.pieces, stats.chunks, stats.descriptors) == (11, 22, 33, 44)
+    assert (stats.wire, stats.scattering, stats.gathering, stats.posting, stats.queued) == (4.0, 1.0, 0.0, 0.0, 0.0)
+    assert stats.first_byte == 0.25
+    assert (stats.route, stats.why, stats.peers, stats.duration) == ("staged", "told", ("a", "b"), 6.0)
+
+
+def test_a_rank_without_a_byte_does_not_hide_the_first_of_another():
+    whole, late = Tally(), Tally(first_byte=7.0)
+    for part in (Tally(), late, Tally()):
+        whole.merge(part)
+    assert whole.first_byte == 7.0

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from inside import early_places, entry, hear, queues, renew_claims, service, session
 from msgspec.structs import replace
-from stage import Cache, Copied, eventually, quiet, turns
+from stage import Cache, Copied, eventually, frames, quiet, turns
 from wire import virtual
 
 from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released
@@ -53,13 +53,12 @@ async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
     prefill = await stage.worker("prefill", Cache(), max_transfers=16, unclaimed_timeout=0.3)
     greedy, modest = await stage.worker("greedy", Cache()), await stage.worker("modest", Cache())
     claims = [greedy.claim(prefill.engine.ticket(f"g{n}")) for n in range(30)]
-    heard = lambda: prefill.describe()["metrics"]["frames_received"]  # noqa: E731
-    await eventually(lambda: heard().get("Claim"))
+    await eventually(lambda: frames(prefill, "Claim"))
     assert prefill.describe()["parked"] == 12
     for claim in claims:
         claim.close()
     await modest.decline(prefill.engine.ticket("m"))
-    await eventually(lambda: heard().get("Release"))
+    await eventually(lambda: frames(prefill, "Release"))
     assert isinstance(await prefill.offer("m", [1], tokens=4).released(), Released)  # it was kept
     await eventually(lambda: not prefill.describe()["parked"])  # what no offer follows is forgotten
     assert early_places(prefill) == 0
@@ -271,7 +270,5 @@ async def test_streams_over_tcp_send_at_once(stage):
     prefill.offer("r", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
     for worker in (prefill, decode):
-        (link,) = service(worker).links
-        assert link._transport is not None
-        sock = link._transport.get_extra_info("socket")
+        sock = session(worker)._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -206,7 +206,7 @@ async def a_later_post_in_place_that_is_refused(scene):
 @says(Said(Step.MOVING, Code.TIMEOUT, Step.MOVING, why=Code.TIMEOUT), revoke_timeout=1)
 async def bytes_that_do_not_arrive_in_time(scene):
     transfer = await scene.moving(timeout=1)
-    await eventually(lambda: scene.decode.describe()["metrics"]["frames_sent"].get("Cancel"))
+    await eventually(lambda: frames(scene.prefill, "Cancel"))
     scene.stage.network.release("decode")
     return transfer
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from inside import factor, met, run_on, staging
-from stage import Cache, Copied, Gate, eventually, quiet
+from stage import Cache, Copied, Gate, eventually, frames, quiet
 
 from kvxfer import READY
 from kvxfer.protocol.messages import Route
@@ -189,9 +189,9 @@ async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
     prefill.offer("large", many, tokens=512, after=ready)
     prefill.offer("small", [129], tokens=4, after=ready)
     large = decode.start_fetch(prefill.engine.ticket("large"), many, tokens=range(512), timeout=20)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 1)
+    await eventually(lambda: frames(decode, "Accept") == 1)
     small = decode.start_fetch(prefill.engine.ticket("small"), [129], tokens=range(4), timeout=20)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 2)
+    await eventually(lambda: frames(decode, "Accept") == 2)
     ready.fired = True
     first, last = (await small).stats, (await large).stats
     assert first.finished < last.finished, "it waited for all of the large one"

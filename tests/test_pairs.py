@@ -33,6 +33,28 @@ ACROSS = {"tp": 4, "cross_layer": True}
 TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
 
 
+def paired(src, dst, rank=0):
+    """What the first rank of a decode engine needs of one of a prefill engine's."""
+    return PairPlan(src.ranks[rank], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[rank])
+
+
+def pool(blocks=4, tokens=2, dim=8, dtype=torch.float32):
+    """A cache of one layer."""
+    shape = (blocks, tokens, dim)
+    return CacheGeometry.of([CacheTensor(torch.zeros(shape, dtype=dtype), "block token dim", layers=[0])])
+
+
+def alike(cache):
+    """A rank that needs all of one that holds the same."""
+    return PairPlan(cache, cache, common(cache, cache))
+
+
+def peer_of(cache, incarnation=b"incarnation", *, with_addresses=False):
+    """A peer that holds it."""
+    body = AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=with_addresses))
+    return PeerInfo(Identity("peer", b"e", incarnation, 0, 1, 0, ""), encode_body(body))
+
+
 @pytest.mark.parametrize(("prefill", "decode", "tokens"), [
     (NHD, NHD, range(1000)), (NHD, {"layout": "HND", "block": 32}, range(7, 500)), (ACROSS, ACROSS, range(15, 8015)),
     (ACROSS, ACROSS, range(8000)),
@@ -46,10 +68,9 @@ TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
 def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     """The choice of a route rests on it."""
     src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
-    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
     layouts = [EngineLayout(**options) for options in (prefill, decode)]
     spans = src.spans(tokens.stop, aligned=layouts[1].block), dst.spans(tokens.stop, aligned=layouts[0].block, draw=1)
-    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, tokens)
+    plan = paired(src, dst).bind(*spans, tokens)
     real = len(plan.whole.copy().enumerate().merged())
     assert plan.merged_pieces == pytest.approx(real, rel=0.15)
 
@@ -59,9 +80,7 @@ def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
 )
 def test_chunks_whose_pieces_are_listed_have_so_many_of_them(decode, expected):
     src, dst = from_hf_config(LLAMA, layout="NHD"), from_hf_config(LLAMA, **decode)
-    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
-    spans = src.spans(100_000), dst.spans(100_000, draw=1)
-    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, range(100_000))
+    plan = paired(src, dst).bind(src.spans(100_000), dst.spans(100_000, draw=1), range(100_000))
     assert in_place_bytes(Route.MAPPED, plan, 256 << 20) == 256 << 20
     for route in (Route.DIRECT, Route.PULL):
         found = in_place_bytes(route, plan, 256 << 20)
@@ -74,8 +93,7 @@ def test_chunks_whose_pieces_are_listed_have_so_many_of_them(decode, expected):
 @pytest.mark.parametrize(("engine", "joined"), [({"cross_layer": True}, True), ({}, False)])
 def test_pieces_that_reach_over_layers_are_not_cut_where_they_are_listed(engine, joined):
     model = from_hf_config(LLAMA, **engine)
-    (selections, *_) = resolve(model.ranks[0], model.ranks, rank=0)
-    pair = PairPlan(model.ranks[0], model.ranks[0], selections)
+    pair = paired(model, model)
     plan = pair.bind(model.spans(8192), model.spans(8192, draw=1), range(8192))
     whole = len(plan.whole.listed())
     assert pair.joins_layers == joined
@@ -91,8 +109,7 @@ def test_pieces_that_reach_over_layers_are_not_cut_where_they_are_listed(engine,
 
 def test_where_not_even_a_window_of_all_layers_fits_layers_are_cut_all_the_same():
     model = from_hf_config(LLAMA, cross_layer=True)
-    (selections, *_) = resolve(model.ranks[0], model.ranks, rank=0)
-    plan = PairPlan(model.ranks[0], model.ranks[0], selections).bind(model.spans(64), model.spans(64), range(64))
+    plan = paired(model, model).bind(model.spans(64), model.spans(64), range(64))
     grid = fit(plan, target_bytes=1 << 20, limit_bytes=1 << 20, listed=True).grid
     assert max(plan.chunk(grid, number).staged_bytes for number in range(grid.chunks)) <= 1 << 20
 
@@ -100,8 +117,7 @@ def test_where_not_even_a_window_of_all_layers_fits_layers_are_cut_all_the_same(
 def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
     engine = from_hf_config(LLAMA)
     spans = engine.spans(8000), engine.spans(8000, draw=1)
-    (selections,) = resolve(engine.ranks[0], engine.ranks)
-    pair = PairPlan(engine.ranks[0], engine.ranks[0], selections)
+    pair = paired(engine, engine)
     whole = pair.bind(*spans, range(8000)).merged_pieces
     for known in (0, 1, 100):
         begun = {"default": Span(spans[0]["default"].ids[:known])}
@@ -114,9 +130,7 @@ def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
 def test_pieces_of_several_parts_are_counted_once(prefill, decode):
     """As they are listed: the parts of a page of state are one piece."""
     src, dst = from_hf_config(MAMBA, **prefill), from_hf_config(MAMBA, **decode)
-    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
-    pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
-    plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
+    plan = paired(src, dst).bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
     assert plan.merged_pieces == len(plan.whole.copy().enumerate().merged())
 
 
@@ -149,9 +163,8 @@ def test_a_group_of_which_nothing_moves_changes_nothing_of_the_others(blocks, ro
             CacheTensor(torch.empty(16, 4, 8, dtype=torch.uint8), "block token dim", group=name, layers=[9])
             for name in others
         ]
-        both = CacheGeometry.of([full, *late], [])
         spans = {"default": Span(range(7, 7 + blocks))} | {name: Span([], 4 * blocks) for name in others}
-        return PairPlan(both, both, common(both, both)).bind(spans, spans, range(4 * blocks))
+        return alike(CacheGeometry.of([full, *late], [])).bind(spans, spans, range(4 * blocks))
 
     plain, mixed = plan(), plan("a window", "z window")
     assert plain.merged_pieces == mixed.merged_pieces == 1
@@ -192,8 +205,7 @@ def test_turns_over_ranks_need_no_larger_chunks(chunk):
     """A chunk of 64 KiB has room for 64 KiB of rows, however many tokens a rank holds in a row."""
     model = LLAMA | {"num_hidden_layers": 1}
     src, dst = from_hf_config(model, cp=2, cp_chunk=chunk), from_hf_config(model)
-    spans = src.spans(2048), dst.spans(2048, draw=1)
-    plan = PairPlan(src.ranks[0], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[0]).bind(*spans, range(2048))
+    plan = paired(src, dst).bind(src.spans(2048), dst.spans(2048, draw=1), range(2048))
     grid = fit(plan, target_bytes=1 << 16, limit_bytes=1 << 16).grid
     sizes = [plan.chunk(grid, number).staged_bytes for number in range(grid.chunks)]
     assert max(sizes) == plan.largest_chunk_bytes(grid) == 1 << 16
@@ -204,8 +216,7 @@ def test_the_largest_chunk_counts_wherever_it_is():
     """Of 2048 tokens in turns of 1024, this rank holds the second half: the first chunks are empty."""
     model = LLAMA | {"num_hidden_layers": 1}
     src, dst = from_hf_config(model, cp=2, cp_chunk=1024), from_hf_config(model)
-    spans = src.spans(2048), dst.spans(2048, draw=1)
-    plan = PairPlan(src.ranks[1], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[1]).bind(*spans, range(2048))
+    plan = paired(src, dst, rank=1).bind(src.spans(2048), dst.spans(2048, draw=1), range(2048))
     least = 16 * 4096
     assert fit(plan, target_bytes=1, limit_bytes=least).grid.chunks == 128
     with pytest.raises(RefusedError, match=f"the smallest possible chunk needs {least} bytes, but {least - 1} are"):
@@ -215,28 +226,24 @@ def test_the_largest_chunk_counts_wherever_it_is():
 @pytest.mark.parametrize("listed", [False, True])
 def test_where_every_token_is_held_up_to_the_end_of_a_block_a_chunk_is_cut(listed):
     """What moves then is state; here nothing does, and the filling of rows of 33 bytes is more than was aimed at."""
-    cache = CacheGeometry.of([CacheTensor(torch.zeros(8, 4, 33, dtype=torch.int8), "block token dim", layers=[0])])
     spans = {"default": Span([1, 2])}
-    plan = PairPlan(cache, cache, common(cache, cache)).bind(spans, spans, range(8, 8))
+    plan = alike(pool(8, 4, 33, torch.int8)).bind(spans, spans, range(8, 8))
     bound = fit(plan, target_bytes=1, limit_bytes=None, listed=listed)
     assert (bound.grid.chunks, bound.plan.nbytes) == (1, 0)
 
 
 def test_a_transfer_of_too_many_chunks_is_refused():
-    cache = CacheGeometry.of([CacheTensor(torch.zeros(1 << 21, 1, 1), "block token dim", layers=[0])])
-    pair = PairPlan(cache, cache, common(cache, cache))
     spans = {"default": Span(torch.arange(1 << 21).numpy())}
-    plan = pair.bind(spans, spans, range(1 << 21))
+    plan = alike(pool(1 << 21, 1, 1)).bind(spans, spans, range(1 << 21))
     with pytest.raises(RefusedError, match="cut into 2097152 chunks, and 1048576 are the limit: raise chunk_bytes"):
         fit(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)
 
 
 def test_plans_with_as_many_peers_as_there_are_are_made_once():
-    cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
-    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
+    cache = pool()
     selections = [selection_to_wire(one) for one in common(cache, cache)]
     plans = PairPlans(cache)
-    peers = [PeerInfo(Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
+    peers = [peer_of(cache, incarnation=b"%d" % number) for number in range(600)]
     for peer in peers:
         plans.add_peer(peer, plans.examine(peer, sending=True, convert=False))
     first = [plans.outgoing(peer, selections) for peer in peers]
@@ -250,12 +257,8 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
 
 
 def test_streams_in_both_directions_that_are_opened_at_once_convert_both_ways():
-    own, theirs = [
-        CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8, dtype=dtype), "block token dim", layers=[0])])
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(theirs, with_addresses=False)))
-    reader, writer = [PeerInfo(Identity("both", b"e", b"incarnation", 0, 1, 0, ""), body) for _ in range(2)]
+    own, theirs = pool(), pool(dtype=torch.bfloat16)
+    reader, writer = peer_of(theirs), peer_of(theirs)
     plans = PairPlans(own)
     found = plans.examine(reader, sending=True, convert=True), plans.examine(writer, sending=False, convert=True)
     plans.add_peer(reader, found[0])
@@ -269,10 +272,8 @@ def test_streams_in_both_directions_that_are_opened_at_once_convert_both_ways():
 
 
 def test_of_a_peer_that_is_gone_nothing_is_kept():
-    cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
-    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
-    peer = PeerInfo(Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
-    plans = PairPlans(cache)
+    cache = pool()
+    peer, plans = peer_of(cache), PairPlans(cache)
     plans.add_peer(peer, plans.examine(peer, sending=False, convert=False))
     known = plans.geometry(peer)
     assert plans.geometry(peer) is known
@@ -284,13 +285,8 @@ def test_of_a_peer_that_is_gone_nothing_is_kept():
 
 
 def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhile(monkeypatch):
-    own, *caches = [
-        CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])]) for _ in range(3)
-    ]
-    bodies = [AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=True)) for cache in caches]
-    before, after = [
-        PeerInfo(Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
-    ]
+    own, *caches = pool(), pool(), pool()
+    before, after = [peer_of(cache, with_addresses=True) for cache in caches]
     plans, planned = PairPlans(own), pairs._planned
     plans.add_peer(before, plans.examine(before, sending=True, convert=False))
     plans._pairs.clear()  # as if there had been many others

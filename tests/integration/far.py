@@ -27,7 +27,6 @@ from stage import CANARY, KEY, guarded
 
 from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
-from kvxfer.safety import fence
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -225,14 +224,6 @@ class Ranks:
     def quiet(self):
         """What is under way or held, rank by rank."""
         return [_held(worker.describe()) for worker in self.workers]
-
-
-class Strangers(Ranks):
-    """Ranks that take every peer for one on another host, whose memory they cannot map."""
-
-    def __init__(self) -> None:
-        fence.unlike = lambda _: "it is on another host"
-        super().__init__()
 
 
 class Doomed(Ranks):

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from cable import DEVICE, HOSTS, Cable, Way, crossed, join_cable, own_network
-from far import Far, Strangers
+from far import Far, Ranks
 from inside import sessions
 
 from kvxfer import KvxferError, MemoryInDoubt
@@ -17,7 +17,7 @@ from kvxfer.mapped import host as home
 __all__ = ["Host", "Hosts"]
 
 
-class Host(Strangers):
+class Host(Ranks):
     """Ranks of an engine on a host of their own, with a boot of its own as peers are told.
 
     Without `UCX_TLS` UCX would see one machine and not use the cable.

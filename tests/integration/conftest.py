@@ -92,6 +92,12 @@ async def stage(network):
         network.release("*")
 
 
+@pytest.fixture(params=["staged", "direct", "pull"])
+def route(request):
+    """Each on which a transport moves the bytes."""
+    return request.param
+
+
 @pytest.fixture
 def source():
     return Cache()

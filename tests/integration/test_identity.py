@@ -17,7 +17,6 @@ from kvxfer import worker as assembly
 from kvxfer.protocol.session import IdentityKey
 
 TOKENS = range(8)
-ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])
 
 
 async def claims_to_be(worker, stage, **config):
@@ -51,7 +50,6 @@ async def under_way(stage, **config):
     return prefill, decode, ends_well
 
 
-@ROUTES
 async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
     prefill, decode, ends_well = await under_way(stage, route=route)
     twin = await claims_to_be(decode, stage)
@@ -66,7 +64,6 @@ async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
     assert link.is_open
 
 
-@ROUTES
 async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     """At an endpoint of its own, to which its ticket leads: the other one is asked, which knows no such ticket."""
     prefill, decode, ends_well = await under_way(stage, route=route)

@@ -66,7 +66,6 @@ async def test_a_decode_rank_dies_after_another_has_released(one, retried):
 
 
 @pytest.mark.parametrize("fails", ["refuses a post", "loses its stream", "withdraws"])
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     """The others are told to stop, the fetch fails once, every byte comes back, and the same ticket works again."""
     tap = Tap(monkeypatch)

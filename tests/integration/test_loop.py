@@ -24,7 +24,6 @@ async def test_a_peer_is_trusted_by_what_the_socket_says_of_it(stage, listen, se
     assert (result.stats.route, decode.describe()["peers"][0]["trusted"]) == (route, trusted)
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_fetch_is_one_task_at_each_end_at_most_however_many_chunks_it_has(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(), route=route)
     await stage.bring(prefill, decode, "first")

@@ -240,7 +240,6 @@ async def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(
 # --- withdrawn in every state
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 @pytest.mark.parametrize("state", ["unclaimed", "claimed", "waiting", "in flight", "released", "withdrawn"])
 async def test_withdraw(stage, source, target, route, state):
     prefill, decode = await stage.pair(source, target, route=route)

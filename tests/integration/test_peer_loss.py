@@ -12,12 +12,6 @@ import kvxfer
 from kvxfer.protocol.messages import Accept
 
 TOKENS = range(8)
-ROUTES = ["staged", "direct", "pull"]
-
-
-@pytest.fixture(params=ROUTES)
-def route(request):
-    return request.param
 
 
 async def works(stage, prefill, decode, offer):

@@ -80,7 +80,6 @@ def test_which_posts_go_on_without_an_agent(kind, host, expected, monkeypatch):
     assert doubt.may_outlive_agent(site, peer) is expected  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, target, route, monkeypatch, no_locks):
     """A rebuild for another reason gives up our own post, and ends no copy between two GPUs."""
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
@@ -103,7 +102,6 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill"])
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, source, target, route, who, monkeypatch):
     prefill, decode = await stage.pair(source, target, route=route, chunk_bytes="1KiB", revoke_timeout=20.0)
     worker = {"decode": decode, "prefill": prefill}[who]

@@ -29,7 +29,6 @@ class Slow(LoopbackTransport):
         return super().connect(metadata)
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
     """The connection of the session before must not be ended under the next one."""
     transports = [Slow(name, stage.network) for name in ("prefill", "decode")]

@@ -12,13 +12,6 @@ from kvxfer import READY
 from kvxfer.protocol.messages import Route
 from kvxfer.runtime import ThreadRuntime
 
-ROUTES = ["staged", "direct", "pull"]
-
-
-@pytest.fixture(params=ROUTES)
-def route(request):
-    return request.param
-
 
 async def move(stage, prefill, decode, ids=(1, 2), into=(3, 4), tokens=range(8), **offered):
     """Offer, fetch, compare every byte, release, and see that nothing is left. What both sides say of it."""

@@ -65,7 +65,6 @@ async def test_an_offer_ends_and_the_decode_rank_hears(stage, route):
     await goes_on(stage, prefill, decode, held, outcome, failure)
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(stage, route, monkeypatch):
     monkeypatch.setattr(watch, "_STALLED_SECONDS", NO_PROGRESS_SECONDS)
     prefill, decode, _, transfer, held = await stuck(stage, route, no_progress_timeout=NO_PROGRESS_SECONDS)

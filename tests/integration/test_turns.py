@@ -19,7 +19,6 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Accept, Ready
 
 IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
-ROUTES = ["staged", "direct", "pull"]
 SMALL = {"chunk_bytes": "2KiB", "arena_bytes": "64KiB"}
 
 
@@ -27,7 +26,6 @@ def tasks_of_senders():
     return [task for task in asyncio.all_tasks() if task.get_name().startswith("kvxfer send")]
 
 
-@pytest.mark.parametrize("route", ROUTES)
 async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_too(stage, route, monkeypatch):
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route)
@@ -60,7 +58,6 @@ async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_to
     await quiet(prefill, decode)
 
 
-@pytest.mark.parametrize("route", ROUTES)
 async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, source, target, route):
     prefill, decode = await stage.pair(source, target, route=route)
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
@@ -90,7 +87,7 @@ async def test_what_is_to_be_announced_when_the_agent_was_made_anew_is_given_up_
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("route", [*ROUTES, "mapped"])
+@pytest.mark.parametrize("route", ["staged", "direct", "pull", "mapped"])
 async def test_an_event_that_cannot_be_asked_fails_the_fetch_and_is_no_defect(stage, route, side, caplog):
     prefill, decode = await stage.pair(Cache(shared=True), Cache(shared=True), route=route)
     broken = {"after": Broken()}

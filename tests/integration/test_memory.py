@@ -57,12 +57,6 @@ async def test_blocks_that_no_route_needs_are_not_registered(stage):
         assert not seen["in_place"]
 
 
-@pytest.mark.parametrize("accepted", [0, 1])
-async def test_an_arena_that_cannot_be_registered_is_named(stage, accepted):
-    with pytest.raises(FabricError, match="an arena of kind 'cpu' was refused: these pages"):
-        await worker(stage, "w", accepted)
-
-
 async def test_a_peer_that_cannot_stage_is_refused_when_the_two_meet(stage):
     prefill, decode = await worker(stage, "prefill"), await worker(stage, "decode", 1, arena_bytes=0)
     with pytest.raises(MismatchError, match="no common route"):

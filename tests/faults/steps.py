@@ -83,20 +83,9 @@ def _after(owner: Any, name: str, only: Callable[..., bool] = lambda *_: True) -
     return put
 
 
-def _server(link: Link, *_: Any) -> bool:
-    return link.role is Role.SERVER
-
-
-def _server_met(_: Service, link: Link, *__: Any) -> bool:
-    return link.role is Role.SERVER
-
-
-def _client(link: Link, *_: Any) -> bool:
-    return link.role is Role.CLIENT
-
-
-def _client_met(_: Service, link: Link, *__: Any) -> bool:
-    return link.role is Role.CLIENT
+def _as(role: Role) -> Callable[..., bool]:
+    """On a stream on which this process has this role."""
+    return lambda *given: any(isinstance(one, Link) and one.role is role for one in given)
 
 
 def _post(operation: Operation, part: int, *, posted: bool = False) -> Hook:
@@ -185,8 +174,8 @@ _STAGED = frozenset({"staged"})
 _PULL = frozenset({"pull"})
 
 SENDER = {
-    "hello came": Step("sender", EVERY, _before(Link, "data_received", _server)),
-    "agent came": Step("sender", EVERY, _before(Service, "on_opened", _server_met)),
+    "hello came": Step("sender", EVERY, _before(Link, "data_received", _as(Role.SERVER))),
+    "agent came": Step("sender", EVERY, _before(Service, "on_opened", _as(Role.SERVER))),
     "fetch parked": Step("sender", EVERY, _after(Prefill, "on_fetch"), "parked"),
     "planned": Step("sender", EVERY, _before(Sender, "_accept"), exposed=True),
     "accept sent": Step("sender", EVERY, _after(Sender, "_accept"), exposed=True),
@@ -208,8 +197,8 @@ SENDER = {
 }
 
 RECEIVER = {
-    "hello sent": Step("receiver", EVERY, _after(Link, "connection_made", _client)),
-    "welcome came": Step("receiver", EVERY, _before(Service, "on_opened", _client_met)),
+    "hello sent": Step("receiver", EVERY, _after(Link, "connection_made", _as(Role.CLIENT))),
+    "welcome came": Step("receiver", EVERY, _before(Service, "on_opened", _as(Role.CLIENT))),
     "fetch sent": Step("receiver", EVERY, _after(Receiver, "send_fetch"), exposed=True),
     "fetch sent, to wait": Step("receiver", EVERY, _after(Receiver, "send_fetch"), "parked"),
     "accept came": Step("receiver", EVERY, _before(Receiver, "on_accept"), exposed=True),

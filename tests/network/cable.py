@@ -232,7 +232,7 @@ class Cable:
                         self._lanes[each].impairment = impairment
                     self._armed = {}
             impairment = lane.impairment
-            if _dropped(impairment, tcp) or (impairment.loss and self._random.random() < impairment.loss):
+            if _RULES[impairment.drop](tcp) or (impairment.loss and self._random.random() < impairment.loss):
                 lane.lost += 1
                 return None
             lane.passed += 1
@@ -263,10 +263,6 @@ _RULES: Final[dict[str, Callable[[_Tcp | None], bool]]] = {
     "bulk": lambda tcp: tcp is not None and not tcp.control,
     "bulk_syn": lambda tcp: tcp is not None and not tcp.control and tcp.opens,
 }
-
-
-def _dropped(impairment: Impairment, tcp: _Tcp | None) -> bool:
-    return _RULES[impairment.drop](tcp)
 
 
 def join_cable(way: Way) -> None:

@@ -5,8 +5,6 @@
 import asyncio
 import math
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,8 +12,6 @@ from hypothesis import strategies as st
 
 from kvxfer import ArenaError
 from kvxfer.memory.books import Share
-from kvxfer.prefill.role import Doubts
-from kvxfer.runtime import no_op
 from kvxfer.site import Desk, Quota, Rebuilds, Tally
 from kvxfer.telemetry import Metrics
 
@@ -173,12 +169,6 @@ async def test_it_is_contended_while_somebody_waits_or_nothing_is_granted(desk):
 # --- places that peers share
 
 
-@pytest.mark.parametrize(("limit", "alone"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (1024, 768)])
-def test_a_peer_alone_has_three_quarters(limit, alone):
-    quota = Quota(limit)
-    assert [quota.take("a") for _ in range(limit + 1)].count(True) == alone == len(quota)
-
-
 @given(limit=st.integers(1, 40), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
 def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
     quota, held = Quota(limit), dict.fromkeys(range(6), 0)
@@ -196,19 +186,6 @@ def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
                 quota.give(peer)
         assert len(quota) == sum(held.values()) <= limit
         assert quota._held == {peer: places for peer, places in held.items() if places}
-
-
-def test_a_doubt_keeps_its_place_without_a_link_only_if_the_end_of_the_process_will_be_told():
-    quota, unwatch = Quota(8), iter([no_op, lambda: None])
-    site: Any = SimpleNamespace(processes=SimpleNamespace(when_ended=lambda peer, then: next(unwatch)))
-    peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"p"), body=SimpleNamespace(host=None))
-    ended: Any = SimpleNamespace(link=SimpleNamespace(peer=peer), peer=peer, severed=False, is_pulled=False)
-    doubts = Doubts(site, quota)
-    for transfer in (1, 2):
-        quota.take(b"p")
-        doubts.add(transfer, ended)
-    doubts.on_link_lost(b"p")
-    assert len(quota) == 1
 
 
 # --- the books of a new agent: whom it helps, and what waits for it

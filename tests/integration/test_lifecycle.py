@@ -84,8 +84,8 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
         stage.network.refuse_next("prefill1" if route == "pull" else "decode")
     offers = [rank.offer("r", [1, 2], tokens=8) for rank in ranks]
     transfer = decode.start_fetch(ticket("r"), [3, 4], tokens=TOKENS)
+    parts = 4 if route == "staged" else 1  # one of each rank, whose further chunks then wait for their turns
     if fails != "refuses a post":
-        parts = 4 if route == "staged" else 1  # one of each rank, whose further chunks then wait for their turns
         await eventually(lambda: stage.network.held("*") >= parts)
     withdrawn = [asyncio.ensure_future(offers[1].withdraw())] if fails == "withdraws" else []
     if withdrawn:

@@ -174,23 +174,24 @@ class Broken:
 
 
 class Stage:
-    """Opens workers on one loopback network and closes them all at the end."""
+    """Opens workers on one loopback network and closes them all at the end; in the time of a runtime if it has one."""
 
-    def __init__(self, network, stack):
-        self.network = network
-        self.stack = stack
+    def __init__(self, network, stack, settings=DEFAULTS, runtime: Any = None):
+        self.network, self.stack, self.runtime = network, stack, runtime
         self.caches = {}  # what each worker was opened with
+        self._settings = settings
 
     async def worker(
         self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", transport: Any = None, **config
     ):
-        settings = {**DEFAULTS, **config}
+        settings = {**self._settings, **config}
         settings.setdefault("engine", name.rstrip("0123456789"))
         worker = Worker(
             tensors if tensors is not None else [t for cache in listed(caches) for t in cache.tensors],
             Config(**settings),
             groups=groups,
             transport=transport or LoopbackTransport(name, self.network),
+            runtime=self.runtime,
             loop=loop,
         )
         await worker.__aenter__()
@@ -219,7 +220,7 @@ class Stage:
     def begin(self, prefill, decode, request="r", ids=(1, 2), into=(3, 4), tokens=range(8), *, offered=None, **options):
         """An offer, and a fetch of it that has begun. `offered` are options of the offer."""
         offer = prefill.offer(request, list(ids), **{"tokens": tokens.stop, **(offered or {})})
-        return offer, decode.start_fetch(offer.ticket, list(into), tokens=tokens, **options)
+        return offer, decode.start_fetch(**{"ticket": offer.ticket, "blocks": list(into), "tokens": tokens, **options})
 
     async def in_flight(self, prefill, decode, to="*", **which):
         """The same once bytes for the worker `to` are on their way, which the network holds."""

@@ -10,10 +10,10 @@ import inspect
 import socket
 from pathlib import Path
 
-from stage import Cache, Copied
+from stage import Cache, Stage
 
-from kvxfer import Config, Worker
-from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
+from kvxfer import Worker
+from kvxfer.testing import LoopbackNetwork, simulate
 
 SIZES = {"arena_bytes": "64KiB", "chunk_bytes": "2KiB"}
 TIMES = {
@@ -110,27 +110,19 @@ class Play:
         self.prefill: Worker
         self.decode: Worker
         self.wire: Wire  # carries the control stream
-        self._stack = stack
+        self._stage = Stage(self.network, stack, SIZES, runtime)
+        self.worker = self._stage.worker
 
     @property
     def now(self) -> float:
         return self.runtime.now()
 
-    async def worker(self, name, cache, transport=None, **config) -> Worker:
-        settings = {"engine": name, **SIZES, **config}
-        transport = transport or LoopbackTransport(name, self.network)
-        worker = Worker(cache.tensors, Config(**settings), transport=transport, runtime=self.runtime)
-        await worker.__aenter__()
-        self._stack.push_async_callback(worker.aclose, drain=False)
-        return worker
-
     async def pair(self, *, prefill=None, decode=None, source=None, target=None, **both):
         """Open both workers and the wire between them."""
         self.source, self.target = source or self.source, target or self.target
-        self.prefill = await self.worker("prefill", self.source, **{**both, **(prefill or {})})
-        self.decode = await self.worker("decode", self.target, **{**both, **(decode or {})})
+        options = {"prefill": prefill, "decode": decode, **both}
+        self.prefill, self.decode = await self._stage.pair(self.source, self.target, **options)
         self.wire = await self.wire_to(self.prefill)
-        return self
 
     async def wire_to(self, worker, name="wire") -> Wire:
         return await self.wire_to_endpoint(worker.card.endpoint, name)
@@ -138,7 +130,7 @@ class Play:
     async def wire_to_endpoint(self, endpoint, name) -> Wire:
         wire = Wire(self.folder / name, endpoint, lambda: self.now)
         await wire.open()
-        self._stack.push_async_callback(wire.close)
+        self._stage.stack.push_async_callback(wire.close)
         return wire
 
     def ticket(self, request, wire=None):
@@ -149,13 +141,9 @@ class Play:
         return self.decode.start_fetch(self.ticket(request), list(ids), tokens=tokens, **options)
 
     async def bring(self, request, ids=(1, 2), into=(3, 4), tokens=range(8)):
-        """Offer and fetch; every byte of the target is compared. Returns what both sides say of it."""
-        copied = Copied(self.target).bring(self.source, list(ids), list(into), tokens)
-        offer = self.prefill.offer(request, list(ids), tokens=tokens.stop)
-        result = await self.start(request, into, tokens)
-        copied.check()
-        ending = await offer.released()
-        return result, ending
+        """See `Stage.bring`; over the wire, and however long it takes."""
+        options = {"ticket": self.ticket(request), "timeout": None}
+        return await self._stage.bring(self.prefill, self.decode, request, ids, into, tokens, **options)
 
     async def until(self, condition, seconds=60.0):
         """Let virtual time pass in small steps, of 10 ms in the end, until a condition holds that no event tells of."""

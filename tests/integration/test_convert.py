@@ -100,7 +100,7 @@ async def test_asking_for_conversion_changes_nothing_where_none_is_needed(stage)
     prefill.offer("r", IDS, tokens=208)
     result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
     assert result.stats.route == "direct"
-    assert all(torch.equal(bits(ours.memory[layer]), bits(found)) for layer, found in copied.expected.items())
+    copied.check()
 
 
 async def test_the_other_direction_is_agreed_upon_by_itself(stage):
@@ -122,11 +122,11 @@ async def test_the_other_direction_is_agreed_upon_by_itself(stage):
 
 async def refused(stage, theirs, ours, **config):
     prefill, decode = await stage.pair(theirs, ours, **config)
-    before = ours.clone()
+    before = Copied(ours)
     prefill.offer("r", IDS, tokens=208)
     with pytest.raises(MismatchError) as caught:
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
-    assert all(torch.equal(bits(ours.memory[layer]), bits(memory)) for layer, memory in before.items())
+    before.check()
     await quiet(prefill, decode)
     return caught.value
 

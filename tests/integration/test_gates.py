@@ -7,9 +7,8 @@ import asyncio
 
 import inside
 import pytest
-import torch
 from passing import enter
-from stage import Broken, Cache, Gate, eventually, frames, quiet
+from stage import Broken, Cache, Copied, Gate, eventually, frames, quiet
 from wire import play, virtual
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
@@ -23,14 +22,6 @@ ROUTES = ["mapped", "direct", "staged"]
 def caches(route):
     shared = route == "mapped"
     return {"source": Cache(shared=shared), "target": Cache(layout="HND", shared=shared)}
-
-
-def frozen(target):
-    return {layer: memory.clone() for layer, memory in target.memory.items()}
-
-
-def unchanged(target, before):
-    return all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
 
 
 async def granted(play, route):
@@ -54,10 +45,10 @@ async def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(play, route):
         await transfer
     assert transfer.memory_safe
     await quiet(play.decode)
-    before = frozen(play.target)
+    before = Copied(play.target)
     computed.fired = True  # what it would have written goes nowhere
     await play.until(lambda: not play.prefill.describe()["sending"])
-    assert unchanged(play.target, before)
+    before.check()
     play.wire.speak()
     await play.until(lambda: not play.decode.describe()["connecting"])  # that was begun while the peer was silent
     await play.bring("r2")
@@ -76,11 +67,11 @@ async def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(play):
     await play.until(lambda: not play.prefill.describe()["sending"])
     ending, seconds = await play.timed(offer.withdraw())
     assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
-    unwritten = frozen(play.target)
+    unwritten = Copied(play.target)
     free.fired = True
     with pytest.raises(PeerLostError):
         await transfer
-    assert unchanged(play.target, unwritten)
+    unwritten.check()
     await quiet(play.prefill)
 
 
@@ -118,10 +109,10 @@ def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path
         with pytest.raises(ClosedError):
             await transfer
         assert transfer.memory_safe
-        before = frozen(play.target)
+        before = Copied(play.target)
         computed.fired = True
         await play.until(lambda: not play.prefill.describe()["sending"])
-        assert unchanged(play.target, before)
+        before.check()
 
     play(scenario, tmp_path)
     assert not leaked

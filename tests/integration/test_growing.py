@@ -28,15 +28,6 @@ async def streams(stage, route="auto", caches=None, tokens=range(16), **config):
     return source, target, prefill, decode, offer, transfer
 
 
-def landed(copied):
-    """Whether the destination is as expected by now."""
-    try:
-        copied.check()
-    except AssertionError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("steps", [[16], [8, 8]])
 @pytest.mark.parametrize("route", ROUTES)
 async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, route, steps):
@@ -51,7 +42,7 @@ async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, rou
         for layer in range(3):
             offer.ready(layers=[layer])
             reached.expected[layer] = whole.expected[layer]
-            await eventually(lambda: landed(reached))
+            await eventually(reached.has_come)
             if stop == 16:
                 await transfer.layers(0, layer + 1)
         first = stop
@@ -67,7 +58,7 @@ async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, source, ta
     copied = Copied(target).bring(source, IDS, INTO, range(16))
     offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, range(16), offered={"streaming": True})
     offer.ready()
-    await eventually(lambda: landed(copied))
+    await eventually(copied.has_come)
     await eventually(lambda: not (written(decode) or extents(decode, "receive")))
     assert not transfer.done
     offer.finish()
@@ -82,7 +73,7 @@ async def test_what_is_granted_in_place_is_granted_once(stage, source, target, m
     copied = Copied(target).bring(source, IDS, INTO, range(16))
     offer, transfer = stage.begin(prefill, decode, "r", IDS, INTO, range(16), offered={"streaming": True})
     offer.ready()
-    await eventually(lambda: landed(copied))
+    await eventually(copied.has_come)
     assert not [one for one in seconds if 25 < one < 26], "a third of the lease"
     offer.finish()
     await transfer
@@ -94,7 +85,7 @@ async def test_what_was_written_in_place_counts_no_more_once_its_session_is_lost
     copied = Copied(target).bring(source, IDS, INTO, range(8))
     offer.extend(IDS[:2], tokens=range(8))
     offer.ready()
-    await eventually(lambda: landed(copied))
+    await eventually(copied.has_come)
     cut(decode)
     with pytest.raises(kvxfer.PeerLostError):
         await transfer
@@ -111,8 +102,8 @@ async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others
     await eventually(lambda: stage.network.held("decode"))
     offer.extend(IDS[1:], tokens=range(4, 16))
     offer.ready()
-    heard = decode.describe()["metrics"]["frames_received"]["Ready"]
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Ready"] > heard)
+    heard = frames(decode, "Ready")
+    await eventually(lambda: frames(decode, "Ready") > heard)
     offer.finish()
     stage.network.release("decode")
     result = await transfer
@@ -158,7 +149,7 @@ async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
     offer.extend([3, 2], tokens=range(8))
     offer.ready()
     copied = Copied(target).bring(source, IDS, INTO, range(8))
-    await eventually(lambda: landed(copied))
+    await eventually(copied.has_come)
     offer.finish()
     with pytest.raises(kvxfer.TransferFailedError, match=r"tokens 0\.\.15 were asked, but 8 are on offer") as caught:
         await transfer
@@ -223,7 +214,7 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
     offer.extend([3], tokens=range(4))
     offer.ready()
     copied = Copied(target).bring(source, IDS, INTO, range(4))
-    await eventually(lambda: landed(copied))
+    await eventually(copied.has_come)
     offer.extend([2], tokens=range(4, 8))
     offer.ready()
     with pytest.raises(kvxfer.TransferFailedError, match=r"block id 16 at position 1 is outside 0\.\.15"):

@@ -28,7 +28,7 @@ from stage import CANARY, KEY, guarded
 from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
 from kvxfer.testing import LoopbackTransport
-from kvxfer.tickets import EngineCard, Issuer
+from kvxfer.tickets import EngineCard
 
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a GPU: a copy that does not wait is done long before."""
@@ -129,7 +129,6 @@ class Ranks:
     def __init__(self) -> None:
         self.workers: list[Worker] = []  # one a rank
         self.caches: list[Any] = []  # theirs
-        self.issuer: Issuer | None = None  # makes the engine's tickets
         self._stack = contextlib.AsyncExitStack()
         self._given: list[Any] = []
         self._offers: dict[tuple[int, str], Any] = {}
@@ -140,7 +139,7 @@ class Ranks:
         for rank, cache in enumerate(caches):
             placed = self.placed(cache, device)
             settings = Config(engine=engine, rank=rank, world=len(caches), **config)
-            transport = self.transport(f"{engine}{rank}", network) if network is not None else None
+            transport = None if network is None else LoopbackTransport(f"{engine}{rank}", network)
             worker = Worker(placed.tensors, settings, groups=self.groups(cache), transport=transport)
             self._given.append(cache)
             self.caches.append(placed)
@@ -149,12 +148,7 @@ class Ranks:
         card = EngineCard.of([worker.card for worker in fresh])
         for worker in fresh:
             worker.join(card, key=KEY)
-        self.issuer = Issuer(card, KEY)
         return card.to_dict()
-
-    def transport(self, name, network):
-        """An agent of a loopback network."""
-        return LoopbackTransport(name, network)
 
     def placed(self, cache, device):
         """A cache as a worker gets it."""
@@ -202,10 +196,6 @@ class Ranks:
     def start_fetch(self, rank, ticket, ids, **options):
         options.setdefault("after", self.settled(self.caches[rank]))
         self._fetches[rank, ticket["request"]] = self.workers[rank].start_fetch(ticket, ids, **options)
-
-    async def fetched(self, rank, request):
-        """Wait for a fetch, and say what its stats do."""
-        return (await self._fetches[rank, request]).stats
 
     async def layers(self, rank, request, start, stop):
         await self._fetches[rank, request].layers(start, stop)

@@ -12,6 +12,7 @@ import inside
 import torch
 from decoded import pieces
 from far import Ranks
+from stage import eventually, extents
 from standing import Standing
 
 from kvxfer.copy.port import Direction
@@ -83,9 +84,7 @@ class Holding(Ranks):
 
     async def standing(self, rank, direction):
         """Wait until a copy stands still; returns the extents that it may touch."""
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not self._touched(rank, direction):  # noqa: ASYNC110 - nobody sets an event
-                await asyncio.sleep(0.005)
+        await eventually(lambda: self._touched(rank, direction), WAIT_SECONDS)
         return self._touched(rank, direction)
 
     def _touched(self, rank, direction):
@@ -97,7 +96,8 @@ class Holding(Ranks):
 
     def kept(self, rank, direction):
         """What copies of this direction, and the peer, may touch of the arena."""
-        return inside.held(self.workers[rank], _SIDES[Direction(direction)], ExtentState.WRITING)
+        writing = extents(self.workers[rank], _SIDES[Direction(direction)], ExtentState.WRITING)
+        return [(one.address, one.length) for one in writing]
 
     async def rebuild(self, rank):
         """Have the agent made anew: the seconds that it took, None if it did not end while copies stood still.

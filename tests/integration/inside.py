@@ -29,7 +29,6 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
-from kvxfer.memory.books import ExtentState
 from kvxfer.peers.connections import Peers
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import BoundPlan
@@ -168,13 +167,8 @@ def forget_unreachable(worker: Any) -> None:
     worker._service.peers._away.clear()
 
 
-def refusals(worker: Any) -> list[Exception]:
-    """Why endpoints are left in peace."""
-    return [away.error for away in worker._service.peers._away.values()]
-
-
-def before_connecting(worker: Any, wait: Callable[[str], Awaitable[Any]]) -> Callable[[], None]:
-    """Await `wait(endpoint)` before each stream that it opens, until what is returned is called."""
+def before_connecting(worker: Any, wait: Callable[[str], Awaitable[Any]]) -> None:
+    """Await `wait(endpoint)` before each stream that it opens."""
     peers = worker._service.peers
     connect_to = peers._connect_to
 
@@ -182,11 +176,7 @@ def before_connecting(worker: Any, wait: Callable[[str], Awaitable[Any]]) -> Cal
         await wait(endpoint)
         return await connect_to(endpoint)
 
-    def undo() -> None:
-        peers._connect_to = connect_to
-
     peers._connect_to = connect_later
-    return undo
 
 
 def never_come_back(worker: Any) -> None:
@@ -422,11 +412,6 @@ def take_all(worker: Any, side: str) -> Taken:
     return Taken(desk, extents[0])
 
 
-def ask(worker: Any, side: str, peer: str, nbytes: int, seconds: float, then: Callable[[Any], None]) -> Any:
-    """A peer asks for memory, and waits for it so long; None if it has got it."""
-    return _desk(worker, side).request(peer, nbytes, seconds, then)
-
-
 def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
     """Call `act` where somebody has to wait for memory."""
     desk = _desk(worker, side)
@@ -446,11 +431,6 @@ def arena_shares(worker: Any) -> list[Any]:
     return [_desk(worker, side).share for side in ("send", "receive")]
 
 
-def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
-    """Address and length of what is in this state of a side."""
-    return [(one.address, one.length) for one in _desk(worker, side).share.live if one.state is state]
-
-
 def staging(worker: Any, side: str) -> Any:
     """Where the staging memory of a side is: `address` and `length`."""
     return worker._service.site.sending if side == "send" else worker._service.site.staging
@@ -462,12 +442,6 @@ def staging(worker: Any, side: str) -> Any:
 def gates_of(worker: Any) -> Any:
     """What keeps peers out of its memory."""
     return worker._service.site.gates
-
-
-def allotted(worker: Any) -> int:
-    """How many gates were ever in use at once."""
-    fresh: int = worker._service.site.gates._fresh
-    return fresh
 
 
 def free_gates(worker: Any) -> list[int]:
@@ -528,20 +502,12 @@ def replace_mover(worker: Any, other: Any) -> None:
     worker._service.site.mover = other
 
 
-def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> Callable[[], None]:
-    """Call `begin(submit, job, direction)` where a copy is to be submitted, or a step of a flow is to begin.
-
-    Calling what is returned ends that.
-    """
+def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> None:
+    """Call `begin(submit, job, direction)` where a copy is to be submitted, or a step of a flow is to begin."""
     copies = mover(worker)
-    submit, flow = copies.submit, copies.flow
-
-    def undo() -> None:
-        copies.submit, copies.flow = submit, flow
-
+    submit = copies.submit
     knows_apart(copies)
     copies.submit, copies.flow = lambda job, direction: begin(submit, job, direction), partial(Apart, copies)
-    return undo
 
 
 def call_agent_by(port: int, arguments: int, call: Callable[..., int]) -> None:
@@ -581,11 +547,6 @@ def launched(mover: Any, direction: Any) -> list[Any]:
 def stream(mover: Any, direction: Any) -> Any:
     """The stream of a direction, as torch knows it; None where no GPU copies."""
     return None if mover._gpu is None else mover._gpu.streams[_lane(direction)]
-
-
-def fabric(worker: Any) -> Any:
-    """What posts and polls."""
-    return worker._service.site.fabric
 
 
 def holds(worker: Any) -> list[bool]:
@@ -630,11 +591,6 @@ def factor(worker: Any, route: Route) -> float:
         return 1.0
     known: float = worker._service.site.estimates.factor(met(worker).identity.incarnation, route)
     return known
-
-
-def plans(worker: Any) -> Any:
-    """Plans of copies with its peers."""
-    return worker._service.site.plans
 
 
 def close_fabric_by(worker: Any, close: Callable[[], Any]) -> None:

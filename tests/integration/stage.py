@@ -322,9 +322,9 @@ def quarantined(worker, side):
     return worker.describe()["arena"][side].quarantined_bytes
 
 
-def extents(worker, side):
-    """What of a side of the arena somebody holds."""
-    return worker.describe()["arena"][side].extents
+def extents(worker, side, state=None):
+    """What of a side of the arena somebody holds; in this state, if one is asked for."""
+    return [one for one in worker.describe()["arena"][side].extents if state in {None, one.state}]
 
 
 def written(worker):

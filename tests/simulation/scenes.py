@@ -13,7 +13,7 @@ import pytest
 from impostor import made_up, posing_as
 from ownership import Ledger, watch
 from schedule import Quiet
-from stage import Gate, quarantined
+from stage import Gate, extents, quarantined
 from world import World
 
 from kvxfer import READY, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
@@ -520,7 +520,7 @@ async def a_ring_of_a_silent_peer(scene):
     _, transfer = await the_first_arrives(scene)
     scene.silence()
     await scene.failure(transfer)
-    doubtful = inside.held(scene.b.worker, "receive", ExtentState.QUARANTINED)
+    doubtful = extents(scene.b.worker, "receive", ExtentState.QUARANTINED)
     await scene.land()
     scene.clear()
     assert len(doubtful) == CHUNKS - 1
@@ -628,7 +628,7 @@ async def granted_another_ring_too_early(scene):
     scene.network.hold("*")
     scene.offer()
     transfer = scene.fetch()
-    await scene.until(lambda: len(inside.held(scene.b.worker, "receive", ExtentState.WRITING)) == 2)
+    await scene.until(lambda: len(extents(scene.b.worker, "receive", ExtentState.WRITING)) == 2)
     await asyncio.sleep(0.01)
     other = inside.take(scene.b.worker, "receive", 512)
     other.write()

@@ -188,20 +188,6 @@ def never_come_back(worker: Any) -> None:
     worker._service.peers.link = away
 
 
-def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
-    """Call `act` with each message for its decode role before that has it."""
-    receiver = worker._service.decode
-    handle = receiver.on_message
-
-    def handle_later(link: Any, message: Message) -> None:
-        act(message)
-        handle(link, message)
-
-    receiver.on_message = handle_later
-    for link in worker._service.peers._links.values():
-        link.on_message = handle_later
-
-
 def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
     """Call `act` with each session that it opens, once its decode role has it."""
     receiver = worker._service.decode

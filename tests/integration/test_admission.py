@@ -4,7 +4,7 @@ import asyncio
 import gc
 
 import pytest
-from inside import parts_kept, send_by, serve_chunks_by, take_all, when_crowded
+from inside import parts_kept, serve_chunks_by, take_all, when_crowded
 from stage import Cache, Copied, eventually, quiet
 
 from kvxfer import KvxferError
@@ -14,33 +14,29 @@ from kvxfer.protocol.messages import Read, Ready
 IDS = list(range(64))
 
 
-async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
+async def test_a_puller_has_few_chunks_before_it(stage, network, tap):
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target, chunk_bytes="1KiB", route="pull")
-    announced, read, most = 0, 0, 0
+    said, most = {Ready: 0, Read: 0}, 0
 
-    def watch(send, messages):
-        nonlocal announced, read, most
-        for message in messages:
-            if isinstance(message, Ready):
-                announced = message.chunks
-            elif isinstance(message, Read):
-                read = message.chunks
-            most = max(most, announced - read)
-        return send(*messages)
+    def watch(message):
+        nonlocal most
+        said[type(message)] = message.chunks
+        most = max(most, said[Ready] - said[Read])
+        return message
 
-    send_by(watch, monkeypatch)
+    tap.change |= dict.fromkeys(said, watch)
     wanted = Copied(target).bring(source, IDS, IDS[::-1], range(256))
     network.hold("*")
     offer, transfer = stage.begin(prefill, decode, "r", IDS, IDS[::-1], range(256), timeout=10)
-    await eventually(lambda: announced - read >= 16)
+    await eventually(lambda: said[Ready] - said[Read] >= 16)
     network.release("*")
     result = await transfer
     wanted.check()
     await offer.released()
     assert result.stats.chunks > 16  # else the bound would not have been reached
     assert most == 16
-    assert announced == read == result.stats.chunks
+    assert said == dict.fromkeys(said, result.stats.chunks)
 
 
 @pytest.mark.parametrize("ending", ["served", "fails", "cancelled"])

@@ -1,9 +1,9 @@
 """What a peer names is held against what was announced and granted; one that lies moves nothing and is let go."""
 
 import pytest
-from inside import before_hearing, hear, session, staging
+from inside import hear, session, staging
 from msgspec.structs import replace
-from stage import Copied, Gate, eventually, quiet
+from stage import Copied, Gate, eventually, frames, quiet
 
 from kvxfer import KvxferError
 from kvxfer.protocol.messages import WHOLE, Fetch, KvAgentResult, Reserve, Status
@@ -77,14 +77,14 @@ async def test_a_result_with_another_number_of_bytes_fails_the_fetch(stage, sour
     await quiet(prefill, decode)
 
 
-async def test_another_last_result_counts_for_nothing(stage, source, target):
+async def test_another_last_result_counts_for_nothing(stage, source, target, tap):
     prefill, decode = await stage.pair(source, target, **PLENTY)
-    gate, last = Gate(), []
-    before_hearing(decode, lambda message: last.append(message) if isinstance(message, KvAgentResult) else None)
+    gate = Gate()
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
     _, transfer = stage.begin(prefill, decode, after=gate)
-    await eventually(lambda: last)
-    hear(decode, session(decode), replace(last[0], bytes=last[0].bytes + 16))
+    await eventually(lambda: frames(decode, "KvAgentResult"))
+    (last,) = tap.of(KvAgentResult)
+    hear(decode, session(decode), replace(last, bytes=last.bytes + 16))
     gate.fired = True
     await transfer
     copied.check()

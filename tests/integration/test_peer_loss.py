@@ -212,7 +212,7 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
 @pytest.mark.parametrize("route", ["staged", "direct"])
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
 async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_writes(
-    stage, source, target, route, how
+    stage, source, target, tap, route, how
 ):
     """Under the grant of `Fetch` it may be writing, though nobody waits for its answer any more."""
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=30, grant_lease=30)
@@ -221,11 +221,11 @@ async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_
     stage.network.need_target("decode")
     prefill.offer("r", [1], tokens=4)
 
-    def meanwhile(message):  # it was given up while the answer was on its way
-        if isinstance(message, Accept):
-            transfer.cancel() if how == "cancelled" else inside.time_out(decode)
+    def meanwhile(accept):  # it is given up while the answer is on its way
+        transfer.cancel() if how == "cancelled" else inside.time_out(decode)
+        return accept
 
-    inside.before_hearing(decode, meanwhile)
+    tap.change[Accept] = meanwhile
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=60)
     async with asyncio.timeout(10):
         with pytest.raises((asyncio.CancelledError, TimeoutError)):

@@ -4,17 +4,9 @@
 
 import asyncio
 import gc
-import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
-import torch
-from inside import cut, entry, met, sessions
+from inside import cut, entry, sessions
 from stage import DEFAULTS, Cache, eventually, quiet
 
 import kvxfer
@@ -236,55 +228,3 @@ async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(stage,
     assert router.done > 64
     assert {type(error) for error in router.errors} <= {kvxfer.ClosedError, kvxfer.RefusedError}, router.errors
     await quiet(*router.workers.values())
-
-
-CHILD = """
-    import asyncio, json, signal, torch
-    import kvxfer
-
-    async def main():
-        memory = torch.arange(2 * 8 * 4 * 2 * 8, dtype=torch.int32).reshape(2, 8, 4, 2, 8)
-        cache = kvxfer.CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
-        config = kvxfer.Config(engine="prefill", arena_bytes="1MiB", drain_timeout=20)
-        async with kvxfer.Worker([cache], config) as worker:
-            offer = worker.offer("r", [1, 2], tokens=8)
-            told = asyncio.Event()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-            print(json.dumps(worker.engine.ticket("r")), flush=True)
-            await told.wait()
-            print(await worker.drain(), type(await offer.released()).__name__, flush=True)
-
-    asyncio.run(main())
-"""
-
-
-async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
-    """SIGTERM to a prefill server over NIXL: what it offers is still fetched, and then it exits by itself."""
-    script = tmp_path / "server.py"
-    script.write_text(textwrap.dedent(CHILD))
-    top = Path(__file__).parents[2]
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(top)}
-    )
-    try:
-        assert child.stdout is not None
-        async with asyncio.timeout(60):
-            ticket = json.loads(await child.stdout.readline())
-            memory = torch.zeros(2, 8, 4, 2, 8, dtype=torch.int32)
-            cache = kvxfer.CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
-            async with kvxfer.Worker([cache], kvxfer.Config(engine="decode", arena_bytes="1MiB")) as decode:
-                claim = decode.claim(ticket)
-                await eventually(lambda: decode.describe()["peers"], timeout=20)
-                assert met(decode).process == child.pid
-                child.send_signal(signal.SIGTERM)
-                await eventually(lambda: draining(decode) == {"client": True}, timeout=20)
-                await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=20)
-                claim.close()
-            given = torch.arange(memory.numel(), dtype=torch.int32).reshape(memory.shape)
-            assert memory[:, [3, 4]].equal(given[:, [1, 2]])
-            assert await child.stdout.readline() == b"True Released\n"
-            assert await child.wait() == 0
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()

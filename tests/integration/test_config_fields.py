@@ -10,8 +10,6 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,21 +42,10 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@dataclass(frozen=True)
-class Case:
-    field: str
-    scenario: Callable[..., Awaitable[None]]
-    virtual: bool
-    marks: list[Any]
-
-    @property
-    def parameter(self):
-        scenario = self.scenario.func if isinstance(self.scenario, partial) else self.scenario
-        values = "-".join(map(str, self.scenario.args)) if isinstance(self.scenario, partial) else ""
-        return pytest.param(self, id="-".join(filter(None, [self.field, scenario.__name__, values])), marks=self.marks)
-
-
-CASES: list[Case] = []
+CASES: dict[bool, list[Any]] = {True: [], False: []}
+"""Scenarios, by whether their time is virtual."""
+FIELDS: set[str] = set()
+"""Those that they show."""
 ELSEWHERE = {
     "convert": "test_convert",
     "integrity": "test_checking",
@@ -74,8 +61,10 @@ def field(name, *values, virtual=True, marks=()):
     """This scenario shows that the field takes effect; with values, once for each of them."""
 
     def note(scenario):
-        for one in [partial(scenario, value) for value in values] or [scenario]:
-            CASES.append(Case(name, one, virtual, [*marks]))
+        FIELDS.add(name)
+        for given in [(value,) for value in values] or [()]:
+            case = "-".join(map(str, [name, scenario.__name__, *given]))
+            CASES[virtual].append(pytest.param(partial(scenario, *given), id=case, marks=marks))
         return scenario
 
     return note
@@ -361,7 +350,7 @@ def own_threads():
 
 
 @field("affinity", "caller", "own", virtual=False)
-async def threads_are_kept_on_these_cpus(loop, stack, folder):
+async def threads_are_kept_on_these_cpus(loop, stack, caplog):
     before = os.sched_getaffinity(0)
     one = max(before)
     if len(before) < 2:
@@ -387,86 +376,66 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     await raised(Worker(source.tensors, Config(affinity=[one, 99_999], **SIZES), loop=loop).__aenter__(), ConfigError)
 
 
-@contextlib.contextmanager
-def nixl_settings():
-    """What NIXL says of the backends of agents that are created."""
-    said: list[dict[str, dict[str, str]]] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            event = getattr(record, "kvxfer", {})
-            if event.get("event") == "nixl_agent_created":
-                said.append(event["backend"])
-
-    log, handler = logging.getLogger("kvxfer.fabric"), Handler()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-
-async def with_nixl(stack, **fabric):
+async def with_nixl(stack, caplog, **fabric):
     """Two workers over NIXL that exchange a request; what NIXL says of the backends of one of them."""
+    caplog.set_level(logging.INFO, "kvxfer.fabric")
+    caplog.clear()
     source, target = Cache(), Cache()
-    with nixl_settings() as said:
-        prefill, decode = [
-            await stack.enter_async_context(Worker(cache.tensors, Config(fabric=fabric, drain_timeout=0, **SIZES)))
-            for cache in (source, target)
-        ]
+    prefill, decode = [
+        await stack.enter_async_context(Worker(cache.tensors, Config(fabric=fabric, drain_timeout=0, **SIZES)))
+        for cache in (source, target)
+    ]
+    made = [record for record in caplog.records if record.kvxfer["event"] == "nixl_agent_created"]
     prefill.offer("r", [1, 2], tokens=8)
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
     copied.check()
-    return said[0]
+    return made[0].kvxfer["backend"]
 
 
 @field("fabric.backends", virtual=False, marks=[needs_nixl])
-async def these_backends_are_created(stack, folder):
+async def these_backends_are_created(stack, caplog):
     with pytest.raises(FabricError, match="no backend 'CARRIER_PIGEON'") as caught:
-        await with_nixl(stack, backends=["CARRIER_PIGEON"])
+        await with_nixl(stack, caplog, backends=["CARRIER_PIGEON"])
     others = {"POSIX"} if "POSIX" in str(caught.value) else set()  # NIXL is also packed without it
-    assert set(await with_nixl(stack, backends=["UCX", *others])) == {"UCX", *others}
+    assert set(await with_nixl(stack, caplog, backends=["UCX", *others])) == {"UCX", *others}
 
 
 @field("fabric.backend_params", virtual=False, marks=[needs_nixl])
-async def parameters_reach_the_backend(stack, folder):
+async def parameters_reach_the_backend(stack, caplog):
     params = {"UCX": {"engine_config": "TLS=tcp"}}
-    assert await with_nixl(stack, backend_params=params) == params
+    assert await with_nixl(stack, caplog, backend_params=params) == params
     with pytest.raises(FabricError, match="TLS=pigeon"):
-        await with_nixl(stack, backend_params={"UCX": {"engine_config": "TLS=pigeon"}})
+        await with_nixl(stack, caplog, backend_params={"UCX": {"engine_config": "TLS=pigeon"}})
     with pytest.raises(ConfigError, match="pigeons"):
-        await with_nixl(stack, backend_params={"UCX": {"pigeons": "2"}})
+        await with_nixl(stack, caplog, backend_params={"UCX": {"pigeons": "2"}})
 
 
 @field("fabric.num_workers", virtual=False, marks=[needs_nixl])
-async def so_many_workers_are_created(stack, folder):
-    assert await with_nixl(stack, num_workers=3) == {"UCX": {"num_workers": "3"}}
+async def so_many_workers_are_created(stack, caplog):
+    assert await with_nixl(stack, caplog, num_workers=3) == {"UCX": {"num_workers": "3"}}
 
 
 @field("fabric.devices", virtual=False, marks=[needs_nixl])
-async def these_devices_are_used(stack, folder):
-    assert await with_nixl(stack, devices=["lo"]) == {"UCX": {"engine_config": "NET_DEVICES=lo"}}
+async def these_devices_are_used(stack, caplog):
+    assert await with_nixl(stack, caplog, devices=["lo"]) == {"UCX": {"engine_config": "NET_DEVICES=lo"}}
     with pytest.raises(FabricError, match="pigeon0"):
-        await with_nixl(stack, devices=["pigeon0"])
+        await with_nixl(stack, caplog, devices=["pigeon0"])
 
 
 @field("fabric.scatter_lists", virtual=False, marks=[needs_nixl])
-async def nixl_is_told_to_make_lists(stack, folder):
+async def nixl_is_told_to_make_lists(stack, caplog):
     name = "NIXL_UCX_SGL_ENABLE"
     assert name not in os.environ
     stack.callback(os.environ.pop, name, None)
-    await with_nixl(stack)
+    await with_nixl(stack, caplog)
     assert name not in os.environ
-    await with_nixl(stack, scatter_lists=True)
+    await with_nixl(stack, caplog, scatter_lists=True)
     assert os.environ[name] == "y"
 
 
 @field("copy_ctas", virtual=False, marks=[*needs_gpu, needs_nixl, pytest.mark.timeout(300)])
-async def a_gather_takes_longer_with_one_thread_block(stack, folder):
+async def a_gather_takes_longer_with_one_thread_block(stack, caplog):
     far, near = Far(), Ranks()
     stack.callback(far.end)
     stack.push_async_callback(near.close)
@@ -494,23 +463,19 @@ async def a_gather_takes_longer_with_one_thread_block(stack, folder):
 # ---
 
 
-def cases(*, virtual):
-    return [case.parameter for case in CASES if case.virtual is virtual]
+@pytest.mark.parametrize("scenario", CASES[True])
+def test_it_takes_effect(scenario, tmp_path):
+    play(scenario, tmp_path)
 
 
-@pytest.mark.parametrize("case", cases(virtual=True))
-def test_it_takes_effect(case, tmp_path):
-    play(case.scenario, tmp_path)
-
-
-@pytest.mark.parametrize("case", cases(virtual=False))
-async def test_it_takes_effect_in_real_time(case, tmp_path):
+@pytest.mark.parametrize("scenario", CASES[False])
+async def test_it_takes_effect_in_real_time(scenario, caplog):
     async with contextlib.AsyncExitStack() as stack:
-        await case.scenario(stack, tmp_path)
+        await scenario(stack, caplog)
 
 
 def test_no_field_is_without_a_case():
     """Those of `TIMES` decide on when a caller of `test_bounds` hears."""
-    fields = {case.field for case in CASES} | TIMES.keys() | ELSEWHERE.keys()
+    fields = FIELDS | TIMES.keys() | ELSEWHERE.keys()
     assert fields == {setting.name for setting in Config().effective()}
     assert all(Path(__file__).with_name(f"{name}.py").exists() for name in ELSEWHERE.values())

@@ -178,12 +178,13 @@ class Stage:
 
     def __init__(self, network, stack, settings=DEFAULTS, runtime: Any = None):
         self.network, self.stack, self.runtime = network, stack, runtime
-        self.caches = {}  # what each worker was opened with
+        self.caches = {}  # what each worker was made with
         self._settings = settings
 
-    async def worker(
+    def make(
         self, name, caches, *, tensors=None, groups=(), loop: Any = "caller", transport: Any = None, **config
-    ):
+    ) -> Worker:
+        """A worker that is not open yet."""
         settings = {**self._settings, **config}
         settings.setdefault("engine", name.rstrip("0123456789"))
         worker = Worker(
@@ -194,9 +195,12 @@ class Stage:
             runtime=self.runtime,
             loop=loop,
         )
-        await worker.__aenter__()
-        self.stack.push_async_callback(worker.aclose, drain=False)
         self.caches[worker] = caches
+        return worker
+
+    async def worker(self, name, caches, **options) -> Worker:
+        worker = await self.make(name, caches, **options).__aenter__()
+        self.stack.push_async_callback(worker.aclose, drain=False)
         return worker
 
     async def pair(self, source, target, *, prefill=None, decode=None, **config) -> tuple[Worker, Worker]:

@@ -3,37 +3,28 @@
 import inspect
 import logging
 import pydoc
-from typing import Any
 
 import pytest
 import torch
-from stage import DEFAULTS, Cache
+from stage import Cache
 
 from kvxfer import CacheTensor, Config, GeometryError, Released, TransferState, Worker
-from kvxfer.testing import LoopbackNetwork, LoopbackTransport
-
-
-def worker(network, name, cache, loop: Any = "caller", **config):
-    settings = Config(**{**DEFAULTS, "engine": name, **config})
-    return Worker(cache.tensors, settings, transport=LoopbackTransport(name, network), loop=loop)
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])
-async def test_an_offer_has_its_ticket(loop):
-    network, source, target = LoopbackNetwork(), Cache(), Cache()
-    async with worker(network, "prefill", source, loop=loop) as prefill, worker(network, "decode", target) as decode:
-        offer = prefill.offer("r", [1], tokens=4, attempt=3)
-        assert offer.ticket == prefill.engine.ticket("r", attempt=3)
-        await decode.fetch(offer.ticket, [2], tokens=range(4))
-        assert isinstance(await offer.released(), Released)
+async def test_an_offer_has_its_ticket(stage, loop):
+    prefill, decode = await stage.pair(Cache(), Cache(), prefill={"loop": loop})
+    offer = prefill.offer("r", [1], tokens=4, attempt=3)
+    assert offer.ticket == prefill.engine.ticket("r", attempt=3)
+    await decode.fetch(offer.ticket, [2], tokens=range(4))
+    assert isinstance(await offer.released(), Released)
 
 
-async def test_who_leaves_a_worker_hears_at_once_what_is_waited_for(caplog):
-    network = LoopbackNetwork()
+async def test_who_leaves_a_worker_hears_at_once_what_is_waited_for(stage, caplog):
     with caplog.at_level(logging.WARNING, "kvxfer"):
-        async with worker(network, "idle", Cache()):
+        async with stage.make("idle", Cache()):
             pass
-        async with worker(network, "prefill", Cache(), drain_timeout=0.2) as prefill:
+        async with stage.make("prefill", Cache(), drain_timeout=0.2) as prefill:
             offers = [prefill.offer(f"unfetched-{number}", [number], tokens=4) for number in range(7)]
             assert not caplog.text
         assert offers

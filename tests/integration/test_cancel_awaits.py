@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from awaits import WAYS, Outcome, every_await, once
-from stage import DEFAULTS, Cache, Copied, quiet
+from stage import DEFAULTS, Cache, Copied, Stage, quiet
 
 import kvxfer.testing
-from kvxfer import Config, Expired, KvxferError, MemoryInDoubt, Released, Withdrawn, Worker
-from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
+from kvxfer import Expired, KvxferError, MemoryInDoubt, Released, Withdrawn, Worker
+from kvxfer.testing import LoopbackNetwork, simulate
 
 TOKENS = range(8)
 BLOCKS = [3, 4]
@@ -40,33 +40,23 @@ class World:
     In virtual time they run on the loop of the test; without a runtime on loops of their own, in real time.
     """
 
-    def __init__(self, runtime: Any, route: str, *, late: bool) -> None:
-        self.runtime, self.route, self.late = runtime, route, late
-        self.network = LoopbackNetwork()
-        self._made = 0
+    def __init__(self, runtime: Any, route: str, stack: contextlib.AsyncExitStack, *, late: bool) -> None:
+        self.route, self.late, self.network = route, late, LoopbackNetwork()
+        settings = {**DEFAULTS, "revoke_timeout": 0.05, "no_progress_timeout": 300.0, "route": route}
+        self.stage = Stage(self.network, stack, settings, runtime)
+        self.options = {"loop": "caller" if runtime else "own"}
         self.source, self.target = (Cache(shared=route == "mapped") for _ in range(2))
-        self.prefill, self.decode = (self.make(name) for name in ("prefill", "decode"))
+        self.prefill: Worker
+        self.decode: Worker
         self.offer: Any = None  # what the prefill worker offers as "r"
         self.left: list[str] = []  # agents that outlive their workers
 
-    def make(self, name: str) -> Worker:
-        settings = {
-            **DEFAULTS,
-            "revoke_timeout": 0.05,
-            "no_progress_timeout": 300.0,
-            "engine": name,
-            "route": self.route,
-        }
-        tensors = (self.source if name == "prefill" else self.target).tensors
-        self._made += 1
-        loop = "caller" if self.runtime else "own"
-        transport = LoopbackTransport(f"{name}{self._made}", self.network)
-        return Worker(tensors, Config(**settings), transport=transport, runtime=self.runtime, loop=loop)
+    async def open(self) -> None:
+        self.prefill, self.decode = await self.stage.pair(self.source, self.target, **self.options)
 
-    async def open(self, stack: contextlib.AsyncExitStack) -> None:
-        for worker in (self.prefill, self.decode):
-            await worker.__aenter__()
-            stack.push_async_callback(worker.aclose, drain=False)
+    def make(self) -> Worker:
+        """Another decode worker."""
+        return self.stage.make(f"decode{len(self.stage.caches)}", self.target, **self.options)
 
     def offered(self, **options: Any) -> Any:
         self.offer = self.prefill.offer("r", [1, 2], tokens=8, **options)
@@ -114,11 +104,7 @@ class World:
     async def works(self) -> None:
         """What comes later succeeds, and nothing is left of what was."""
         await quiet(self.prefill, self.decode)
-        later = self.prefill.offer("later", [1, 2], tokens=8)
-        copied = Copied(self.target).bring(self.source, [1, 2], BLOCKS, TOKENS)
-        await self.decode.fetch(self.prefill.engine.ticket("later"), BLOCKS, tokens=TOKENS, timeout=5)
-        copied.check()
-        assert isinstance(await later.released(), Released)
+        await self.stage.bring(self.prefill, self.decode, "later", timeout=5)
         await quiet(self.prefill, self.decode)
 
 
@@ -326,7 +312,7 @@ async def closing(world: World, call: Callable[[], Awaitable[Any]]):
         else:
             assert not left, "the call has ended, and the worker is not closed"
             await world.given_back(error)
-        world.decode = world.make("decode")
+        world.decode = world.make()
         async with world.decode:
             await world.withdrawn()
             await world.works()
@@ -348,7 +334,7 @@ async def leave(world: World):
 @scene("Worker.__aenter__", "OwnLoopWorker.__aenter__")
 async def enter(world: World):
     await world.decode.aclose()
-    worker = world.decode = world.make("decode")
+    worker = world.decode = world.make()
 
     async def check(outcome):
         if outcome.error is None:
@@ -356,7 +342,7 @@ async def enter(world: World):
         assert " open" not in repr(worker)
         assert not [name for name in world.network.agents if name.startswith("decode")]
         await worker.aclose()
-        world.decode = world.make("decode")
+        world.decode = world.make()
         async with world.decode:
             await world.works()
 
@@ -366,10 +352,11 @@ async def enter(world: World):
 # --- playing them
 
 
-async def perform(played: Scene, way: Any, turn: int, world: World) -> Outcome:
+async def perform(played: Scene, way: Any, turn: int, runtime: Any, route: str, *, late: bool) -> Outcome:
     """One scene, cancelled after `turn` iterations, and all that must hold after it."""
     async with contextlib.AsyncExitStack() as stack:
-        await world.open(stack)
+        world = World(runtime, route, stack, late=late)
+        await world.open()
         stack.callback(world.network.release, "*")
         call, check = await played(world)
         outcome: Outcome = await way(call, turn, TURN_SECONDS)
@@ -387,7 +374,7 @@ def play(played: Scene, way: Any, turn: int, route: str, *, late: bool, own: boo
     async def scenario(runtime: Any = None) -> Outcome:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         before = asyncio.all_tasks()
-        outcome = await perform(played, way, turn, World(runtime, route, late=late))
+        outcome = await perform(played, way, turn, runtime, route, late=late)
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - before
         assert not left, left

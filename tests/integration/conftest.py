@@ -15,7 +15,6 @@ from kvxfer.blocking import OwnLoopWorker
 from kvxfer.fabric.loopback import LoopbackNetwork
 
 ON_BOTH_LOOPS = {
-    "test_cancel",
     "test_endings",
     "test_errors",
     "test_loop",

@@ -5,6 +5,7 @@ import logging
 import time
 
 import pytest
+from inside import take_all
 from stage import Cache, Gate, eventually, frames, quiet
 
 from kvxfer import KvxferError, Released, TransferFailedError, TransferTimeoutError, Withdrawn
@@ -70,6 +71,34 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, tap, route,
     ends = await asyncio.gather(*waits, return_exceptions=True)
     assert all(isinstance(end, KvxferError) for end in ends)
     await quiet(prefill, decode)
+
+
+async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer, transfer = stage.begin(prefill, decode, offered={"streaming": True})
+    waiting = asyncio.create_task(transfer.layers(0, 1))
+    await eventually(lambda: prefill.describe()["sending"])
+    await offer.withdraw()
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await waiting
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await transfer.layers(1, 2)
+    assert transfer.failed_blocks == {"default": [3, 4]}
+    assert transfer.memory_safe
+    await quiet(decode)
+
+
+async def test_memory_that_is_granted_in_the_moment_of_the_end_is_given_back(stage, source, target, caplog):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    taken = take_all(prefill, "send")
+    offer, transfer = stage.begin(prefill, decode)
+    await eventually(lambda: prefill.describe()["arena"]["send"].waiting_requests)
+    taken.release()  # granted at once, before the one who waits for it runs again
+    await offer.withdraw()
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await transfer
+    await quiet(prefill, decode)
+    assert "task_failed" not in caplog.text, "nor is it used"
 
 
 async def test_a_line_that_fails_keeps_no_request_of_its_own_or_another(stage, monkeypatch):

@@ -125,6 +125,43 @@ async def test_what_is_kept_can_be_tried_again(stage, source, target, route, by)
     await quiet(prefill, decode)
 
 
+async def test_blocks_are_in_doubt_until_the_peer_has_answered(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
+    offer, transfer = await stage.in_flight(prefill, decode, "decode", keep=True)
+    transfer.cancel()
+    with pytest.raises(kvxfer.MemoryInDoubt) as caught:
+        await transfer
+    doubt = caught.value
+    assert isinstance(doubt.__cause__, asyncio.CancelledError)
+    assert not doubt.memory_safe
+    assert doubt.blocks == {"default": (3, 4)}
+    assert doubt.peer.startswith("prefill")
+    assert f": {doubt.peer}, which is silent, may still write" in str(doubt)
+    assert str(doubt).endswith("(the caller cancelled)")
+    for use in (
+        lambda: decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4)),
+        lambda: decode.offer("mine", [3], tokens=4),
+    ):
+        with pytest.raises(kvxfer.BlocksError, match="may still write it; await settled"):
+            use()
+    settling = asyncio.create_task(doubt.settled())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not settling.done()
+    assert decode.describe()["in_doubt"] == 1
+    stage.network.release("decode")  # the late bytes land
+    async with asyncio.timeout(30):
+        await settling
+        await doubt.settled()
+    settled = Copied(target)
+    await quiet(prefill, decode)
+    settled.check()
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), kvxfer.Released)
+
+
 @pytest.mark.parametrize("order", ["fetch", "cancel", "end"])
 async def test_closing_a_claim_after_it_was_given_up_frees_them_at_once(stage, source, target, order):
     """Whether the claim is closed before the fetch is given up, before its memory is safe, or after."""

@@ -987,8 +987,3 @@ def live_where(here: Callable[[], str], monkeypatch: Any) -> None:
 def open_windows_by(open_window: Callable[..., Any], monkeypatch: Any) -> None:
     """This maps the memory of a peer."""
     monkeypatch.setattr(fence, "open_window", open_window)
-
-
-def take_all_for_strangers(monkeypatch: Any) -> None:
-    """Every peer is taken for one on another host, whose memory cannot be mapped."""
-    monkeypatch.setattr(fence, "unlike", lambda _: "it is on another host")

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told
+from inside import hang_up, live_where, look_at, met, open_windows_by, sessions, tell, told
 from msgspec.structs import replace
 from stage import Cache, eventually, quiet
 from standing import Standing
@@ -101,7 +101,7 @@ async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_s
 
 
 async def test_another_host_is_not_mapped(stage, source, target, monkeypatch):
-    take_all_for_strangers(monkeypatch)
+    live_where(lambda: "another boot, another pid:[1]", monkeypatch)
     await goes_another_way(stage, *await stage.pair(source, target))
 
 

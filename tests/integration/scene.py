@@ -42,13 +42,11 @@ class Move:
             Copied(mirror, placed) for mirror, placed in zip(mirrors, near.caches[-len(mirrors) :], strict=True)
         ]
 
-    def bring(self, layers: Sequence[int] = LAYERS, ids=IDS):
+    def bring(self, layers: Sequence[int] = LAYERS):
         """What must have landed once these layers have."""
         for one in self.expected:
             for source in self.sources:
-                part = Cache.__new__(Cache)
-                part.__dict__ = {**source.__dict__, "layers": list(layers)}
-                one.bring(part, ids, self.into, self.tokens)
+                one.bring(source, IDS, self.into, self.tokens, layers=layers)
         return self
 
     def check(self):

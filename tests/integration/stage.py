@@ -129,11 +129,11 @@ class Copied:
         self.cache, self.placed = cache, placed or cache
         self.expected = cache.clone()
 
-    def bring(self, source, source_ids, ids, tokens, source_first=0, first=0):
-        """These tokens come from `source`; only layers and heads that both have."""
+    def bring(self, source, source_ids, ids, tokens, source_first=0, first=0, layers: Sequence[int] | None = None):
+        """These tokens come from `source`, of these layers or all; only layers and heads that both have."""
         cache = self.cache
         block, slot = cache.at(ids, tokens, first)
-        for layer in set(cache.layers) & set(source.layers):
+        for layer in set(cache.layers) & set(source.layers if layers is None else layers):
             view = self.expected[layer].permute(cache._order)
             from_block, from_slot = source.at(source_ids, tokens, source_first)
             taken = source.view(layer)[:, from_block, from_slot]

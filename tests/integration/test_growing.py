@@ -38,10 +38,9 @@ async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, rou
     for tokens in steps:
         stop = first + tokens
         offer.extend(IDS[first // 4 : stop // 4], tokens=range(first, stop))
-        whole = Copied(target).bring(source, IDS, INTO, range(stop))
         for layer in range(3):
             offer.ready(layers=[layer])
-            reached.expected[layer] = whole.expected[layer]
+            reached.bring(source, IDS, INTO, range(stop), layers=[layer])
             await eventually(reached.has_come)
             if stop == 16:
                 await transfer.layers(0, layer + 1)

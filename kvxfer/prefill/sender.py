@@ -49,7 +49,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.geometry import BlockLists, PairPlan, SumPlan, TransferPlan, check_state, cut_digest, selected
-from kvxfer.memory.books import Extent, ExtentState
+from kvxfer.memory.books import Extent, ExtentState, Request
 from kvxfer.names import MAX_NAME
 from kvxfer.peers.link import Link
 from kvxfer.plans.pairs import (
@@ -287,6 +287,7 @@ class _ActiveFlow(Struct, eq=False):
     terms: _Terms  # of the grant of the first one
     post: Post | None = None  # to whom, where something is posted
     extents: list[Extent] = field(default_factory=list[Extent])  # staging memory that they take turns in
+    request: Request | None = None  # for that, while it is waited for
     gate: Gate | None = None  # in front of the peer's memory, if that is mapped
     reached: Callable[[I64], I64] | None = None  # makes the peer's addresses ours then
     flow: Flow | None = None  # where the mover does it, once there is a step
@@ -335,7 +336,6 @@ class Sender(Struct, eq=False):
     _granted: deque[_Terms] = field(default_factory=deque[_Terms])  # of chunks that the mover does not have yet
     _submitted: int = 0  # the first so many are, or were, the mover's
     _active: _ActiveFlow | None = None  # what the mover does now
-    _stop_waiting: Callback = no_op  # ends what the next ones wait for
     _doubt: _InDoubt | None = None  # what is in doubt of the last one, which no other follows then
     _forgotten: bool = False  # nobody asks any more what becomes of that at the peer
     _arrived: int = 0  # the first so many have arrived, and of those
@@ -391,7 +391,6 @@ class Sender(Struct, eq=False):
         except KvxferError as error:
             self.refuse(error.reason if isinstance(error, RefusedError) else error.code, str(error))
         except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
-            self._stop_waiting()
             if self._active is not None and self._active.flow is None:
                 self._end_flow(self._active)
             raise
@@ -631,35 +630,27 @@ class Sender(Struct, eq=False):
         active.post = Post(connected.result(), Operation.WRITE, NO_PIECES, NO_PIECES, runs_on, self._on_late_end)
         if protocol.route is Route.STAGED and (nbytes := bound.most_bytes):
             most = min(len(protocol.ring), protocol.chunks - active.first)
-            found = site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
-            found = found or await self._wait_for_staging(nbytes, active.first)
-            active.extents += found
+            active.extents += site.send_desk.take(peer.account, nbytes, most, ExtentState.WRITING)
+            if not active.extents:
+                await self._wait_for_staging(active, nbytes, most)
 
-    async def _wait_for_staging(self, nbytes: int, first: int) -> list[Extent]:
-        """Wait for staging memory to gather a chunk into, and take as much as is there then; none if it was stopped."""
+    async def _wait_for_staging(self, active: _ActiveFlow, nbytes: int, most: int) -> None:
+        """Wait for staging memory to gather a chunk into, and take as much as is there then."""
         desk = self.site.send_desk
-        admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
-        lease = self.site.config.grant_lease
-        request = desk.request(self.peer.account, nbytes, lease, partial(resolve, admitted))
 
-        def forgo() -> None:
-            """Wait no longer, and give back what was granted and not taken yet."""
-            self._stop_waiting = no_op
-            if request is not None:
-                desk.withdraw(request)
-            found = admitted.result() if admitted.done() and not admitted.cancelled() else None
+        def on_admitted(found: Extent | KvxferError) -> None:
+            active.request = None
             if isinstance(found, Extent):
-                desk.release(found)
-            resolve(admitted, None)
+                active.extents.append(found)
+            else:
+                self.refuse(found.code, str(found))
+            self.wake()
 
-        self._stop_waiting = forgo
-        extent = await admitted
-        if self._stop_waiting is not forgo or extent is None:  # it was called
-            return []
-        self._stop_waiting = no_op
-        if isinstance(extent, KvxferError):
-            raise extent
-        return desk.begin_writing(extent, min(len(self.protocol.ring), self.protocol.chunks - first) - 1)
+        active.request = desk.request(self.peer.account, nbytes, self.site.config.grant_lease, on_admitted)
+        while self._active is active and not active.extents:
+            await self._wait_for_news()
+        if self._active is active:
+            active.extents = desk.begin_writing(active.extents[0], most - 1)
 
     async def _submit_steps(self, active: _ActiveFlow, bound: BoundPlan, stop: int) -> None:
         """Make steps of some chunks, in a thread where pieces are listed, and give them to the mover."""
@@ -835,6 +826,8 @@ class Sender(Struct, eq=False):
 
     def _end_flow(self, active: _ActiveFlow) -> None:
         """It has, or will have, nothing of the mover any more."""
+        if active.request is not None:
+            self.site.send_desk.withdraw(active.request)
         if active.flow is None:
             self._release_staging(active)
         if active.idle is not None:
@@ -1005,7 +998,6 @@ class Sender(Struct, eq=False):
         site, protocol = self.site, self.protocol
         self._stopped_at = self._stopped_at or self.step
         messages = protocol.stop(failure)
-        self._stop_waiting()
         self._granted.clear()
         if protocol.route is not Route.PULL and protocol.granted > self._submitted:
             rest, self._submitted = protocol.granted - self._submitted, protocol.granted

@@ -347,8 +347,7 @@ class Sender(Struct, eq=False):
     _exposure: Exposure | None = None  # `pull`
     _stopped_at: Step | None = None
     _release_way: Callback = no_op  # open to the peer, and the transport awake, until this is called
-    _revoke: asyncio.TimerHandle | None = None
-    _patience: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None  # gives up a silent decode rank; once stopped, what does not end
 
     def __post_init__(self) -> None:
         site, fetch = self.site, self.protocol.fetch
@@ -356,7 +355,7 @@ class Sender(Struct, eq=False):
         self.began, self.renewals, self._ahead = site.now(), self.link.renewals, fetch.lease_ms > 0
         if fetch.timeout_ms < FOREVER_MS:
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
-            self._patience = site.call_at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
+            self._timer = site.call_at(self.began + fetch.timeout_ms / 1000 + site.config.heartbeat, self._overdue)
 
     def __repr__(self) -> str:
         return f"<Sender {self.name}>"
@@ -996,7 +995,7 @@ class Sender(Struct, eq=False):
     def stop(self, failure: Failure) -> None:
         """Begin nothing more, and take back what is not posted; what is posted is waited for."""
         site, protocol = self.site, self.protocol
-        self._stopped_at = self._stopped_at or self.step
+        first, self._stopped_at = self._stopped_at is None, self._stopped_at or self.step
         messages = protocol.stop(failure)
         self._granted.clear()
         if protocol.route is not Route.PULL and protocol.granted > self._submitted:
@@ -1007,8 +1006,10 @@ class Sender(Struct, eq=False):
                 site.mover.cancel(copy)
         if self._active is not None and self._active.flow is None:
             self._end_flow(self._active)
-        if protocol.state is SendState.STOPPING and self._revoke is None:
-            self._revoke = site.call_at(site.now() + site.config.revoke_timeout, self._on_revoke_timeout)
+        if first and protocol.state is SendState.STOPPING:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = site.call_at(site.now() + site.config.revoke_timeout, self._on_revoke_timeout)
             if self._exposure is not None and protocol.being_read:
                 self._exposure.seek()
         self._send(messages)
@@ -1026,7 +1027,7 @@ class Sender(Struct, eq=False):
             self.offer.on_transfer_end(self, in_doubt=reads)
             self._send(self.protocol.give_up_waiting())
         elif flow is not None:  # posts have a bound, while the transport stands by it
-            self._revoke = site.call_at(site.now() + patience, self._on_revoke_timeout)
+            self._timer = site.call_at(site.now() + patience, self._on_revoke_timeout)
         self._send(self.protocol.on_unread(in_doubt=True))
 
     def _overdue(self) -> None:
@@ -1034,7 +1035,7 @@ class Sender(Struct, eq=False):
         if self.protocol.state is SendState.PARKED:
             self._stop_outlived()
         else:
-            self._patience = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_outlived)
+            self._timer = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self._stop_outlived)
 
     def _stop_outlived(self) -> None:
         """The decode rank should have given up by now."""
@@ -1158,7 +1159,7 @@ class Sender(Struct, eq=False):
         self._release_way()
         if self._exposure is not None and not protocol.doubts:
             self._exposure.end()
-        for timer in (self._revoke, self._patience, self._reporting):
+        for timer in (self._timer, self._reporting):
             if timer is not None:
                 timer.cancel()
         self._ended(self)

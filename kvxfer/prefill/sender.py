@@ -305,6 +305,7 @@ class _InDoubt:
 
     copy: Flow  # what the mover still has
     left: bool  # whether it has left this side: our memory is not read for it any more
+    forgotten: bool = False  # whether nobody asks any more what becomes of it at the peer
     let_go: Callback = no_op  # gives that memory back, and wants no other agent any more
 
 
@@ -337,7 +338,6 @@ class Sender(Struct, eq=False):
     _submitted: int = 0  # the first so many are, or were, the mover's
     _active: _ActiveFlow | None = None  # what the mover does now
     _doubt: _InDoubt | None = None  # what is in doubt of the last one, which no other follows then
-    _forgotten: bool = False  # nobody asks any more what becomes of that at the peer
     _arrived: int = 0  # the first so many have arrived, and of those
     # these are being added up, or wait for ones before them
     _summing: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
@@ -871,7 +871,7 @@ class Sender(Struct, eq=False):
         if ended:
             self._doubt = None
             self.protocol.doubt_ended()
-        elif self._forgotten:
+        elif doubt.forgotten:
             self.forget()
         if self.protocol.state is SendState.ENDED:  # else all that remains is said at the end
             if self.offer is not None and self in self.offer.doubtful:
@@ -1072,9 +1072,10 @@ class Sender(Struct, eq=False):
         Of what may still read memory of this side the end is looked for before, since nothing else gives that back;
         but where no end of an agent ends it, it might be looked for in vain for ever.
         """
-        self._forgotten = True
-        if self._doubt is not None and (self._doubt.left or may_outlive_agent(self.site, self.peer)):
-            self.site.mover.forget(self._doubt.copy)
+        if (doubt := self._doubt) is not None:
+            doubt.forgotten = True
+            if doubt.left or may_outlive_agent(self.site, self.peer):
+                self.site.mover.forget(doubt.copy)
 
     def keep_polling(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.

@@ -73,7 +73,7 @@ from kvxfer.protocol.transfer import IN_PLACE, REPEAT_S, UNTIMED, Failure, Sendi
 from kvxfer.runtime import Callback, no_op, resolve
 from kvxfer.safety.doubt import Exposure, may_outlive_agent, request_rebuild
 from kvxfer.site import Site, Tally
-from kvxfer.telemetry import Ended, TransferStats, hears_info, logger
+from kvxfer.telemetry import Ended, hears_info, logger
 
 __all__ = ["RETRY_MS", "AcceptedPlan", "OfferSnapshot", "Sender", "plan_transfer"]
 
@@ -325,7 +325,6 @@ class Sender(Struct, eq=False):
     renewals: int = 0
     offer: Entry | None = None  # the offer that it reads, once there is one
     tally: Tally = field(default_factory=Tally)
-    stats: TransferStats | None = None  # set when it ends
     report: FailureReport | None = None  # set when it ends, if it failed
     leave_process: Callback = no_op  # the peer's, whose end may be that of a doubt, though no link leads there any more
     _news: asyncio.Future[None] | None = None  # which `run` waits for
@@ -1110,15 +1109,16 @@ class Sender(Struct, eq=False):
 
     def _send(self, messages: list[wire.Message]) -> None:
         if messages:
+            last = self.protocol.state is SendState.ENDED  # and not because of what comes of sending them
             self.link.send(*messages)
-        if self.protocol.state is SendState.ENDED and self.stats is None:
-            self._finish()
+            if last:
+                self._finish()
 
     def _finish(self) -> None:
         """The last result was said: count, log, and let everything go."""
         site, protocol, made = self.site, self.protocol, self._answer
         fetch, failure, route = protocol.fetch, protocol.failure, protocol.route
-        stats = self.stats = self.tally.stats(
+        stats = self.tally.stats(
             route=ROUTE_NAMES[route],
             why=made.choice.why if made is not None else "",
             peers=(self.peer.name,),

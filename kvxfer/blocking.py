@@ -539,7 +539,6 @@ def _over(inner: Progress, here: Progress, outcome: "asyncio.Future[FetchResult]
         if error is None:
             here.succeed(outcome.result())
             return
-        here.failed_blocks = inner.failed_blocks
         here.fail(error if isinstance(error, KvxferError) else asyncio.CancelledError(*error.args), inner.report)
 
     try:

@@ -263,7 +263,6 @@ class Progress(Struct, eq=False, dict=True):
     done: bool = False
     memory_safe: bool = False
     report: FailureReport | None = None
-    failed_blocks: Mapping[str, Sequence[int]] = {}
     watched: dict["asyncio.Future[None]", range] = {}  # layers that somebody waits for, by who does
     # what those wait for who wait for its end, in the order in which they came: whoever goes on takes his out
     waiters: dict["asyncio.Future[None]", None] = {}
@@ -463,7 +462,7 @@ class Transfer:
     @property
     def failed_blocks(self) -> Mapping[str, Sequence[int]]:
         """Destination blocks that hold no usable data, by group; empty unless the transfer failed."""
-        return self._progress.failed_blocks
+        return self._progress.listed if self._progress.state is TransferState.FAILED else {}
 
     @property
     def report(self) -> FailureReport | None:

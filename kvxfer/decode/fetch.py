@@ -315,7 +315,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if timer is not None:
                 timer.cancel()
         tally, stats = self._merge_counts()
-        self.failed_blocks = self.listed
         if any(receiver.in_doubt for receiver in self.receivers):
             site.custody.doubt(self.id)
             silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)

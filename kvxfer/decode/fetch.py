@@ -164,8 +164,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     _standing: Standing = Standing(Step.CONNECTING)  # when it failed, once it has
     unwanted: bool = False  # nobody tries again: what is in doubt of it is given back when that has ended
     superseded: bool = False  # the request is fetched anew: what becomes of it is that fetch's business
-    _timer: asyncio.TimerHandle | None = None
-    _revoke: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None  # when its caller gives up; once it fails, when its peers are given up
     _task: asyncio.Task[None] | None = None
 
     # --- from the ticket to the end
@@ -311,9 +310,8 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
         site, role = self.site, self.role
         if self.done:
             return
-        for timer in (self._timer, self._revoke):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         tally, stats = self._merge_counts()
         if any(receiver.in_doubt for receiver in self.receivers):
             site.custody.doubt(self.id)
@@ -371,9 +369,11 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
                 if self.receivers:
                     self._succeed()
                     return
-        self._collect_failures()
+            for receiver in self.receivers:
+                if (failure := receiver.protocol.failure) is not None:
+                    self._fail(fetch_error(self, receiver, failure), receiver)
+                    break
         if self._error is not None:
-            self._wind_down(self._error)
             if not (self.spared.done() or any(receiver.in_doubt for receiver in self.receivers)):
                 self.spared.set_result(None)  # for good: who gives up grants nothing more
                 self.site.custody.release(self.id)
@@ -415,7 +415,7 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
     def _stop(self, error: Cause) -> None:
         if self._error is not None or self.done:
             return
-        self._note_failure(error)
+        self._fail(error)
         if self._asked:
             self.end_if_over()
         else:  # nobody was asked for anything yet
@@ -423,8 +423,18 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             if self._task is not None:  # else it is in its first step, and comes to its end by itself
                 self._task.cancel()
 
-    def _note_failure(self, error: Cause, failed: Receiver | None = None) -> None:
+    def _fail(self, error: Cause, failed: Receiver | None = None) -> None:
+        """It has a reason to end: stop what still runs; what is not quiet within `revoke_timeout` is in doubt. Once."""
         self._error, self._standing = error, self.stands(failed)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self.abandon)
+        # of damage only the rank that sent it is told, and by now has been
+        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
+        failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
+        for receiver in self.receivers:
+            if not receiver.blocks_safe:
+                receiver.stop(failure)
 
     def stands(self, failed: Receiver | None = None) -> Standing:
         """Where it stands, as one rank's part has failed if so told.
@@ -444,25 +454,6 @@ class Fetch(Progress, kw_only=True, eq=False, dict=True):
             sum(part.protocol.chunks_done for part in parts),
             sum(part.protocol.chunks for part in parts),
         )
-
-    def _collect_failures(self) -> None:
-        """The first failure of any rank becomes the fetch's error."""
-        for receiver in self.receivers:
-            failure = receiver.protocol.failure
-            if failure is not None and self._error is None:
-                self._note_failure(fetch_error(self, receiver, failure), receiver)
-
-    def _wind_down(self, error: Cause) -> None:
-        """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
-        if self._revoke is not None:
-            return
-        self._revoke = self.site.call_at(self.site.now() + self.site.config.revoke_timeout, self.abandon)
-        # of damage only the rank that sent it is told, and by now has been
-        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError | IntegrityError) else error.code
-        failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
-        for receiver in self.receivers:
-            if not receiver.blocks_safe:
-                receiver.stop(failure)
 
     def abandon(self) -> None:
         """It has a reason to end, and nobody is waited for any longer."""

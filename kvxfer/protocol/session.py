@@ -291,7 +291,6 @@ class Session:
         self.state = State.NEW
         self.peer: PeerInfo | None = None
         self.draining = False
-        self.claimed = b""  # the incarnation that the peer says to be, and may still have to prove
         self.proved_to = b""  # the incarnation to which this side has shown who it is
         self.unsent_bytes = 0  # for `take_output`
         self._other: Final = Role.SERVER if role is Role.CLIENT else Role.CLIENT
@@ -342,6 +341,11 @@ class Session:
         except KvxferError:
             self.state = State.CLOSED
             raise
+
+    @property
+    def claimed(self) -> bytes:
+        """The incarnation that the peer says to be, and may still have to prove; empty before it said one."""
+        return b"" if self._theirs is None else self._theirs.incarnation
 
     @property
     def told(self) -> bytes:
@@ -526,7 +530,7 @@ class Session:
             )
         if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible")
-        self._theirs, self.claimed = theirs, theirs.incarnation
+        self._theirs = theirs
         self.liveness.agree(theirs.heartbeat_ms / 1000)
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 

@@ -52,7 +52,6 @@ class Link(asyncio.Protocol):
         self.endpoint: Final = endpoint  # where the peer is, as far as it is known
         self.trusted = False  # whether this side shares addresses with the peer
         self.encrypted = False  # whether the stream is TLS
-        self.is_open = False  # whether messages can be sent
         self.failure: KvxferError | None = None  # why it is gone; None as long as it is not
         self.renewals = 0  # how often the peer has made its agent anew, as far as it has said so here
         # bytes of cache that transfers of this session moved, in either direction, by route
@@ -90,6 +89,11 @@ class Link(asyncio.Protocol):
         if session is None or session.peer is None:
             raise PeerLostError("the handshake is not complete", peer=self.endpoint)
         return session.peer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._session is not None and self._session.state is State.OPEN
 
     @property
     def claimed(self) -> bytes:
@@ -222,7 +226,6 @@ class Link(asyncio.Protocol):
                 self._on_opened(met.result())
             for event in session.receive(data, now):
                 if isinstance(event, Opened):
-                    self.is_open = True
                     self._set_timer()  # this side speaks while it looks at the peer, and does not listen
                     self._meeting = self._handler.examine(self)
                     self._meeting.add_done_callback(self._on_met)
@@ -361,7 +364,7 @@ class Link(asyncio.Protocol):
         """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
         if self.failure is not None:
             return
-        self.failure, self.is_open, self._later = error, False, ()
+        self.failure, self._later = error, ()
         if self._timer is not None:
             self._timer.cancel()
         if self._session is not None:

@@ -75,8 +75,7 @@ class Link(asyncio.Protocol):
         self._later: tuple[wire.Message, ...] = ()  # goes at the end of this turn, or before what is sent until then
         self._writable = True  # the stream takes more
         self._slicing = False  # the loop has a turn before more is written
-        self._end: KvxferError | None = None
-        self.gone: Final[asyncio.Future[None]] = self._loop.create_future()  # resolves when the stream is
+        self.gone: Final[asyncio.Future[PeerLostError]] = self._loop.create_future()  # resolves when the stream is
 
     @lazy
     def peer(self) -> PeerInfo:
@@ -274,8 +273,8 @@ class Link(asyncio.Protocol):
 
     def _end_if_handled(self) -> None:
         """The stream has ended; what came before its end counts, and is handled first."""
-        if self._end is not None and self._meeting is None and not self._more:
-            self._fail(self._end)
+        if self.gone.done() and self._meeting is None and not self._more:
+            self._fail(self.gone.result())
 
     def _on_opened(self, found: Any) -> None:
         self.renewals = self.peer.body.renewals
@@ -302,11 +301,10 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
-        resolve(self.gone, None)
+        why = f": {exc}" if exc else ""
+        resolve(self.gone, PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint))
         if self.failure is not None and self._timer is not None:
             self._timer.cancel()
-        why = f": {exc}" if exc else ""
-        self._end = PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint)
         self._end_if_handled()
 
     # --- inside

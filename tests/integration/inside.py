@@ -84,7 +84,7 @@ def cut_session(link: Any) -> None:
 
 def has_ended(link: Any) -> bool:
     """Whether a stream has come to its end, though what came before that may still have to be handled."""
-    return link._end is not None
+    return link.gone.done()
 
 
 def cut_unheard(worker: Any) -> int:

@@ -170,6 +170,15 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
     return (*(marks[:-1] if marks and marks[-1][1] is event else marks), (stop, event))
 
 
+@dataclass(slots=True)
+class _Claimant:
+    """The decode engine that claimed an offer."""
+
+    epoch: bytes
+    world: int  # ranks that it has
+    released: set[int] = field(default_factory=set[int])  # those that are done
+
+
 class Entry:
     """An offer as its book has it: what its owner has said, who reads its blocks, and how it ends."""
 
@@ -189,12 +198,9 @@ class Entry:
         self.stats: Final = deque[TransferStats](maxlen=_STATS)
         self._book = book
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
-        # the engine that claimed it, the ranks of it that released it, and until when its lease runs
-        self.engine: bytes | None = None
-        self.superseded: set[bytes] = set()
-        self.world = 0
-        self.released_ranks: set[int] = set()
-        self.lease: float = site.now() + site.config.unclaimed_timeout
+        self.engine: _Claimant | None = None  # that has it
+        self.superseded: set[bytes] = set()  # engines from which it was taken over
+        self.lease: float = site.now() + site.config.unclaimed_timeout  # kept until then
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """See `Offer.wait_end`."""
@@ -675,16 +681,20 @@ class OfferBook:
         Returns:
             False if it may not: of those that it was taken over from, a few are remembered.
         """
-        if offer.engine not in (None, engine) and engine not in offer.superseded and len(offer.superseded) >= _ENGINES:
-            return False
-        offer.superseded.discard(engine)
-        if offer.engine is not None and offer.engine != engine:
-            offer.superseded.add(offer.engine)
+        before, superseded = offer.engine, offer.superseded
+        if before is not None and before.epoch != engine:
+            if engine not in superseded and len(superseded) >= _ENGINES:
+                return False
+            superseded.discard(engine)
+            superseded.add(before.epoch)
             failure = Failure(Status.CANCELLED, Code.SUPERSEDED, "another decode engine claimed this request")
             for transfer in list(offer.transfers):
                 transfer.stop(failure)
-            offer.released_ranks = set()
-        offer.engine, offer.world = engine, world
+            before = None
+        if before is None:
+            offer.engine = _Claimant(engine, world)
+        else:
+            before.world = world
         # the first claim begins the lease, whatever was left of the wait for one
         offer.lease = self._site.now() + self._site.config.offer_lease
         self.watch(offer.key, offer.lease)
@@ -699,14 +709,15 @@ class OfferBook:
         if isinstance(found, Entry):
             if found.engine is None:
                 self.bind(found, engine, who.world)
-            if found.engine != engine:
+            bound = found.engine
+            if bound is None or bound.epoch != engine:
                 return  # of an engine that was superseded: the offer is another one's now
             for transfer in () if kept else tuple(found.transfers):
                 if transfer.peer.identity.incarnation == who.incarnation:
                     transfer.on_cancel(_OVER)
-            if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
-                found.released_ranks.add(who.rank)
-            if len(found.released_ranks) >= found.world:
+            if len(bound.released) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
+                bound.released.add(who.rank)
+            if len(bound.released) >= bound.world:
                 found.end(_RELEASED, _OVER)
         elif found is None:
             early = self._keep_early(key, who.incarnation)

@@ -45,7 +45,7 @@ async def test_a_decode_rank_dies_after_another_has_released(one, retried):
         rank.claim(one.ticket("r", wire))
     await one.until(lambda: len(sessions(one.prefill)) == 2)
     await ranks[0].start_fetch(one.ticket("r", wires[0]), [3, 4], tokens=TOKENS)
-    await one.until(lambda: entry(offer).released_ranks == {0})
+    await one.until(lambda: entry(offer).engine.released == {0})
     wires[1].cut()  # for good: nobody comes back on it
     began = one.now
     if retried:
@@ -146,7 +146,7 @@ async def test_an_engine_of_another_size_tries_again(stage, first, second):
         await tried[0].fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
     for rank in tried[1:]:  # the others have what they need, and have released it
         await rank.fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
-    await eventually(lambda: len(entry(offer).released_ranks) == first - 1)
+    await eventually(lambda: len(getattr(entry(offer).engine, "released", ())) == first - 1)
     copied = [Copied(cache).bring(source, [1, 2], [5, 6], TOKENS) for cache in after]
     *others, last = again if second == 1 else [again[0], *again[2:], again[1]]
     for rank in others:

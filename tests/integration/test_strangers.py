@@ -186,7 +186,7 @@ async def test_the_ranks_of_an_engine_that_never_ends_are_counted_to_a_bound(sta
     offer = prefill.offer("r", [1], tokens=4)
     for rank in range(MAX_WORLD + MANY):
         inside.release(prefill, offer, replace(peer.identity, rank=rank, world=0xFFFF_FFFF))
-    assert len(inside.entry(offer).released_ranks) == MAX_WORLD
+    assert len(inside.entry(offer).engine.released) == MAX_WORLD
     await offer.withdraw()
 
 
@@ -233,5 +233,5 @@ async def test_an_engine_that_is_lost_as_an_offer_comes_does_not_take_it_back(st
         inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
     offer = prefill.offer("r", [1], tokens=4)
     entry = inside.entry(offer)
-    assert (entry.engine, [one.link for one in entry.transfers]) == (other.peer.identity.epoch, [other])
+    assert (entry.engine.epoch, [one.link for one in entry.transfers]) == (other.peer.identity.epoch, [other])
     await offer.withdraw()

@@ -1191,7 +1191,7 @@ class Receiver(Struct, eq=False):
                 self._wake()
         self.fetch.end_if_over()
         if lost and (not self.finished or self.owes_an_answer):
-            self.fetch.role.recoveries.begin(self)
+            self.fetch.role.recover(self)
 
     def _quarantine(self) -> None:
         """Keep what the lost peer has in its hands: it writes no chunk before there is a place for it."""

@@ -25,7 +25,7 @@ from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import Claim, Progress, given_seconds
 
-__all__ = ["Claims", "Decode", "Recoveries", "TicketKey"]
+__all__ = ["Claims", "Decode", "TicketKey"]
 
 # --- claims
 #
@@ -234,62 +234,13 @@ def _send(link: Link, kept: Iterable[TicketKey]) -> None:
         link.send(wire.Claim(refs[first : first + MAX_TICKETS]))
 
 
-# --- doubts
-
-_ASK_SECONDS: Final = 0.5
-_ASK_SECONDS_MAX: Final = 10.0
-
-
-class Recoveries:
-    """What is in doubt: peers are asked, and evidence is sought, until either has ended the doubt."""
-
-    def __init__(self, site: Site, peers: Peers) -> None:
-        self._site: Final = site
-        self._peers: Final = peers
-        self._asking: dict[int, asyncio.Task[None]] = {}
-        self._cancelled = False
-
-    def begin(self, receiver: Receiver) -> None:
-        """Something is in doubt: do what ends that, unless it is being done already."""
-        receiver.exposure.seek()
-        if receiver.protocol.transfer not in self._asking and not self._cancelled:
-            task = self._site.tasks.spawn(self._ask(receiver), f"kvxfer ask about {receiver.protocol.transfer}")
-            self._asking[receiver.protocol.transfer] = task
-            task.add_done_callback(lambda _: self._asking.pop(receiver.protocol.transfer, None))
-
-    def cancel(self) -> None:
-        """Ask nobody any more; for shutdown."""
-        self._cancelled = True
-        for task in self._asking.values():
-            task.cancel()
-
-    async def _ask(self, receiver: Receiver) -> None:
-        """Reach the same incarnation again, so that it can say what became of its writes."""
-        backoff = Backoff(self._site.runtime.token, least=_ASK_SECONDS, most=_ASK_SECONDS_MAX)
-        before = receiver.exposure.link.peer
-        while not receiver.exposure.ended:
-            if receiver.is_lost:
-                try:
-                    link = await self._peers.link(receiver.link.endpoint, None)
-                except KvxferError:
-                    link = None
-                if link is not None and link.is_open:
-                    if link.peer.identity.incarnation != before.identity.incarnation:  # it knows nothing of all this
-                        _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)
-                        if receiver.finished:
-                            receiver.exposure.on_evidence("nobody is left who waits to hear that nothing is read")
-                        return
-                    # on the stream on which it was asked already, the answer will come or will not
-                    if link is not receiver.link and receiver.is_lost:
-                        receiver.resume(link)
-            await asyncio.sleep(backoff.wait())
-
-
 # --- the role
 
 _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
 _KNOWN_ENGINES: Final = 1024
+_ASK_SECONDS: Final = 0.5
+_ASK_SECONDS_MAX: Final = 10.0
 _NO_REF: Final = wire.TicketRef("", 0, b"")
 
 
@@ -309,7 +260,7 @@ class Decode:
         self._retries: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self.incoming: Final[dict[int, Receiver]] = {}  # what takes parts of them, by number
-        self.recoveries: Final = Recoveries(site, peers)
+        self._asking: set[int] = set()  # of which of these peers are asked what became of them
         self.claims: Final = Claims(site, peers)
 
     # --- what callers do
@@ -525,6 +476,15 @@ class Decode:
                     receiver.grants.release()
                     receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
 
+    def recover(self, receiver: Receiver) -> None:
+        """Something is in doubt: seek evidence, and ask its peer, until either has ended that."""
+        receiver.exposure.seek()
+        number = receiver.protocol.transfer
+        if number not in self._asking and not self._site.closing.done():
+            self._asking.add(number)
+            task = self._site.tasks.spawn(self._ask(receiver), f"kvxfer ask about {number}", spare=True)
+            task.add_done_callback(lambda _: self._asking.discard(number))
+
     # --- messages
 
     def on_message(self, link: Link, message: wire.Message) -> None:
@@ -595,7 +555,6 @@ class Decode:
         for timer, over in list(self._retries.values()):  # nobody tries again here
             timer.cancel()
             over()
-        self.recoveries.cancel()
         for fetch in list(self.fetches):
             if not fetch.done:
                 fetch.close()
@@ -617,6 +576,27 @@ class Decode:
         return [incoming.stop for incoming in self.incoming.values() if incoming.reading]
 
     # --- inside
+
+    async def _ask(self, receiver: Receiver) -> None:
+        """Reach the same incarnation again, so that it can say what became of its writes."""
+        backoff = Backoff(self._site.runtime.token, least=_ASK_SECONDS, most=_ASK_SECONDS_MAX)
+        before = receiver.peer
+        while not receiver.exposure.ended:
+            if receiver.is_lost:
+                try:
+                    link = await self.peers.link(receiver.link.endpoint, None)
+                except KvxferError:
+                    link = None
+                if link is not None and link.is_open:
+                    if link.peer.identity.incarnation != before.identity.incarnation:  # it knows nothing of all this
+                        _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)
+                        if receiver.finished:
+                            receiver.exposure.on_evidence("nobody is left who waits to hear that nothing is read")
+                        return
+                    # on the stream on which it was asked already, the answer will come or will not
+                    if link is not receiver.link and receiver.is_lost:
+                        receiver.resume(link)
+            await asyncio.sleep(backoff.wait())
 
     def _forget(self, fetch: Fetch) -> None:
         self.fetches.discard(fetch)

@@ -640,7 +640,6 @@ def die(worker: Any) -> None:
     """Its process is gone, without a goodbye: nothing of it runs on, and what it has posted may still land."""
     worker._service.listener.close()
     worker._service.site.draining = True
-    worker._service.decode.recoveries.cancel()
     worker._service.decode.claims.close()
     worker._service.rebuilding.close()
     worker._service.site.tasks.cancel()

@@ -752,6 +752,7 @@ class Service:
             ProtocolError: If it says so too often, which closes the link.
         """
         if isinstance(message, wire.Goodbye):
+            link.draining = True
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, wire.Renewed):
             link.renewals = max(link.renewals, message.renewals)

@@ -34,7 +34,7 @@ class Frames:
     """Stands for an open session in which every byte is a message that comes in, and what is sent stands for itself."""
 
     def __init__(self, peer):
-        self.state, self.peer, self.draining = State.OPEN, peer, False
+        self.state, self.peer = State.OPEN, peer
         self.unread, self.unsent = b"", b""
         self.liveness = Liveness(TURN_SECONDS, PEER_TIMEOUT, 0.0, 0.0, 0.0)
 

@@ -53,6 +53,7 @@ class Link(asyncio.Protocol):
         self.trusted = False  # whether this side shares addresses with the peer
         self.encrypted = False  # whether the stream is TLS
         self.failure: KvxferError | None = None  # why it is gone; None as long as it is not
+        self.draining = False  # whether the peer has said goodbye
         self.renewals = 0  # how often the peer has made its agent anew, as far as it has said so here
         # bytes of cache that transfers of this session moved, in either direction, by route
         self.moved: Final[Counter[Route]] = Counter()
@@ -108,11 +109,6 @@ class Link(asyncio.Protocol):
     def admitted(self) -> bool:
         """Whether its handshake was begun, rather than turned away or still to be agreed upon by TLS."""
         return self._session is not None
-
-    @property
-    def draining(self) -> bool:
-        """Whether the peer has said goodbye."""
-        return self._session is not None and self._session.draining
 
     @property
     def heard(self) -> float:

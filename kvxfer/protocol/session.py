@@ -290,7 +290,6 @@ class Session:
         self.role: Final = role
         self.state = State.NEW
         self.peer: PeerInfo | None = None
-        self.draining = False
         self.proved_to = b""  # the incarnation to which this side has shown who it is
         self.unsent_bytes = 0  # for `take_output`
         self._other: Final = Role.SERVER if role is Role.CLIENT else Role.CLIENT
@@ -336,7 +335,6 @@ class Session:
                 elif type(message) not in self._legal:
                     raise self._illegal(message)
                 elif not isinstance(message, Ping):
-                    self.draining = self.draining or isinstance(message, Goodbye)
                     yield message
         except KvxferError:
             self.state = State.CLOSED

@@ -13,7 +13,7 @@ from mutation import INVALID, SPOKEN, VALID, Mutator, conversations, frame, piec
 
 from kvxfer.errors import IdentityError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode_body
-from kvxfer.protocol.messages import AgentBody, Goodbye, Ping
+from kvxfer.protocol.messages import AgentBody, Ping
 from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Identity, IdentityKey, Opened, Role, Session, State, Terms
 from proto.conversations import FACTS, SECRET
 
@@ -88,7 +88,6 @@ class Hostile:
                         assert session.peer is peer
                     case message:
                         assert type(message) in RECEIVED_WHEN_OPEN[self.role] - {Ping}
-                        assert session.draining or not isinstance(message, Goodbye)
         except (ProtocolError, MismatchError, IdentityError, UnreachableError) as error:
             campaign.is_short(error)
             self.ended = True

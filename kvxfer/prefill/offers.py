@@ -211,10 +211,12 @@ class Entry:
         self.lease = self.site.now() + self.site.config.offer_lease
 
     def on_growth(self) -> None:
-        """Its owner has added to it."""
+        """Its owner has added to it, and is alive: that keeps an unclaimed offer from expiring."""
         for transfer in list(self.transfers):
             transfer.wake()
-        self._book.keep_alive(self)
+        if self.engine is None:
+            self.lease = max(self.lease, self.site.now() + self.site.config.unclaimed_timeout)
+            self._book.watch(self.key, self.lease)
 
     def end(self, ending: Ending, failure: Failure) -> None:
         """Begin to end: stop what still reads the blocks."""
@@ -727,12 +729,6 @@ class OfferBook:
                 for fetch in tuple(early.fetches):
                     if fetch.peer.identity.incarnation == who.incarnation:
                         fetch.stop(_OVER)
-
-    def keep_alive(self, offer: Entry) -> None:
-        """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
-        if offer.engine is None:
-            offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
-            self.watch(offer.key, offer.lease)
 
     def on_end(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""

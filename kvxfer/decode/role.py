@@ -444,9 +444,7 @@ class Decode:
         soon = [one for one in others if one in self.peers.connecting]  # in an order that a seed repeats
         if soon and ticket.key not in self._later:  # once: a rank may be about to be there for good
             later = self._release_when_connected(ticket, soon)
-            task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
-            self._later[ticket.key] = task
-            task.add_done_callback(partial(self._on_later_release, ticket.key))
+            self._later[ticket.key] = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
 
     def on_failure(self, fetch: Fetch) -> None:
         """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
@@ -627,10 +625,7 @@ class Decode:
         """The same once these are connected, or could not be."""
         await self._connect(ticket, endpoints)
         self.release_request(ticket)
-
-    def _on_later_release(self, key: TicketKey, task: "asyncio.Task[None]") -> None:
-        if self._later.get(key) is task:
-            del self._later[key]
+        del self._later[ticket.key]
 
     def _send_release(self, ticket: Ticket, links: Iterable[Link] = (), spared: Container[bytes] = ()) -> list[str]:
         """Tell every prefill rank that is connected that no fetch will come. At once: the worker may be about to close.

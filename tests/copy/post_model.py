@@ -2,7 +2,8 @@
 
 What the machine says of itself is not believed: which parts are under way, and which may be though they failed or were
 given back, follows from what the stub was asked for and from what it answered. The stub's functions judge each call as
-it comes; how a flow ended is judged as that is written; the loop, which reads it later, is another actor here.
+it comes: whose turn it is, how a post is cut, whom a notification concerns. How a flow ended, and why, is judged as
+that is written; the loop, which reads it later, is another actor here.
 """
 
 import ctypes
@@ -58,14 +59,18 @@ class Flow:
         self.way = self.gate = self.peer = self.generation = self.most_bytes = 0
         self.most_pieces, self.stays, self.unlucky, self.copies = 1, False, False, False
         self.until, self.soonest = FOREVER, FOREVER
-        self.places = self.base = self.token = 0
+        self.fed = 0  # how many had a row, as was seen last
+        self.places = self.base = self.token = self.other = 0
         # what the loop has decided: may begin, heard of the peer, until when; and knows: how many are done
         self.allowed = self.heard = self.told = 0
         self.unwanted = self.ended = False
+        self.failed = self.faulty = False  # a step has; an event has, or something that was made was not begun
         self.lefts: dict[int, Step] = {}
         # what was taken: known, allowed, total, until; how many the peer has done
         self.said: tuple[int, ...] = (0, 0, 0, 0)
         self.peer_steps = self.notified = self.news = self.done = self.could = 0
+        self.worst: Any = None  # of its steps in doubt, the first that was told of: its code, whether its peer is gone
+        self.epoch, self.lingers = 0, False  # when that was told; whether bytes of this side could move for any
         self.prevented = FOREVER  # the first step that never begins
         self.reasons: set[str] = set()
 
@@ -80,8 +85,7 @@ class Flow:
 
     def stands(self) -> bool:
         """Whether there may be reasons why no step begins."""
-        failed = any(step.verdict for step in self.steps)
-        return failed or bool(self.reasons) or self.prevented != FOREVER
+        return self.failed or bool(self.reasons) or self.prevented != FOREVER
 
     def limit(self) -> int:
         """How many steps may begin."""
@@ -100,15 +104,19 @@ class Step:
         self.handles = np.array([event], np.int64)
         self.until = FOREVER
         self.todo: deque[list[int]] = deque()  # near pieces that no part has had
+        self.lengths: dict[int, int] = {}  # of pieces that no part has had any of, by address
         self.first: tuple[int, int] = (0, 0)  # what is moved once more
         self.pieces: Any = None
         self.flying: set[Part] = set()
+        self.unreached = False  # whether the last that failed did so since the peer is gone
         self.entered = self.flushed = self.tried = self.cut = self.severed = self.forgotten = self.told = False
         self.loose = False  # something of this side may move, and nobody looks at it
         self.far = False  # what was written may land though this side moves nothing
-        self.verdict, self.codes = r.DONE, {0}
+        self.verdict, self.code, self.gone = r.DONE, 0, False  # the worst of what went wrong, and the first of that
         self.lost = -1  # which agent said that the peer is gone
         self.lively = self.silent = self.finished = 0
+        self.served, self.since = 0, FOREVER  # which turn was its last; behind which it got its row, at least
+        self.began = self.posted = self.posting = 0  # when a part was made last, the first posted; how long all took
 
     def __repr__(self) -> str:
         return f"step {self.number} of {self.flow}"
@@ -116,6 +124,16 @@ class Step:
     def is_done(self) -> bool:
         copied = not self.cell or word(self.cell).value == 0
         return copied and not self.todo and not self.flying and self.verdict == r.DONE
+
+    def worsen(self, verdict: int, code: int, *, gone: bool = False) -> None:
+        """What is worst counts, and of that the first."""
+        if verdict > self.verdict:
+            self.verdict, self.code, self.gone, self.flow.failed = verdict, code, gone, True
+
+    def has_parts(self) -> bool:
+        """Whether something of it may be posted next."""
+        goes_on = self.silent < PATIENCE and not (self.flow.stands() or self.flow.faulty)
+        return goes_on and bool(self.todo) and len(self.flying) < r.MOST_PARTS
 
     def in_doubt(self) -> bool:
         """Whether the lock in front of the peer's memory must be held."""
@@ -156,7 +174,11 @@ class PostModel(Model):
         self.released: set[int] = set()
         self.moving: list[Part] = []
         self.silent: set[int] = set()  # peers to which nothing moves
-        self.names = [ctypes.create_string_buffer(b"peer %d" % n) for n in range(PEERS)]
+        self.names = [ctypes.create_string_buffer(b"peer 012"[: 4 + n]) for n in range(PEERS)]  # one begins as the next
+        self.turns = self.turned = 0  # of parts, and before this step
+        self.served = [0] * PEERS  # which was the last of each peer
+        self.strange = [0, 0, 0]  # what nobody waits for: as it was counted; how much more of it there is, from and to
+        self.ailing = 0  # why it made no progress first
         self.mail: dict[int, list[Any]] = {}  # notifications, by peer
         self.inbox: dict[int, list[Any]] = {}  # those that the machine reads, by the address of a name
         self.agent_words = np.zeros((AGENTS, 3), np.int64)
@@ -167,6 +189,8 @@ class PostModel(Model):
         self.full = self.late = self.deaf = self.claim = 0  # steps: no room for news, nobody reads, nobody hears
         self.lived = self.stepped = 0
         self.delay = 0
+        # rows that are free; taken since; of posts, by peer
+        self.spare, self.given, self.held = r.STEPS, 0, np.zeros(r.MOST_OWNERS, np.int64)
         self.heard: deque[Any] = deque()  # events that the loop has not read
         self.bounds = [[0, 0] for _ in range(GATES)]
         self.broken: list[BaseException] = []
@@ -201,8 +225,8 @@ class PostModel(Model):
 
     def flood(self) -> None:
         """More posts than there are rows."""
-        if sum(len(flow.steps) for flow in self.slots.values()) < 400:
-            self.begin_flow(900, 1000)
+        if sum(len(flow.steps) for flow in self.slots.values()) < 800:
+            self.begin_flow(600, 1000)
 
     def begin_flow(self, total: int, width: int) -> None:
         rng = self.rng
@@ -217,11 +241,14 @@ class PostModel(Model):
         flow.generation = generation(self.file, max(0, flow.gate)) - (rng.random() < 0.05)
         flow.stays, flow.unlucky = rng.random() < 0.3, rng.random() < 0.25
         flow.most_pieces, flow.most_bytes = rng.choice((1, 2, 8)), rng.choice((100, 1000, 1 << 62))
+        if total > 20:
+            flow.most_pieces, flow.most_bytes = 8, 1 << 62
         flow.until = self.now + rng.randrange(100_000_000) if rng.random() < 0.2 else FOREVER
         flow.allowed = total if total > 20 else rng.randrange(total + 1)
         if rng.random() < 0.5 and total <= 20:
             flow.places, flow.base = rng.randrange(1, 6), rng.choice((0, 7, 1 << 40))
             flow.token = rng.randrange(1, 1 << 62) if rng.random() < 0.8 else 0
+            flow.other = ~flow.token if flow.token else rng.randrange(2)
             self.tokens[flow.token] = flow
         self.flows[slot] = self.slots[slot] = flow
         self.push(flow)
@@ -230,7 +257,7 @@ class PostModel(Model):
         record[: r.EVENTS] = (r.FLOW, slot, flow.lane, owner, 0, flow.until, *self.lend(flow.gate, flow.generation))
         record[r.STEPS_AT : r.QUIET + 1] = (flow.table.ctypes.data, room, width, *self.progress(flow))
         record[r.HEARD], record[r.PLACES], record[r.BASE] = flow.heard, flow.places, flow.base
-        record[r.TOKEN : r.TOKEN + 2] = flow.token, flow.token and ~flow.token
+        record[r.TOKEN : r.TOKEN + 2] = flow.token, flow.other
         record[r.PEER], record[r.PEER_NUMBER] = ctypes.addressof(self.names[flow.peer]), peer
         self.send(record.tobytes(), self.taken(flow))
 
@@ -245,13 +272,14 @@ class PostModel(Model):
         cell, serial = self.free_cells.pop(), self.number
         self.number += 1
         at = self.cells.ctypes.data + 8 * cell if flow.copies else 0
-        event = self.events.ctypes.data + 8 * cell if rng.random() < 0.2 else 0
+        waits = rng.random() < 0.2 and flow.total <= 20  # of a flood all may begin at once
+        event = self.events.ctypes.data + 8 * cell if waits else 0
         step = Step(flow, number, cell, serial, at, event)
         self.cells[cell] = self.shadow[cell] = flow.copies
         self.by_cell[cell], self.serials[serial] = step, step
         record = flow.table[number % len(flow.table)]
         record[:] = 0
-        if rng.random() < 0.02:
+        if rng.random() < 0.06 and flow.total <= 20:
             step.until = self.now + rng.randrange(50_000_000)
             flow.soonest = min(flow.soonest, step.until)
         record[r.LANE], record[r.BYTES], record[r.UNTIL], record[r.LOCK] = flow.lane, 100, step.until, -1
@@ -267,6 +295,7 @@ class PostModel(Model):
             near = np.array([((serial << SERIAL_BITS) + (n << 12), nbytes) for n, nbytes in enumerate(lengths)])
             step.pieces = near, near + np.array((FAR, 0))
             step.todo.extend([at, nbytes] for at, nbytes in near.tolist() if nbytes)
+            step.lengths = {at: nbytes for at, nbytes in step.todo}  # noqa: C416 - they are lists
             step.first = step.todo[0][0], min(step.todo[0][1], FLUSH_BYTES)
             here, there = (side.ctypes.data for side in step.pieces)
             peer = ctypes.addressof(self.names[flow.peer])
@@ -392,6 +421,8 @@ class PostModel(Model):
         for cell in self.unfired[:8]:
             if self.events[cell] == NOT_READY:
                 self.events[cell] = 0 if self.rng.random() < 0.98 else FAULT
+                if self.events[cell] == FAULT and cell in self.by_cell:
+                    self.by_cell[cell].flow.faulty = True
         del self.unfired[:8]
 
     def wait_long(self) -> None:
@@ -439,15 +470,17 @@ class PostModel(Model):
     def notify_us(self) -> None:
         """A peer, or somebody else, says how far it is, or anything else."""
         rng, flow = self.rng, self.any_flow()
-        if flow is None or not flow.token:
+        if flow is None or not flow.places:
             return
         peer, lane, token, nbytes = flow.peer, 1 - flow.lane, flow.token, r.NOTE_BYTES
-        count = self.honest(flow) if rng.random() < 0.9 else rng.choice((-5, flow.total + 9, 1 << 61))
-        what = rng.randrange(20)  # the wrong name, direction, either word of the token, or size, or as it should be
-        text = np.array([token + (what == 2), ~token + (what == 3), 2 * (flow.base + count) + lane ^ (what == 1)])
-        peer, nbytes = (peer + (what == 0)) % PEERS, nbytes - (what == 4)
+        count = self.honest(flow) if rng.random() < 0.7 else rng.choice((-5, flow.total + 9, 1 << 61))
+        # the wrong name, direction, either word of the token, or size, or as it should be
+        what = rng.randrange(20) if token else 5
+        text = np.array([token + (what == 2), flow.other + (what == 3), 2 * (flow.base + count) + lane ^ (what == 1)])
+        peer = (peer + rng.choice((1, PEERS - 1)) * (what == 0)) % PEERS
+        nbytes = rng.choice((0, 8, nbytes - 1, nbytes + 1, 2 * nbytes)) if what == 4 else nbytes
         times = (1, 1, 2, 1030 if rng.random() < 0.02 else 3)[rng.randrange(4)]
-        self.mail.setdefault(peer, []).extend([(text, nbytes, flow if what > 4 else None, count)] * times)
+        self.mail.setdefault(peer, []).extend([(text, nbytes, flow if token and what > 4 else None, count)] * times)
 
     # --- a step
 
@@ -487,7 +520,7 @@ class PostModel(Model):
     def before(self) -> None:
         if not self.claim:
             self.lived += min(self.now - self.stepped, 1_000_000_000, PATIENCE // 4)
-        self.stepped = self.now
+        self.stepped, self.turned = self.now, self.turns
         self.note_reasons()
         self.reachable = bool(self.agent) and not self.claim and not self.catching
         if self.agent:
@@ -506,6 +539,11 @@ class PostModel(Model):
             raise self.broken[0]
         self.look_at_copies()
         assert not self.agent_words[:, 2].any(), "an agent was asked that may not be called"
+        assert self.state[r.BROKEN] == self.ailing, "not the first cause is kept for which it makes no progress"
+        before, least, most = self.strange
+        counted = int(self.state[r.STRANGE])
+        assert least <= counted - before <= most, f"{counted - before} notifications are strange, not {least} to {most}"
+        self.strange = [counted, 0, 0]
         self.bounds = [[0, 0] for _ in range(GATES)]
         waits = set()
         for step in list(self.open):
@@ -522,26 +560,42 @@ class PostModel(Model):
                 if step.flying and self.reachable and not self.full:
                     assert step.silent < PATIENCE, f"{step} is silent, and not given up"
         self.reachable = self.reachable and not self.claim
+        for flow in self.flows.values():
+            fed = int(self.rows[flow.slot, r.NEXT]) if flow.said[3] else 0
+            for step in flow.steps[flow.fed : fed]:
+                step.since = self.turned
+            self.given += fed - flow.fed
+            flow.fed = fed
         self.judge_rest(waits)
         if not self.steps % 16:
             self.judge_rows()
 
     def judge_rest(self, waits: set[Flow]) -> None:
         """Nothing is forgotten: not by a machine that sleeps either."""
+        steps = self.rows[r.JOBS :]
+        used = steps[:, r.STATE] != r.FREE
+        free, given, held = self.spare, self.given, self.held
+        self.spare, self.given = r.STEPS - int(np.count_nonzero(used)), 0
+        self.held = np.bincount(steps[used & (steps[:, r.POST] != 0), r.PEER_NUMBER], minlength=r.MOST_OWNERS)
         if self.full:
             return
-        flooded = any(flow.total > 20 for flow in self.slots.values())
+        short: list[tuple[Flow, int]] = []
         for flow in self.flows.values():
-            fed, could = int(self.rows[flow.slot, r.NEXT]) if flow.said[3] else 0, flow.could
+            fed, could = flow.fed, flow.could
             flow.could = min(flow.limit(), flow.passed() + flow.width)
             assert fed <= flow.could, f"{fed} steps of {flow} have a row, and only {flow.could} may"
-            if fed < could and not flooded:
-                assert flow.steps[fed].event or flow.stands(), f"only {fed} steps of {flow} have a row, and {could} may"
+            if fed < could and not (flow.steps[fed].event or flow.stands()):
+                short.append((flow, could))
             if "cancelled" in flow.reasons:
                 assert flow in waits, f"{flow} was cancelled, has nothing under way, and its end is not told"
             elif flow.token and self.reachable and flow.prevented == FOREVER:
                 owes = flow.lane == 0 or flow.passed() < flow.said[2]
                 assert not owes or flow.notified == flow.passed(), f"the peer of {flow} was not told of all its steps"
+        for flow, could in short:
+            spare = free - given - (r.KEPT if flow.way else 0)  # at least, as that was looked at
+            most = held[10 + flow.peer] + given
+            room = spare > 0 and not (flow.way and most >= r.GREED * spare)
+            assert not room, f"only {flow.fed} steps of {flow} have a row, and {could} may"
 
     def judge_sleep(self) -> None:
         """It does nothing before a record comes, and none has to."""
@@ -621,14 +675,30 @@ class PostModel(Model):
         return 0
 
     def add_piece(self, made: int, address: int, nbytes: int, device: int) -> int:
-        self.lists[made][1].append((address, nbytes, device))
-        return self.spoil(self.serials[address % FAR >> SERIAL_BITS])
+        kind, pieces = self.lists[made]
+        step = self.serials[address % FAR >> SERIAL_BITS]
+        if kind == NEAR_SIDE[0] and not pieces:
+            self.serve(step)
+        pieces.append((address, nbytes, device))
+        return self.spoil(step)
+
+    def serve(self, step: Step) -> None:
+        """It is its turn: of those that have parts that of the peer who had none for longest, and so of its posts."""
+        turn = self.served[step.flow.peer], step.served or min(step.since, self.turned)
+        for other in self.open:
+            if other.served and other.has_parts():
+                behind = self.served[other.flow.peer], other.served if other.flow.peer == step.flow.peer else FOREVER
+                assert turn <= behind, f"{step} has its turn before {other}"
+        self.turns += 1
+        self.served[step.flow.peer] = step.served = self.turns
+        step.began = self.now
 
     def spoil(self, step: Step) -> int:
         """A call may fail for it, whereby nothing is under way."""
         if not step.flow.unlucky or self.rng.random() > 0.02:
             return 0
-        step.verdict, step.tried = max(step.verdict, r.FAILED), step.verdict == r.IN_DOUBT
+        step.tried = step.verdict == r.IN_DOUBT
+        step.worsen(r.FAILED, -3)
         return -3
 
     def destroy_list(self, made: int) -> None:
@@ -646,12 +716,12 @@ class PostModel(Model):
         if not failed:
             request = word(out).value = self.free_requests.pop()
             self.parts[request] = Part(step, [piece[:2] for piece in here], request)
-            self.dwell(step.flow)
+            self.dwell(step.flow, 0.02)
         return failed
 
-    def dwell(self, flow: Flow) -> None:
-        """It takes so long to make a request that by then it may not be begun any more."""
-        if self.rng.random() < 0.02:
+    def dwell(self, flow: Flow, share: float) -> None:
+        """It takes so long to make a request that by then it may not be begun any more; or to begin it."""
+        if self.rng.random() < share:
             self.look_at_copies()
             if flow.gate >= 0 and self.rng.random() < 0.5:
                 self.file.revoke(flow.gate)
@@ -668,7 +738,7 @@ class PostModel(Model):
         assert not step.told, f"a part of {step} begins, which is in doubt"
         if part.flush:
             assert (step.verdict, step.loose, step.flushed, len(step.flying)) == (r.IN_DOUBT, True, False, 0)
-            assert (part.pieces, bool(self.state[r.ORDERLY])) == ([step.first], True)
+            assert (part.pieces, bool(self.state[r.ORDERLY]), step.unreached) == ([step.first], True, False)
             step.flushed = step.tried = True
         else:
             self.may_begin(step)
@@ -680,32 +750,47 @@ class PostModel(Model):
                 assert self.file.revoke(flow.gate) is None, f"{step} begins without its lock"
             self.open[step] = None
             step.lively, step.silent = self.lived, 0
+            self.dwell(flow, 0.1 * flow.unlucky)
+            step.posting += self.now - step.began
         if flow.unlucky and rng.random() < 0.3:
             gone = rng.random() < 0.4
             word(request).value = PEER_IS_GONE if gone else 0
             if rng.random() < 0.3:
-                step.verdict, step.lost = max(step.verdict, r.FAILED), self.epoch if gone else step.lost
+                step.worsen(r.FAILED, REFUSED - 1, gone=gone)
+                step.lost = self.epoch if gone else step.lost
                 return REFUSED - 1
             self.doubt(step, -7, gone=gone)
             return -7
         if not part.flush:
-            for at, nbytes in part.pieces:
-                expected = step.todo[0]
-                assert at == expected[0], f"{step} is posted out of its order"
-                assert nbytes <= expected[1]
-                expected[:] = at + nbytes, expected[1] - nbytes
-                if not expected[1]:
-                    step.todo.popleft()
+            self.cut(step, part.pieces)
+            step.posted = step.posted or step.began
         part.begun = True
         step.flying.add(part)
         word(request).value, word(request + 8).value = 0, IN_PROGRESS
         self.moving.append(part)
         return IN_PROGRESS
 
+    def cut(self, step: Step, pieces: list[tuple[int, int]]) -> None:
+        """The next part has these: pieces stay whole that may, and no part ends before it has to."""
+        most, total = step.flow.most_bytes, 0
+        for at, nbytes in pieces:
+            expected = step.todo[0]
+            assert at == expected[0], f"{step} is posted out of its order"
+            assert nbytes <= expected[1]
+            assert nbytes == expected[1] or step.lengths.get(at, FOREVER) > most, f"a piece of {step} is cut"
+            total += nbytes
+            expected[:] = at + nbytes, expected[1] - nbytes
+            if not expected[1]:
+                step.todo.popleft()
+        if step.todo and len(pieces) < step.flow.most_pieces and total < most:
+            at, nbytes = step.todo[0]
+            assert at in step.lengths
+            assert nbytes <= most < total + nbytes, f"a part of {step} ends before it has to"
+
     def doubt(self, step: Step, code: int, *, gone: bool) -> None:
         """Something of a step may be under way that nobody looks at."""
-        step.verdict = r.IN_DOUBT
-        step.codes.add(code)
+        step.worsen(r.IN_DOUBT, code, gone=gone)
+        step.unreached = gone
         if gone:
             step.lost, step.far = self.epoch, step.far or step.flow.way == r.WRITES
         else:
@@ -715,13 +800,15 @@ class PostModel(Model):
         self.enter(agent)
         part, status = self.parts.pop(request), word(request + 8).value
         step, part.given_back = part.step, True
+        step.flow.faulty |= not part.begun
         if part.begun:
             step.flying.remove(part)
             unseen = self.catching and not step.told and step.silent >= PATIENCE  # given up, and nobody looks any more
             if status == IN_PROGRESS or unseen:
                 silent = self.lived - step.lively >= PATIENCE
                 assert self.catching or silent or step.forgotten or step.told, f"{step} is given up, and was not silent"
-                step.loose, step.cut, step.verdict = True, step.cut or self.catching, r.IN_DOUBT
+                step.loose, step.cut = True, step.cut or self.catching
+                step.worsen(r.IN_DOUBT, r.SILENT if silent or unseen else r.CUT_OFF)
             elif status < 0:
                 self.doubt(step, status, gone=word(request).value == PEER_IS_GONE and not step.told)
             elif part.flush:  # all that came before it has ended
@@ -753,9 +840,12 @@ class PostModel(Model):
         self.enter(agent)
         assert notices == agent + 1
         assert not self.inbox, "notifications were not forgotten"
+        self.room = r.JOBS
         if self.rng.random() < 0.01:  # no progress: nothing has come
             self.notes = 0
-            return -2
+            failed = self.rng.choice((-2, -3))
+            self.ailing = self.ailing or failed
+            return failed
         self.inbox = {ctypes.addressof(self.names[peer]): said for peer, said in self.mail.items()}
         self.mail, self.notes = {}, 0
         return 0
@@ -770,11 +860,19 @@ class PostModel(Model):
         word(out).value = list(self.inbox)[number]
 
     def notice_count(self, notices: int, agent: int, out: int) -> int:
-        word(out).value = len(self.inbox[agent])
+        count = word(out).value = len(self.inbox[agent])
         if self.rng.random() < 0.98:
+            self.note_strange(max(0, count - self.room))
+            self.room = max(0, self.room - count)
             return 0
         self.inbox[agent] = []  # it is not found: what is said of how many there are is nothing
+        self.note_strange(1)
         return -1
+
+    def note_strange(self, least: int, most: int = 0) -> None:
+        """So many notifications are of no use to anybody."""
+        self.strange[1] += least
+        self.strange[2] += max(least, most)
 
     def notice(self, notices: int, agent: int, number: int, out: int, nbytes_out: int) -> int:
         text, nbytes, flow, count = self.inbox[agent][number]
@@ -782,9 +880,13 @@ class PostModel(Model):
         assert self.notes <= r.JOBS, "more notifications are read at once than there can be flows"
         word(out).value, word(nbytes_out).value = text.ctypes.data, nbytes
         if self.rng.random() < 0.02:
+            self.note_strange(1)
             return -1
-        if flow is not None and flow.said[3]:  # else the machine does not know it yet
-            flow.peer_steps = max(flow.peer_steps, count)
+        if flow is None or not flow.said[3] or self.flows.get(flow.slot) is not flow:  # it does not know it (yet)
+            self.note_strange(1)
+            return 0
+        self.note_strange(0, flow.stands() or flow.passed() >= flow.said[2])  # its end may be due
+        flow.peer_steps = max(flow.peer_steps, count)
         return 0
 
     # --- what it says
@@ -803,7 +905,7 @@ class PostModel(Model):
         if slot < r.JOBS:
             self.look_at_copies()
             flow = self.flows[slot]  # else it was told twice, or of nobody
-            self.on_flow(flow, flags & r.OUTCOMES, flags // r.COUNTED, code, gone=bool(flags & r.IS_GONE))
+            self.on_flow(flow, flags, code, posted, posting)
             return flow
         if flags & r.OUTCOMES == r.IN_DOUBT:
             step = self.flows[started].steps[self.rows[slot, r.STEP]]
@@ -814,16 +916,19 @@ class PostModel(Model):
         self.on_step(step, flags, code)
         if flags & r.IS_LEFT:
             self.left[slot] = step
+        assert (posted, posting) == (step.posted, step.posting)
         step.finished = finished
         return step
 
-    def on_flow(self, flow: Flow, outcome: int, count: int, code: int, *, gone: bool) -> None:
+    def on_flow(self, flow: Flow, flags: int, code: int, posted: int, posting: int) -> None:
         """More steps are done, or it has ended."""
+        outcome, count, gone = flags & r.OUTCOMES, flags // r.COUNTED, bool(flags & r.IS_GONE)
         before, flow.news = flow.news, count
         assert before + (outcome == r.PASSING) <= count <= flow.passed(), f"{flow} says {count} steps"
         if outcome == r.PASSING:
             return
         del self.flows[flow.slot]
+        self.given += int(self.rows[flow.slot, r.NEXT]) - flow.fed
         self.tokens.pop(flow.token, None)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         assert count == flow.passed(), f"{flow} ends with {count} steps, and has done more"
@@ -840,8 +945,16 @@ class PostModel(Model):
             assert outcome == max(worst, r.STOPPED), f"{flow} ended as {outcome}, not as {worst}"
             assert outcome != r.STOPPED or flow.reasons, f"{flow} was stopped for nothing"
             assert count < flow.said[2]
-        lost = any(step.lost == self.epoch for step in flow.steps)
-        assert not gone or lost or code == r.CUT_OFF, f"{flow} says of another agent that its peer is gone"
+        assert bool(flags & r.IS_LINGERING) == flow.lingers
+        times = [step.posted for step in flow.steps if step.posted] or [0]
+        assert posted in times
+        assert posting == sum(step.posting for step in flow.steps if step.posted)
+        if outcome == r.IN_DOUBT:
+            was_gone, was = flow.worst
+            assert (gone, code) == (was_gone, r.CUT_OFF if was_gone and flow.epoch < self.epoch else was)
+        elif outcome == r.FAILED and code != FAULT:
+            found = {(step.gone, r.CUT_OFF if step.lost in range(self.epoch) else step.code) for step in flow.steps}
+            assert (gone, code) in found, f"{flow} failed with {code} of a peer that is gone: {gone}, not {found}"
 
     def on_step(self, step: Step, flags: int, code: int) -> None:
         """A step ended in doubt, or more is known of that."""
@@ -865,11 +978,17 @@ class PostModel(Model):
             assert (gone, code) == (True, r.CUT_OFF)
         elif code == r.SILENT or step.flying:
             assert silent, f"{step} is given up, and was not silent"
+            assert (gone, code) == ((step.gone, step.code) if step.verdict == r.IN_DOUBT else (False, r.SILENT))
         else:
-            assert code in step.codes or (step.cut and code == r.CUT_OFF)
+            assert (gone, code) == (step.gone, step.code)
+        flow = step.flow
+        if flow.worst is None:
+            flow.worst, flow.epoch = (gone, code), self.epoch
+        flow.lingers |= lingers
         asks = self.state[r.ORDERLY] and step.loose and step.lost < 0 and not step.cut and not silent
         assert step.tried or not asks, f"nothing of {step} was moved once more"
-        step.told, step.verdict = True, r.IN_DOUBT
+        step.worsen(r.IN_DOUBT, code, gone=gone)
+        step.told = True
 
     def read(self) -> None:
         """What the loop does with the oldest event, if there is one."""

@@ -35,22 +35,6 @@ def way(rig):
 
 
 @pytest.fixture
-async def record():
-    """Movers over a transport that notes what it is asked for; ended with the test."""
-    from rigs import Recorder
-
-    made = []
-
-    def one(**settings):
-        made.append(Recorder(**settings))
-        return made[-1]
-
-    yield one
-    for recorder in made:
-        await recorder.end()
-
-
-@pytest.fixture
 def network():
     return LoopbackNetwork()
 

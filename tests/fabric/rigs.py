@@ -5,10 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 from stepped import Stepped
 
 from kvxfer.copy import records
@@ -196,49 +195,6 @@ class Moving:
             assert time.monotonic() < until, "it does not end"
         for way in self.ways:
             way.close()
-
-
-class Recorder(Moving):
-    """A mover over a transport that notes what it is asked for. All of it is done at once."""
-
-    def __init__(self, *, listed: bool = False, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
-        self.mover.attach(replace(LoopbackTransport.native(cast("LoopbackTransport", self)), listed=listed))
-
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> object:
-        del peer, operation
-        self.parts.append((local.pieces, remote.pieces))
-        return object()
-
-    def poll(self, handle: object) -> bool:
-        del handle
-        return True
-
-    def release(self, handle: object) -> None:
-        """It has nothing of it."""
-
-    def progress(self) -> None:
-        """It has none to make."""
-
-    def notify(self, agent: str, message: bytes) -> None:
-        """There is nobody to be told."""
-
-    def heard(self) -> list[tuple[str, bytes]]:
-        """Nobody says anything."""
-        return []
-
-    def cut(self, local: np.ndarray, remote: np.ndarray, kinds: tuple[str, str] = ("DRAM", "DRAM")) -> list[Any]:
-        """Both sides of each part, when all of it is done."""
-        self.parts = []
-        here, there = (Descriptors(kind, 0, rows) for kind, rows in zip(kinds, (local, remote), strict=True))
-        self.submit("cut", Post("b", Operation.WRITE, here, there))
-        for _ in range(len(local) + int(local[:, 1].sum()) + 4):
-            self.step()
-            if self.results["cut"]:
-                break
-        assert self.result("cut").error is None
-        return self.parts
 
 
 def counted(transport: LoopbackTransport) -> Callable[[], int]:

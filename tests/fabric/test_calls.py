@@ -221,22 +221,6 @@ async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
     release()
 
 
-async def test_a_call_that_takes_longer_than_peers_are_waited_for_has_none_of_them_doubted(make):
-    """Nothing could be seen to end meanwhile, and over TCP nothing goes on without us."""
-    rig = await make(no_progress_timeout=5.0)
-    rig.network.hold("b")
-    rig.post(nbytes=PART)
-    rig.step()
-    real = rig.transport.metadata
-    rig.transport.metadata = lambda tokens: (rig.step(60, seconds=0.5), real(tokens))[1]
-    assert await rig.now(rig.fabric.metadata([]))
-    rig.step(2, seconds=0.5)
-    assert rig.results["x"] == []
-    rig.network.release("b")
-    rig.step()
-    assert ending(rig.result()) is Outcome.DONE
-
-
 async def test_a_call_waits_until_the_mover_is_out_of_the_agent(rig):
     rig.state[records.BUSY] = 1
     future = rig.fabric.metadata([])

@@ -5,7 +5,6 @@ import pytest
 from msgspec import structs
 from rigs import PART, Outcome, Rig, ending
 
-from kvxfer.copy import records
 from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Post
 
 STEPS = 5
@@ -91,58 +90,6 @@ async def test_a_lease_that_is_renewed_is_not_that_of_a_step_under_way(rig):
     assert (ending(rig.result()), posting.landed()) == (Outcome.STOPPED, 2)
 
 
-async def test_posts_to_silent_peers_leave_room_for_what_waits_for_none(rig):
-    """Else nothing would be copied any more, to and from whom it be, before they are given up, and perhaps after it."""
-    rig.network.hold("b")
-    here, there = rig.piece(8)
-    step = CopyJob(None, until=1e9, post=Post("b", Operation.WRITE, here, there))
-    for tag in "wxyz":
-        rig.results[tag] = []
-        post = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES)
-        job = CopyJob(None, rig.results[tag].append, owner=tag, post=post)
-        rig.mover.flow(job, Direction.GATHER, [step] * 256, total=256, allowed=256, progress=lambda _: None)
-    rig.step(1100)
-    free = records.STEPS - records.KEPT
-    held = free * records.GREED // (records.GREED + 1)
-    assert rig.network.held("b") == rig.state[records.SENDING_COUNT] == held
-    rig.submit("alone", None)
-    rig.step(3)
-    assert ending(rig.result("alone")) is Outcome.DONE
-    rig.network.release("b")
-    rig.step(1500)
-    assert [rig.result(tag).steps for tag in "wxyz"] == [256] * 4
-
-
-async def test_posts_to_a_silent_peer_leave_room_for_those_to_others(make):
-    rig = await make("b", "c", "d")
-    rig.network.hold("b")
-    rig.network.hold("c")
-    for number in range(records.JOBS - 2):
-        rig.post(number, 8, peer="b")
-    for _ in range(20):  # its pipe takes them one after the other
-        rig.step(50)
-        await rig.settle()
-    rig.post("c", 8, peer="c")
-    rig.post("d", 8, peer="d")
-    rig.step(6)
-    assert (rig.network.held("c"), ending(rig.result("d"))) == (1, Outcome.DONE)
-    rig.network.release("b")
-    rig.network.release("c")
-    rig.step(2 * records.JOBS)
-    assert {ending(rig.result(number)) for number in (*range(records.JOBS - 2), "c")} == {Outcome.DONE}
-    assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
-
-
-async def test_a_gate_that_was_closed_stops_it(rig, way):
-    posting = Posting(rig, way=way, allowed=2)
-    rig.step(20)
-    assert way.file.revoke(0) is not None
-    rig.mover.allow(posting.flow, STEPS)
-    rig.step(20)
-    assert (ending(rig.result()), rig.result().steps, posting.landed()) == (Outcome.STOPPED, 2, 2)
-    assert (way.inside, way.lent) == (0, 0)
-
-
 @pytest.mark.parametrize("doing", Operation)
 async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig = await make(no_progress_timeout=1.0)
@@ -154,6 +101,7 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     result = rig.result()
     assert (ending(result), result.may_move, result.steps, rig.late) == (Outcome.IN_DOUBT, True, 0, [])
     assert (way.lent, bool(posting.flow.lefts), rig.mover.watches("b")) == (1, True, True)
+    assert [kind for kind, _ in rig.mover._sent] == ["peer"], "its number is not given to another"
     rig.mover.allow(posting.flow, STEPS)
     rig.network.release("b", posts=1)
     rig.step(10, seconds=0.1)
@@ -162,7 +110,7 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig.step(10, seconds=0.1)
     assert (rig.late, way.inside, way.lent, rig.counted(), bool(posting.flow.lefts)) == ([True], 0, 0, [0] * 5, False)
     assert posting.landed() == 2, "none was posted since"
-    assert rig.mover._flows == {}
+    assert (rig.mover._flows, rig.mover._sent) == ({}, {})
 
 
 @pytest.mark.parametrize("doing", Operation)
@@ -184,23 +132,6 @@ async def test_a_doubt_ends_for_this_side_when_the_agent_was_made_anew(make, doi
     rig.mover.forget(posting.flow)
     rig.step(3)
     assert (rig.late, bool(posting.flow.lefts), way.lent, rig.counted()) == ([False], False, 0, [0] * 5)
-
-
-@pytest.mark.parametrize("steps", range(1, 8))
-async def test_cancelled_between_posts(rig, way, steps):
-    """What was posted is waited for; nothing else is."""
-    posting = Posting(rig, way=way, width=2)
-    rig.network.hold("b")
-    rig.step(steps)
-    posted = rig.network.held("b")
-    rig.mover.cancel(posting.flow)
-    rig.step(5)
-    assert rig.network.held("b") <= posted
-    rig.network.release("b")
-    rig.step(5)
-    result = rig.result()
-    assert (ending(result), result.steps, way.inside, way.lent) == (Outcome.STOPPED, posting.landed(), 0, 0)
-    assert posting.landed() <= posted
 
 
 async def test_one_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(rig, way):
@@ -308,49 +239,3 @@ async def test_what_nobody_asks_for_gives_its_lock_back_though_the_agent_is_made
     assert await rig.rebuilt()
     rig.step(4, seconds=0.2)
     assert (rig.late, way.inside, way.lent, bool(made.lefts), rig.counted()) == ([], 0, 0, False, [0] * 5)
-
-
-async def test_a_silent_peer_has_no_more_rows_for_what_it_has_left_in_doubt(make):
-    """Else it had those of all others too, one time-out after the other. Nor is it forgotten whose they are."""
-    rig = await make("b", "c", no_progress_timeout=0.5)
-    rig.network.hold("b")
-    most = (records.STEPS - records.KEPT) * records.GREED // (records.GREED + 1)
-    for number in range(most):
-        rig.post(number, 8, peer="b")
-    for _ in range(20):  # its pipe takes them one after the other
-        rig.step(50, seconds=0.02)
-        await rig.settle()
-    assert rig.state[records.LEFT_COUNT] == most
-    for number in range(records.MOST_OWNERS):
-        rig.submit("other", None, owner=("other", number))
-        rig.step()
-    rig.post("more", 8, peer="b")
-    rig.post("c", 8, peer="c")
-    rig.step(6)
-    assert (rig.network.held("b"), ending(rig.result("c"))) == (most, Outcome.DONE)
-    rig.network.release("b")
-    rig.step(2 * records.JOBS, seconds=0.02)
-    assert ending(rig.result("more")) is Outcome.DONE
-    assert not rig.state[records.POSTED : records.POSTED + records.MOST_OWNERS].any()
-    assert not rig.mover._sent
-
-
-async def test_a_peer_is_not_taken_for_gone_because_it_was_before_the_agent_was_made_anew(make):
-    rig = await make()
-    native = structs.replace(rig.mover._native, for_good=True)
-    rig.mover._native, rig.transport.native = native, lambda: native
-    rig.network.hold("b")
-    made = Posting(rig, allowed=1).flow
-    rig.step()
-    rig.network.mend("b")
-    rig.network.break_next("b", after_bytes=24, disconnected=True)
-    rig.mover.allow(made, 2)
-    rig.step(3)
-    assert rig.results["x"] == []
-    assert await rig.rebuilt()
-    rig.step(3)
-    assert ending(rig.result()) is Outcome.IN_DOUBT
-    rig.post("y", PART)
-    await rig.settle()
-    rig.step(6)
-    assert ending(rig.result("y")) is Outcome.DONE

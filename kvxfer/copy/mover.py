@@ -225,13 +225,12 @@ class Mover:
         self._query_timer: asyncio.Handle | None = None
         self._delay = _LOOK_S
         self._refusing = self._closing = False
-        self._idle: Final = self._loop.create_future()
+        self._idle: Final = self._loop.create_future()  # done when nothing is awaited any more, nor will be
         self._limits: Final = max_descriptors, max_post_bytes
         self._native: Native | None = None  # of the agent that the machine has, or had last
         self._disconnected: Final[set[str]] = set()  # peers of which a post said so
         self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
         self._abandoning: asyncio.Future[None] | None = None
-        self._stopped_reading = False  # whether it hears of the machine no more
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
         self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._flows)
@@ -458,7 +457,7 @@ class Mover:
     @property
     def posting(self) -> bool:
         """Whether parts of posts may begin: also behind `stop_posting`, until the machine has heard of that."""
-        return not (self._stopped_reading or self._machine.state[records.HALTED])
+        return not (self._idle.done() or self._machine.state[records.HALTED])
 
     @property
     def under_way(self) -> bool:
@@ -470,7 +469,7 @@ class Mover:
 
     async def abandon_posts(self) -> None:
         """Give up what is under way, whose end is told when `attach` was called. Nothing is once this has ended."""
-        if self._stopped_reading:
+        if self._idle.done():
             return
         if self._abandoning is None:
             self._abandoning = self._loop.create_future()
@@ -529,6 +528,8 @@ class Mover:
         deadline = self._loop.time() + timeout
         if self._unreported:
             await asyncio.wait({self._idle}, timeout=timeout)
+        elif not self._idle.done():
+            self._end()
         if self._unreported:
             self._closing = True
             for flow in self._live():
@@ -537,7 +538,6 @@ class Mover:
                 await self._end_posts()
             if self._unreported:
                 return False
-        self._stop_reading()
         while not self._machine.stop():
             if self._loop.time() >= deadline:
                 return False
@@ -565,14 +565,15 @@ class Mover:
         else:
             catching.cancel()
 
-    def _stop_reading(self) -> None:
-        """Nothing is awaited any more."""
-        self._stopped_reading = True
+    def _end(self) -> None:
+        """Nothing is awaited any more, nor will be: hear of the machine no more, and have it stop."""
+        resolve(self._idle, None)
         self._loop.remove_reader(self._machine.news)
         if self._abandoning is not None:
             resolve(self._abandoning, None)
         if self._query_timer is not None:
             self._query_timer.cancel()
+        self._machine.stop()
 
     # --- events that need the interpreter
 
@@ -999,10 +1000,7 @@ class Mover:
                 flow.kept.clear()
             self._unreported -= 1
             if self._refusing and not self._unreported:
-                resolve(self._idle, None)
-                if self._closing:
-                    self._stop_reading()
-                    self._machine.stop()
+                self._end()
 
 
 class _Machine:

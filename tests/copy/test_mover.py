@@ -50,8 +50,7 @@ async def abandoned():
     """The same, which is not expected to end."""
     world = World()
     yield world
-    world.mover._stop_reading()
-    world.machine.stop()
+    world.mover._end()
 
 
 @pytest.fixture

@@ -220,8 +220,8 @@ class Mover:
         self._inbox: Final = ctypes.create_string_buffer(_READ_BYTES)
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._unreported = 0  # flows of which nobody was told yet
-        self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
-        self._sent: Final[dict[Hashable, int]] = {}  # how many copies it has of each
+        # by what number the machine knows them, and how many copies it has of each; who came last is behind
+        self._owners: Final[dict[Hashable, tuple[int, int]]] = {}
         self._query_timer: asyncio.Handle | None = None
         self._delay = _LOOK_S
         self._refusing = self._closing = False
@@ -661,8 +661,8 @@ class Mover:
             self._awaiting += flow.awaits
             job = flow.job
             lock = _NO_LOCK if job.passage is None else job.passage.lend()
-            owner = self._job_number(job.owner)
-            peer = 0 if job.post is None else self._job_number((_PEER, job.post.peer))
+            owner = self._lend_number(job.owner)
+            peer = 0 if job.post is None else self._lend_number((_PEER, job.post.peer))
             self._push_steps(flow)
             flow.sent = flow.pushed, flow.allowed, flow.total, flow.quiet, flow.peer_steps, flow.until
             where = ctypes.addressof(_first_byte(flow.table)), len(flow.table), flow.width
@@ -719,18 +719,24 @@ class Mover:
             *(len(here) // steps, pieces, nbytes, int(post.runs_on)),
         )
 
-    def _job_number(self, owner: Hashable) -> int:
-        """By what number the machine knows one, from when it is sent a job: negative (`~`) where it hears of it first.
+    def _lend_number(self, owner: Hashable) -> int:
+        """By what number the machine knows one that is sent a copy: negative (`~`) where it hears of it first.
 
         An owner that has had no copy for long is forgotten.
         """
-        self._sent[owner] = self._sent.get(owner, 0) + 1
-        self._machine.state[records.OWNERS] = len(self._sent)
-        number, new = self._owners.pop(owner, -1), len(self._owners)
+        new, owners = len(self._owners), self._owners
+        number, copies = owners.pop(owner, (-1, 0))
         if number < 0 and new == records.MOST_OWNERS:
-            new = self._owners.pop(next(one for one in self._owners if one not in self._sent))
-        self._owners[owner] = new if number < 0 else number
+            new, _ = owners.pop(next(one for one, (_, others) in owners.items() if not others))
+        owners[owner] = new if number < 0 else number, copies + 1
+        self._machine.state[records.OWNERS] += not copies
         return ~new if number < 0 else number
+
+    def _return_number(self, owner: Hashable) -> None:
+        """The machine has a copy less of one: of whom it has none the number may become another's."""
+        number, copies = self._owners[owner]
+        self._owners[owner] = number, copies - 1
+        self._machine.state[records.OWNERS] -= copies == 1
 
     # --- flows
 
@@ -872,13 +878,9 @@ class Mover:
             self._report_late(flow)
 
     def _leave_peer(self, job: CopyJob) -> None:
-        """The machine has no row of a post in doubt any more, nor the lock in front of its peer's memory."""
+        """The machine has no row of a flow any more, nor the lock in front of its peer's memory."""
         if job.post is not None:
-            peer = _PEER, job.post.peer
-            self._sent[peer] -= 1
-            if not self._sent[peer]:
-                del self._sent[peer]
-            self._machine.state[records.OWNERS] = len(self._sent)
+            self._return_number((_PEER, job.post.peer))
         if job.passage is not None:
             job.passage.give_back()
 
@@ -924,13 +926,9 @@ class Mover:
         job = flow.job
         del self._flows[flow.slot]
         self._free.append(flow.slot)
-        for owner in (job.owner,) if flow.lefts or job.post is None else (job.owner, (_PEER, job.post.peer)):
-            self._sent[owner] -= 1  # without a job its number may be another's
-            if not self._sent[owner]:
-                del self._sent[owner]
-        self._machine.state[records.OWNERS] = len(self._sent)
-        if job.passage is not None and not flow.lefts:
-            job.passage.give_back()
+        self._return_number(job.owner)
+        if not flow.lefts:
+            self._leave_peer(job)
         self._awaiting -= flow.awaits
         while self._queue and self._free:  # one of them may have to wait elsewhere, and does not take it
             self._start(self._queue.popleft())

@@ -229,7 +229,7 @@ class Mover:
         self._limits: Final = max_descriptors, max_post_bytes
         self._native: Native | None = None  # of the agent that the machine has, or had last
         self._disconnected: Final[set[str]] = set()  # peers of which a post said so
-        self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
+        self._unwatched: Final[dict[str, list[Callable[[], object]]]] = {}  # by peer, what `part_with` calls later
         self._abandoning: asyncio.Future[None] | None = None
         self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
         """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
@@ -481,21 +481,17 @@ class Mover:
         """To and from whom something is posted, or to be."""
         return {flow.job.post.peer for flow in self._flows.values() if flow.job.post is not None and not flow.over}
 
-    def watches(self, peer: str) -> bool:
-        """Whether something to or from a peer was given up, and is still looked at."""
+    def part_with(self, peer: str, then: Callable[[], object]) -> None:
+        """Forget whether a peer is there, and call `then`: while something that was given up is looked at, later."""
         flying = self._machine.jobs[:, records.FLYING]
-        return any(
+        if any(
             slot in flow.lefts and flow.job.post is not None and flow.job.post.peer == peer and flying[slot]
             for slot, flow in self._flows.items()
-        )
-
-    def forget_disconnect(self, peer: str) -> None:
-        """Whether a peer is there is not known any more."""
-        self._disconnected.discard(peer)
-
-    def when_unwatched(self, peer: str, then: Callable[[], None]) -> None:
-        """Call `then` when something that was given up is looked at no more."""
-        self._unwatched.setdefault(peer, []).append(then)
+        ):
+            self._unwatched.setdefault(peer, []).append(then)
+        else:
+            self._disconnected.discard(peer)
+            then()
 
     def may_copy(self, flow: Flow) -> bool:
         """Whether a copy of it is under way, or may be yet: of one that was cancelled no other begins from now on."""
@@ -963,7 +959,7 @@ class Mover:
         if post is None:
             return
         for then in self._unwatched.pop(post.peer, ()):
-            then()
+            self.part_with(post.peer, then)
         if flow.forgotten:  # nobody is left to be told
             return
         try:

@@ -219,11 +219,7 @@ class Fabric:
         Whoever lies about how it is reached cannot have others forgotten so. While something that was posted to it is
         looked at, it stays: else that could not be seen to end.
         """
-        if self._mover.watches(peer):
-            self._mover.when_unwatched(peer, lambda: self.disconnect(peer))
-            return
-        self._mover.forget_disconnect(peer)
-        self._submit(lambda: self._holdings.disconnect(peer))
+        self._mover.part_with(peer, lambda: self._submit(lambda: self._holdings.disconnect(peer)))
 
     async def rebuild(self, timeout: float) -> bool:
         """Destroy the agent and make another in its place, which peers reach by new metadata only.

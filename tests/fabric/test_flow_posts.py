@@ -5,6 +5,7 @@ import pytest
 from msgspec import structs
 from rigs import PART, Outcome, Rig, ending
 
+from kvxfer.copy import records
 from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Post
 
 STEPS = 5
@@ -100,17 +101,21 @@ async def test_what_stands_still_is_in_doubt_until_it_has_ended(make, doing):
     rig.step(12, seconds=0.2)
     result = rig.result()
     assert (ending(result), result.may_move, result.steps, rig.late) == (Outcome.IN_DOUBT, True, 0, [])
-    assert (way.lent, bool(posting.flow.lefts), rig.mover.watches("b")) == (1, True, True)
-    assert [kind for kind, _ in rig.mover._sent] == ["peer"], "its number is not given to another"
+    parted = []
+    rig.mover.part_with("b", lambda: parted.append(len(rig.late)))
+    assert (way.lent, bool(posting.flow.lefts), parted) == (1, True, [])
+    held = [owner for owner, (_, copies) in rig.mover._owners.items() if copies]
+    assert held == [("peer", "b")], "its number is not given to another"
     rig.mover.allow(posting.flow, STEPS)
     rig.network.release("b", posts=1)
     rig.step(10, seconds=0.1)
-    assert (rig.late, way.lent) == ([], 1), "one of two has ended"
+    assert (rig.late, way.lent, parted) == ([], 1, []), "one of two has ended"
     rig.network.release("b")
     rig.step(10, seconds=0.1)
     assert (rig.late, way.inside, way.lent, rig.counted(), bool(posting.flow.lefts)) == ([True], 0, 0, [0] * 5, False)
+    assert parted == [0], "once, when nothing is looked at any more"
     assert posting.landed() == 2, "none was posted since"
-    assert (rig.mover._flows, rig.mover._sent) == ({}, {})
+    assert (rig.mover._flows, rig.state[records.OWNERS]) == ({}, 0)
 
 
 @pytest.mark.parametrize("doing", Operation)

@@ -170,11 +170,10 @@ class Flow(Struct, eq=False):
     lefts: dict[int, tuple[bool, int]] = field(default_factory=dict[int, tuple[bool, int]])
     error: KvxferError | None = None  # what has gone wrong before a step got to the machine
     over: bool = False  # whether it has ended, but for those
-    doubtful: bool = False  # whether bytes of this side could move for a step in doubt
+    doubtful: bool = False  # whether bytes of this side could move for a step in doubt, and nobody was told of the end
     # whether one of them may land though this side moves nothing: its agent has ended, or its peer is gone
     severed: bool = False
     forgotten: bool = False  # whether nobody asks any more for one of them
-    late: bool = False  # whether all that was to be told of them was
 
 
 class Mover:
@@ -869,8 +868,8 @@ class Mover:
         if not flow.lefts:
             flow.refs.clear()
             flow.kept.clear()
-        if flow.doubtful and not any(lingers for lingers, _ in flow.lefts.values()) and not flow.late:
-            flow.late = True
+        if flow.doubtful and not any(lingers for lingers, _ in flow.lefts.values()):
+            flow.doubtful = False
             self._report_late(flow)
 
     def _leave_peer(self, job: CopyJob) -> None:

@@ -326,23 +326,23 @@ def _fired(state: Any, ports: Any, flow: Any) -> Any:
 
 
 @inlined
-def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
-    """Give rows to the steps of a flow that may begin; whether any got one."""
-    flow, fed = jobs[slot], False
+def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> None:
+    """Give rows to the steps of a flow that may begin."""
+    flow = jobs[slot]
     while flow[r.NEXT] < _may_begin_of(flow):
         if flow[r.NEXT] - flow[r.PASSED] >= flow[r.WIDTH]:
-            return fed
+            return
         at = state[r.HERE] + 8 * r.FEED
         copy_bytes(at, _step_at(flow, flow[r.NEXT]), 8 * r.RECORD_WORDS)
         peer, posts = r.POSTED + flow[r.PEER_NUMBER], state[r.FEED + r.POST] != 0
         spare = state[r.SPARE_COUNT] - (r.KEPT if posts else 0)
         if spare <= 0 or (posts and state[peer] >= r.GREED * spare):
-            return fed
+            return
         fired = _fired(state, ports, flow)
         if fired < 0:
             _fail_flow(flow, r.FAILED, -fired, 0, 0)
         if fired <= 0:
-            return fed
+            return
         for word in range(r.LANE, r.OWNER + 1):
             state[r.FEED + word] = flow[word]
         state[r.FEED + r.UNTIL] = min(state[r.FEED + r.UNTIL], flow[r.UNTIL])
@@ -357,8 +357,7 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any) -> Any:
         flow[r.NEXT] += 1
         flow[r.ACTIVE] += 1
         state[peer] += posts
-        fed = True
-    return fed
+        state[r.STIRRED] = 1
 
 
 @inlined
@@ -375,9 +374,8 @@ def _stop_steps(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> None:
 
 
 @inlined
-def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
-    """Begin steps, stop those of flows that are stopped, and end flows; whether anything moved on."""
-    moved = False
+def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> None:
+    """Begin steps, stop those of flows that are stopped, and end flows."""
     for at in range(state[r.LIVE]):
         slot = state[r.LISTED + at]
         flow = jobs[slot]
@@ -388,8 +386,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             _stop_steps(state, jobs, ports, slot, now)
         row = state[r.ROWS_AT] + 8 * (slot * r.JOB_WORDS + r.STATE)
         if flow[r.CANCELLED] == 0 and flow[r.NEXT] < _may_begin_of(flow) and exchange(row, r.FLOWS, r.FEEDING):
-            if _feed(state, jobs, ports, slot):
-                moved = True
+            _feed(state, jobs, ports, slot)
             exchange(row, r.FEEDING, r.FLOWS)
         ready = min(flow[r.KNOWN], flow[r.ALLOWED]) if flow[r.TOKEN] != 0 else _may_begin_of(flow)
         if flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready:
@@ -399,7 +396,6 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             flow[r.MARKED], flow[r.TOLD_AT] = 1, now
             _owe(state, slot)
         _end_flow(state, flow, slot)
-    return moved
 
 
 # --- what begins one
@@ -496,9 +492,8 @@ def _replace_agent(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None
 
 
 @inlined
-def _read_records(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
-    """Take what has come through the pipe; whether anything has."""
-    taken = False
+def _read_records(state: Any, jobs: Any, ports: Any, now: Any) -> None:
+    """Take what has come through the pipe."""
     while True:
         got = call_long(
             ports[r.READ], state[r.COMMANDS], state[r.HERE] + 8 * r.INBOX, 8 * r.INBOX_RECORDS * r.RECORD_WORDS
@@ -524,9 +519,9 @@ def _read_records(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
                     _extend_flow(state, jobs, at, slot)
                 elif kind == r.CANCEL and job[r.CANCELLED] == 0 and job[r.STATE] != r.FREE:
                     job[r.CANCELLED] = 1
-            taken = True
+            state[r.STIRRED] = 1
         if got < 8 * r.INBOX_RECORDS * r.RECORD_WORDS:
-            return taken
+            return
 
 
 @inlined
@@ -581,19 +576,19 @@ def _advance_turn(state: Any, job: Any) -> None:
 
 
 @inlined
-def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
-    """Copy a part of what is copied now, beside helpers who do the same; whether anything moved on."""
+def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> None:
+    """Copy a part of what is copied now, beside helpers who do the same."""
     team = state[r.HERE] + 8 * r.TEAM
     slot = state[r.CURRENT]
     following = _next(state, jobs, ports, -1, now)
     if slot < 0:
         slot = following
         if slot < 0:
-            return False
-        job = jobs[slot]
+            return
+        job, state[r.STIRRED] = jobs[slot], 1
         _advance_turn(state, job)
         if not _may_begin(state, jobs, ports, slot, now):
-            return True
+            return
         state[r.CURRENT] = slot
         for number in range(job[r.BLANK_COUNT]):
             blank = job[r.BLANKS] + 32 * number
@@ -616,11 +611,11 @@ def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     if left > 0 and exchange(team, left, left - 1):
         copy_part(job[r.PARTS], left - 1)
         add(team + 8, 1)
-    if add(team, 0) > 0 or add(team + 8, 0) < job[r.PART_COUNT]:
-        return left > 0
-    state[r.CURRENT] = -1
-    _end(state, jobs, ports, slot, r.STOPPED if job[r.CUT] else r.DONE, _now(state, ports))
-    return True
+    if left > 0:
+        state[r.STIRRED] = 1
+    if add(team, 0) == 0 and add(team + 8, 0) == job[r.PART_COUNT]:
+        state[r.CURRENT] = -1
+        _end(state, jobs, ports, slot, r.STOPPED if job[r.CUT] else r.DONE, _now(state, ports))
 
 
 # --- on a GPU
@@ -685,7 +680,7 @@ def _enqueue(state: Any, ports: Any, lane: Any, job: Any) -> Any:
 @inlined
 def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -> None:
     """Begin a copy for which there is room."""
-    job = jobs[slot]
+    job, state[r.STIRRED] = jobs[slot], 1
     _advance_turn(state, job)
     if not _may_begin(state, jobs, ports, slot, now):
         return
@@ -703,9 +698,8 @@ def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -
 
 
 @inlined
-def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> Any:
+def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> None:
     """End the copies of a direction that have run. They end in order, so only the oldest is asked for."""
-    ended = False
     while lane[r.COUNT] > 0:
         place = lane[r.FIRST] % r.QUEUE
         slot = lane[r.ORDER + place]
@@ -713,7 +707,7 @@ def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> Any:
         if job[r.MARKED]:
             code = call(ports[r.QUERY], lane[r.ORDER + r.QUEUE + place])
             if code == _NOT_READY:
-                return ended
+                return
             if job[r.CODE] == 0:
                 job[r.CODE] = code
         now = _now(state, ports)
@@ -729,27 +723,21 @@ def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> Any:
         job[r.STARTED] = max(job[r.STARTED], lane[r.LAST_END])
         lane[r.LAST_END] = now
         _end(state, jobs, ports, slot, r.FAILED if job[r.CODE] else r.STOPPED if kept_out else r.DONE, now)
-        ended = True
-    return ended
 
 
 @inlined
-def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
-    """Launch what is next in each direction, and end what has run; whether anything moved on.
+def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> None:
+    """Launch what is next in each direction, and end what has run.
 
     One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
     """
-    moved = False
     for number in range(r.LANES):
         lane = state[r.LANE_AT + number * r.LANE_WORDS : r.LANE_AT + (number + 1) * r.LANE_WORDS]
         full = lane[r.COUNT] == r.QUEUE or (lane[r.COUNT] > 1 and lane[r.UNDERWAY] >= _AHEAD_BYTES)
         slot = _next(state, jobs, ports, number, now)
         if not full and slot >= 0 and _room(lane, jobs[slot]):
             _launch(state, jobs, ports, lane, slot, now)
-            moved = True
-        if _reap(state, jobs, ports, lane):
-            moved = True
-    return moved
+        _reap(state, jobs, ports, lane)
 
 
 # --- over the transport
@@ -773,32 +761,29 @@ def _stop_cancelled(state: Any, jobs: Any, ports: Any, now: Any) -> None:
 
 
 @inlined
-def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 - one pass, in order
-    """Post a part, look at all that are under way, let the library work; whether anything moved on.
+def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> None:  # noqa: PLR0912 - one pass, in order
+    """Post a part, look at all that are under way, let the library work.
 
     One part at a time: where the call that posts it copies, it takes a while, and others have ended meanwhile.
     """
     if state[r.CATCHING] == 1 and state[r.AGENT_AT] == 0:
         state[r.CATCHING] = 2
     if state[r.SENDING_COUNT] + state[r.WATCHED] + state[r.HELD] + state[r.CATCHING] + state[r.LISTENING] == 0:
-        return False
+        return
     if state[r.SENDING_COUNT] != 0:
         _stop_cancelled(state, jobs, ports, now)
     if not enter_agent(state):
-        return False
-    moved = False
+        return
     slot = -1 if state[r.HALTED] else next_post(state, jobs)
     if slot >= 0:
         _post(state, ports, jobs[slot])
-        moved = True
     if state[r.SENDING_COUNT] != 0:
         now = _now(state, ports)
         for at in range(state[r.LIVE]):
             slot = state[r.LISTED + at]
             job = jobs[slot]
             if job[r.STATE] == r.SENDING and job[r.CUT] == 0:
-                if look_at_parts(state, ports, job):
-                    moved = True
+                look_at_parts(state, ports, job)
                 if settle(state, ports, job):
                     _end(state, jobs, ports, slot, job[r.VERDICT], now)
     # before the agent ends, too: what was forgotten then would not be seen again
@@ -818,8 +803,8 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
             flow = jobs[state[r.LISTED + at]]
             if flow[r.KIND] == r.FLOW and flow[r.STATE] == r.FLOWS and _owes(flow):
                 notify_peer(state, ports, flow)
-    if state[r.HELD] + state[r.LISTENING] != 0 and make_progress(state, jobs, ports):
-        moved = True
+    if state[r.HELD] + state[r.LISTENING] != 0:
+        make_progress(state, jobs, ports)
     if state[r.CATCHING] == 1:
         for at in range(state[r.LIVE]):
             job = jobs[state[r.LISTED + at]]
@@ -829,13 +814,12 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
                 drop_parts(state, ports, job)
         state[r.CATCHING], state[r.AGENT_AT] = 2, 0  # whose end may be next: it is not called before there is one again
     leave_agent(state)
-    return moved
 
 
 @inlined
 def _post(state: Any, ports: Any, job: Any) -> None:
     """Post the next part of a post, unless it may not go on."""
-    began, flush = _now(state, ports), job[r.FLUSHING] == r.FLUSH_DUE
+    began, flush, state[r.STIRRED] = _now(state, ports), job[r.FLUSHING] == r.FLUSH_DUE, 1
     request = prepare_part(state, ports, job)
     if request == 0:
         return
@@ -884,19 +868,20 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
     if state[r.WANTED] == 0:  # else it cannot see what has ended
         state[r.LIVED] += min(now - state[r.STEPPED], _LONGEST_STEP_NS, state[r.PATIENCE] // 4)
     state[r.STEPPED], state[r.STIRRED], state[r.ASLEEP], state[r.EAGER] = now, 0, 0, 0
-    moved = _read_records(state, jobs, ports, now)
+    _read_records(state, jobs, ports, now)
     # told to stop it calls nothing more: the agent that it knows may have ended by now
     if state[r.STOPPING] != 0 or state[r.LIVE] + state[r.HELD] + state[r.CATCHING] == 0:
         state[r.ASLEEP] = 1
         return _FOREVER
-    if state[r.FLOW_COUNT] != 0 and _step_flows(state, jobs, ports, now):
-        moved = True
-    if _step_gpu(state, jobs, ports, now) if state[r.GPU] else _step_host(state, jobs, ports, now):
-        moved = True
-    if _step_posts(state, jobs, ports, now):
-        moved = True
+    if state[r.FLOW_COUNT] != 0:
+        _step_flows(state, jobs, ports, now)
+    if state[r.GPU]:
+        _step_gpu(state, jobs, ports, now)
+    else:
+        _step_host(state, jobs, ports, now)
+    _step_posts(state, jobs, ports, now)
     _tell(state, jobs, ports)
-    if moved or state[r.STIRRED] != 0:
+    if state[r.STIRRED] != 0:
         state[r.SINCE] = now
         return 0
     return _delay(state, now)

@@ -274,9 +274,8 @@ def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> No
 
 
 @inlined
-def look_at_parts(state: Any, ports: Any, job: Any) -> Any:
-    """Look at every part of a post; whether any has ended."""
-    ended = False
+def look_at_parts(state: Any, ports: Any, job: Any) -> None:
+    """Look at every part of a post, and give back those that have ended."""
     at = 0
     while at < job[r.FLYING]:
         request = job[r.PARTS_AT + at]
@@ -297,8 +296,7 @@ def look_at_parts(state: Any, ports: Any, job: Any) -> Any:
         job[r.FLYING] -= 1
         job[r.PARTS_AT + at] = job[r.PARTS_AT + job[r.FLYING]]
         give_back(state, ports, request)
-        ended = True
-    return ended
+        state[r.STIRRED] = 1
 
 
 @inlined
@@ -362,14 +360,13 @@ def cut_off(state: Any, ports: Any, job: Any) -> Any:
 
 
 @inlined
-def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
-    """Let the library work, and take in what peers have notified this agent of; whether a flow may go on by that."""
+def make_progress(state: Any, jobs: Any, ports: Any) -> None:
+    """Let the library work, and take in what peers have notified this agent of."""
     status = call(ports[r.NOTICES], state[r.AGENT_AT], state[r.NOTICES_AT], 0)
     if status < 0 and state[r.BROKEN] == 0:
         state[r.BROKEN] = status
-    heard = _read_notifications(state, jobs, ports)
+    _read_notifications(state, jobs, ports)
     call(ports[r.FORGET_NOTICES], state[r.NOTICES_AT])
-    return heard
 
 
 # --- flows that take turns with those of peers
@@ -385,9 +382,9 @@ def notify_peer(state: Any, ports: Any, flow: Any) -> None:
 
 
 @inlined
-def _read_notifications(state: Any, jobs: Any, ports: Any) -> Any:
+def _read_notifications(state: Any, jobs: Any, ports: Any) -> None:
     """Look at the notifications that have come: at no more than there can be flows, whoever sends how many."""
-    notices, at, heard, left = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, False, r.JOBS
+    notices, at, left = state[r.NOTICES_AT], state[r.HERE] + 8 * r.NOTE, r.JOBS
     state[r.NOTE] = 0
     call(ports[r.NOTICE_AGENTS], notices, at)
     names = state[r.NOTE]
@@ -405,27 +402,24 @@ def _read_notifications(state: Any, jobs: Any, ports: Any) -> Any:
             said, nbytes = state[r.NOTE + 3], state[r.NOTE + 4]
             if status != 0 or nbytes != r.NOTE_BYTES:
                 state[r.STRANGE] += 1
-            elif _on_notification(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
-                heard = True
+            else:
+                _on_notification(state, jobs, agent, load(said), load(said + 8), load(said + 16))
         left = max(0, left - count)
-    return heard
 
 
 @inlined
-def _on_notification(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
-    """An agent says how many steps of a flow are done; whether ours that takes turns with it learns more by that."""
+def _on_notification(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> None:
+    """An agent says how many steps of a flow are done: ours that takes turns with it may go on by that."""
     for at in range(state[r.LIVE] if state[r.LISTENING] != 0 else 0):
         flow = jobs[state[r.LISTED + at]]
         if flow[r.KIND] != r.FLOW or (flow[r.STATE] != r.FLOWS and flow[r.STATE] != r.OFF) or flow[r.LANE] == word & 1:
             continue
         if first != 0 and flow[r.TOKEN] == first and flow[r.TOKEN + 1] == second and _same(flow[r.PEER], agent):
             count = (word >> 1) - flow[r.BASE]
-            if count <= flow[r.HEARD]:
-                return False
-            flow[r.HEARD] = count
-            return True
+            if count > flow[r.HEARD]:
+                flow[r.HEARD], state[r.STIRRED] = count, 1
+            return
     state[r.STRANGE] += 1
-    return False
 
 
 @inlined

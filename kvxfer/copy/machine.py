@@ -203,7 +203,6 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
             _end_flow(state, job, slot)  # it waited for that alone if it was stopped meanwhile
         elif stays:
             job[r.STATE] = r.LEFT
-            state[r.LEFT_COUNT] += 1
         else:
             _free(state, job, slot)
     if state[r.CATCHING] == 2:  # behind all else that the agent which is given up has said of peers
@@ -389,7 +388,7 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> None:
             _feed(state, jobs, ports, slot)
             exchange(row, r.FEEDING, r.FLOWS)
         ready = min(flow[r.KNOWN], flow[r.ALLOWED]) if flow[r.TOKEN] != 0 else _may_begin_of(flow)
-        if flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready:
+        if flow[r.ACTIVE] != 0 or (flow[r.CANCELLED] == 0 and flow[r.NEXT] < ready):
             state[r.EAGER] += 1
         more = flow[r.TOLD] < flow[r.PASSED] < flow[r.TOTAL]
         if more and flow[r.MARKED] == 0 and _is_news(flow, ready, now):
@@ -444,7 +443,6 @@ def _extend_flow(state: Any, jobs: Any, at: Any, slot: Any) -> None:
 @inlined
 def _end_left(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
     """More is known of what is left of a post: no byte of this side is moved by it any more."""
-    state[r.LEFT_COUNT] -= 1
     job[r.LINGERS] = 0
     job[r.STATE], job[r.OUTCOME], job[r.CODE] = r.ENDED, outcome, code
     _owe(state, slot)
@@ -843,7 +841,7 @@ def _delay(state: Any, now: Any) -> Any:
     longest = state[r.SELDOM]
     often = min(max(waited // _GROWTH, state[r.OFTEN]), longest)  # where the library may need us to go on
     delay = _FOREVER
-    if state[r.LIVE] - state[r.LEFT_COUNT] - state[r.FLOW_COUNT] + state[r.EAGER] + state[r.DUE_COUNT] > 0:
+    if state[r.EAGER] + state[r.DUE_COUNT] > 0:
         if waited < state[r.SPIN]:
             return 0
         delay = min(max(waited // 32, _SHORTEST_NS), often if state[r.SENDING_COUNT] != 0 else longest)

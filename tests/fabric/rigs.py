@@ -24,8 +24,6 @@ PART = 1024
 """max_post_bytes of every mover here."""
 FLUSH = 64
 """Bytes that are moved once more."""
-COUNTERS = [records.SENDING_COUNT, records.WATCHED, records.LEFT_COUNT]
-"""What the machine counts of posts."""
 
 
 class ManualService:
@@ -186,7 +184,12 @@ class Moving:
 
     def counted(self) -> list[int]:
         """What the machine counts of posts, and what there is of them."""
-        return [*(int(self.state[word]) for word in COUNTERS), self.mover.lingering, int(self.mover.under_way)]
+        counts = self.state[[records.SENDING_COUNT, records.WATCHED]].tolist()
+        return [*counts, self.left(), self.mover.lingering, int(self.mover.under_way)]
+
+    def left(self) -> int:
+        """In how many rows something is left of posts that were given up."""
+        return int((self.mover._machine.jobs[:, records.STATE] == records.LEFT).sum())
 
     async def end(self) -> None:
         """End it, whatever still waits."""

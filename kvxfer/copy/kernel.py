@@ -435,13 +435,11 @@ class Kernel:
             touch_gate[1,](address, int(raised), found.data_ptr())
             return int(found.item()) & 0xFFFF_FFFF
 
-    def has(self, variant: Variant | SumVariant) -> bool:
-        """Whether a variant is compiled."""
-        return variant in self._variants
-
     def launchable(self, variant: Variant | SumVariant) -> tuple[int, int, int]:
-        """What a launch of a variant names: function, threads and bytes of shared memory. Compiles it if need be."""
-        compiled = self._variants.get(variant) or self.compile(variant)
+        """What a launch of a variant names: function, threads and bytes of shared memory; 0 if it is not compiled."""
+        compiled = self._variants.get(variant)
+        if compiled is None:
+            return 0, 0, 0
         return int(compiled.function), 32 * int(compiled.metadata.num_warps), int(compiled.metadata.shared)
 
 

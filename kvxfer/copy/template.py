@@ -80,8 +80,7 @@ class Variants:
             found = np.zeros((len(self.elements), binding.WIDTHS_OF_ONE, binding.VARIANT_WORDS), np.int64)
             for number, elements in enumerate(self.elements):
                 for width in usable(elements):
-                    if kernel.has(variant := Variant(width, elements)):
-                        found[number, width.bit_length() - 1] = kernel.launchable(variant)
+                    found[number, width.bit_length() - 1] = kernel.launchable(Variant(width, elements))
             self._functions = found.ravel()
         return self._functions
 

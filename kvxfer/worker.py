@@ -505,11 +505,10 @@ async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, plac
     gpu: Gpu | None = None
     if geometry.kind == "cuda":
         cuda = import_module("kvxfer.copy.cuda")
-        gpu = await runtime.in_thread(lambda: placement.run(lambda: cuda.Gpu(geometry.device)))
+        gpu = await runtime.in_thread(lambda: placement.run(lambda: cuda.Gpu(geometry.device, ctas=config.copy_ctas)))
     return Mover(
         runtime,
         gpu=gpu,
-        ctas=config.copy_ctas,
         threads=usual_threads(placement.cpus),
         cpus=placement.cpus,
         max_descriptors=config.fabric.max_descriptors,

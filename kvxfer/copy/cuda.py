@@ -58,11 +58,17 @@ FUNCTIONS: Final = {
 class Gpu:
     """One GPU, made in a thread that may allocate pinned memory there.
 
+    Args:
+        device: Which.
+        ctas: Thread blocks that a copy occupies at most, so that other work keeps its share of the GPU.
+        ring_bytes: Of each ring.
+
     Raises:
         MissingExtraError: If triton or cuda-bindings cannot be imported, or the driver lacks a function.
     """
 
-    def __init__(self, device: torch.device | int, *, ring_bytes: int = 4 << 20) -> None:
+    def __init__(self, device: torch.device | int, *, ctas: int = 24, ring_bytes: int = 4 << 20) -> None:
+        self.ctas = ctas
         self.device: Final = torch.empty(0, device=device).device  # with its index, also if it is the current one
         driver = load("driver", _PURPOSE)
         self.functions: Final = _addresses()
@@ -73,9 +79,8 @@ class Gpu:
             self.context: Final = int(call(driver, "cuCtxGetCurrent"))
             self._marks: Final = [[_mark(stream) for _ in range(records.QUEUE)] for stream in self.streams]
             torch.cuda.synchronize(self.device)
-        self._ring_words: Final = ring_bytes // 8
         # words of tables that fit into a ring; of those that are read where they are, and tiles of these
-        self.limits: Final = self._ring_words - SPARE_WORDS, _NEAR_WORDS, _NEAR_TILES
+        self.limits: Final = ring_bytes // 8 - SPARE_WORDS, _NEAR_WORDS, _NEAR_TILES
         self.kernel: Final = _load_kernel(self._rings[0][1])
         # how it is seen to that what NICs have written is there, once that had to be known
         self.arrival: Arrival | None = None
@@ -88,7 +93,7 @@ class Gpu:
         for number, stream in enumerate(self.streams):
             lane = state[records.LANE_AT + number * records.LANE_WORDS :][: records.LANE_WORDS]
             host, device = self._rings[number]
-            lane[records.STREAM], lane[records.RING_WORDS] = int(stream.cuda_stream), self._ring_words
+            lane[records.STREAM], lane[records.RING_WORDS] = int(stream.cuda_stream), host.numel()
             lane[records.RING_HOST], lane[records.RING_DEVICE] = host.data_ptr(), device.data_ptr()
             lane[records.ORDER + records.QUEUE :] = [int(mark.cuda_event) for mark in self._marks[number]]
 

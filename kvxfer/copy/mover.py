@@ -182,7 +182,6 @@ class Mover:
     Args:
         runtime: Clock, and what the machine runs in.
         gpu: The GPU whose memory is copied; None for CPU memory.
-        ctas: Thread blocks that a copy occupies at most, so that other work keeps its share of the GPU.
         threads: How many may work on one copy between CPU memory.
         cpus: Where they are kept; anywhere if there are none.
         max_descriptors: Pieces in one part of a post at most.
@@ -198,7 +197,6 @@ class Mover:
         runtime: Runtime,
         *,
         gpu: "Gpu | None" = None,
-        ctas: int = 24,
         threads: int = 1,
         cpus: frozenset[int] = frozenset(),
         max_descriptors: int = 1024,
@@ -208,7 +206,6 @@ class Mover:
         self._loop: Final = asyncio.get_running_loop()
         self._runtime: Final = runtime
         self._gpu: Final = gpu
-        self._ctas = ctas
         self._flows: Final[dict[int, Flow]] = {}  # by slot, and by those of steps in doubt: the machine has them
         self._free: Final = list(range(records.JOBS))
         self._queue: Final[deque[Flow]] = deque()  # for which there is no slot
@@ -371,7 +368,8 @@ class Mover:
 
     def occupy(self, ctas: int) -> None:
         """Let copies that are asked for from now on occupy so many thread blocks. Safe from any thread."""
-        self._ctas = ctas
+        if self._gpu is not None:
+            self._gpu.ctas = ctas
 
     def writers_inside(self, gate: int, *, raised: bool) -> int:
         """How many writers of other devices are inside of a `Gate` in memory of this one, whose address is `gate`.
@@ -680,7 +678,7 @@ class Mover:
             common = (
                 *(records.COPY, 0, flow.lane, 0, 0, until),
                 *(*_NO_LOCK, *(_listed(kept, step.handles) if step.handles else _NOWHERE), 0, 0, 0, 0),
-                *(0 if gpu is None else self._ctas, 0, 0, 0),
+                *(0 if gpu is None else gpu.ctas, 0, 0, 0),
                 *(_NOWHERE if job.gate is None else (job.gate.address, job.gate.generation)),
                 *(int(gpu is not None and job.from_nic and gpu.flushes), 0, 0, 0, 0),
                 *(_NO_POST if job.post is None else self._post_words(kept, job.post, len(batch.said))),

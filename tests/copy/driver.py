@@ -223,7 +223,8 @@ class StubKernel:
 class StubGpu(cuda.Gpu):
     """A GPU on a stub of the driver: all but its making is as of a real one."""
 
-    def __init__(self, driver: Driver, *, ring_bytes: int = 4096, warm: bool = True) -> None:
+    def __init__(self, driver: Driver, *, ctas: int = 24, ring_bytes: int = 4096, warm: bool = True) -> None:
+        self.ctas = ctas
         self.device = torch.device("cpu")  # pyright: ignore[reportGeneralTypeIssues]
         self.driver = driver
         self.functions = driver.functions  # pyright: ignore[reportGeneralTypeIssues]
@@ -235,7 +236,6 @@ class StubGpu(cuda.Gpu):
         self._rings = [(self._on_device(words), self._on_device(words)) for _ in (0, 1)]  # pyright: ignore[reportGeneralTypeIssues]
         marks = [[SimpleNamespace(cuda_event=100 * lane + n + 1) for n in range(records.QUEUE)] for lane in (1, 2)]
         self._marks = marks  # pyright: ignore[reportGeneralTypeIssues]
-        self._ring_words = words  # pyright: ignore[reportGeneralTypeIssues]
         self.kernel: Any = StubKernel(driver)  # pyright: ignore[reportGeneralTypeIssues]
         self.arrival = None
         self.limits = words - SPARE_WORDS, 512, 64  # pyright: ignore[reportGeneralTypeIssues]

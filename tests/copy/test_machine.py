@@ -27,9 +27,9 @@ GATHERS, SCATTERS = 11, 12
 class Scene(World):
     """A mover on a stub of a GPU."""
 
-    def __init__(self, *, ring_bytes=4096, warm=True, **options):
+    def __init__(self, *, ctas=24, ring_bytes=4096, warm=True, **options):
         self.driver = Driver()
-        self.gpu = StubGpu(self.driver, ring_bytes=ring_bytes, warm=warm)
+        self.gpu = StubGpu(self.driver, ctas=ctas, ring_bytes=ring_bytes, warm=warm)
         super().__init__(self.gpu, **options)
 
     def lane(self, number=0):

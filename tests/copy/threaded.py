@@ -23,7 +23,7 @@ _GRACE_SECONDS = 30
 class Threaded:
     """A mover, and its loop."""
 
-    def __init__(self, device: Any = None, *, gpu: Any = None, ring_bytes: int | None = None, **options: Any) -> None:
+    def __init__(self, device: Any = None, *, gpu: Any = None, **options: Any) -> None:
         self.broken: list[dict[str, Any]] = []  # what the loop complained of
         self.gpu = gpu
         self._closed = False  # then copies are refused in the caller's thread
@@ -32,18 +32,18 @@ class Threaded:
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop of a test", daemon=True)
         self._thread.start()
         try:
-            self.mover: Mover = self._wait(self._open(device, ring_bytes, options), _START_SECONDS)
+            self.mover: Mover = self._wait(self._open(device, options), _START_SECONDS)
         except BaseException:
             self._end()
             raise
 
-    async def _open(self, device: Any, ring_bytes: int | None, options: dict[str, Any]) -> Mover:
+    async def _open(self, device: Any, options: dict[str, Any]) -> Mover:
         runtime = ThreadRuntime()
         if device is not None:
             from kvxfer.copy.cuda import Gpu
 
-            size = {} if ring_bytes is None else {"ring_bytes": ring_bytes}
-            self.gpu = await runtime.in_thread(partial(Gpu, device, **size))
+            of_gpu = {name: options.pop(name) for name in ("ctas", "ring_bytes") if name in options}
+            self.gpu = await runtime.in_thread(partial(Gpu, device, **of_gpu))
         return Mover(runtime, gpu=self.gpu, **options)
 
     def _wait(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:

@@ -176,6 +176,73 @@ class Flow(Struct, eq=False):
     forgotten: bool = False  # whether nobody asks any more for one of them
 
 
+class _Asked:
+    """Events that need the interpreter: the loop asks whether they have happened, time and again.
+
+    Args:
+        loop: Which asks.
+        free: Called of each flow all of whose next step's events have.
+        fail: Called of one whose cannot be asked, and why.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        free: Callable[[Flow], None],
+        fail: Callable[[Flow, KvxferError], None],
+    ) -> None:
+        self._loop: Final = loop
+        self._free: Final = free
+        self._fail: Final = fail
+        self.steps: Final[dict[_Step, None]] = {}  # that wait for any
+        self._timer: asyncio.Handle | None = None
+        self._delay = _LOOK_S
+
+    def add(self, step: _Step) -> None:
+        """Ask of the events of a step, the next one of its flow."""
+        self.steps[step] = None
+        self._delay = _LOOK_S
+        if self._timer is None:
+            self._timer = self._loop.call_soon(self._ask)
+
+    def drop(self, flow: Flow) -> bool:
+        """Whether the next step of a flow has waited here, which it does no more."""
+        return bool(flow.steps) and self.steps.pop(flow.steps[0], self) is None
+
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ask(self) -> None:
+        self._timer = None
+        asked = list(self.steps)
+        fired: list[tuple[int, int, Flow]] = []
+        turns: Counter[Hashable] = Counter()
+        try:
+            for step in asked:
+                flow, failed = step.flow, None
+                try:
+                    while step in self.steps and step.waits and bool(step.waits[-1].query()):  # `bool` asks too
+                        step.waits.pop()
+                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller's: the copy fails with it
+                    failed = _error("the event that a copy waits for cannot be queried", error)
+                if step not in self.steps or (step.waits and failed is None):  # whoever is told of one may cancel any
+                    continue
+                del self.steps[step]
+                if failed is not None:
+                    self._fail(flow, failed)
+                else:
+                    turns[flow.job.owner] += 1
+                    fired.append((turns[flow.job.owner], len(fired), flow))
+        finally:  # also where a signal has interrupted it: nobody else would ask the rest
+            for _, _, flow in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
+                self._free(flow)
+            self._delay = _LOOK_S if len(self.steps) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
+            if self.steps and self._timer is None:
+                self._timer = self._loop.call_later(self._delay, self._ask)
+
+
 class Mover:
     """Copies of one worker. All calls come from the loop on which it was made, but for those that say otherwise.
 
@@ -211,15 +278,13 @@ class Mover:
         self._queue: Final[deque[Flow]] = deque()  # for which there is no slot
         self._awaiting = 0  # flows that go on as peers do, and have a slot
         self._parked: Final[deque[Flow]] = deque()  # those for which there is none
-        self._unfired: list[_Step] = []  # whose events need the interpreter
+        self._asked: Final = _Asked(self._loop, self._on_step_free, self._fail)
         self._preparing: Final = asyncio.Semaphore(_MOST_PREPARING)
         self._inbox: Final = ctypes.create_string_buffer(_READ_BYTES)
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._unreported = 0  # flows of which nobody was told yet
         # by what number the machine knows them, and how many copies it has of each; who came last is behind
         self._owners: Final[dict[Hashable, tuple[int, int]]] = {}
-        self._query_timer: asyncio.Handle | None = None
-        self._delay = _LOOK_S
         self._refusing = self._closing = False
         self._idle: Final = self._loop.create_future()  # done when nothing is awaited any more, nor will be
         self._limits: Final = max_descriptors, max_post_bytes
@@ -343,8 +408,7 @@ class Mover:
         Harmless if it is over.
         """
         flow.cancelled = True
-        if unfired := bool(flow.steps) and flow.steps[0] in self._unfired:
-            self._unfired.remove(flow.steps[0])
+        unfired = self._asked.drop(flow)
         if self._flows.get(flow.slot) is flow:
             self._machine.send(_BRIEF.pack(records.CANCEL, flow.slot, 0, 0, b""))
             return
@@ -352,7 +416,7 @@ class Mover:
             self._queue.remove(flow)
         elif flow in self._parked:
             self._parked.remove(flow)
-        elif not unfired:  # it is over, or whoever asks for events reports it
+        elif not unfired:  # it is over, or its event has just happened, and it is reported where it would begin
             return
         self._loop.call_soon(self._report, flow, self._outcome(stopped=True))
 
@@ -546,7 +610,7 @@ class Mover:
 
     def _live(self) -> list[Flow]:
         """All that has been asked for, and is not over."""
-        waiting = [step.flow for step in self._unfired]
+        waiting = [step.flow for step in self._asked.steps]
         return list(dict.fromkeys([*waiting, *self._queue, *self._parked, *self._flows.values()]))
 
     async def _end_posts(self) -> None:
@@ -564,8 +628,7 @@ class Mover:
         self._loop.remove_reader(self._machine.news)
         if self._abandoning is not None:
             resolve(self._abandoning, None)
-        if self._query_timer is not None:
-            self._query_timer.cancel()
+        self._asked.stop()
         self._machine.stop()
 
     # --- events that need the interpreter
@@ -583,45 +646,7 @@ class Mover:
     def _await_events(self, flow: Flow) -> None:
         """The next step of a flow waits for events of which this loop asks."""
         flow.held = True
-        self._unfired.append(flow.steps[0])
-        self._delay = _LOOK_S
-        if self._query_timer is None:
-            self._query_timer = self._loop.call_soon(self._query_events)
-
-    def _query_events(self) -> None:
-        self._query_timer = None
-        asked, self._unfired = self._unfired, []
-        fired: list[tuple[int, int, Flow]] = []
-        turns: Counter[Hashable] = Counter()
-        rest = iter(asked)
-        try:
-            for step in rest:
-                flow = step.flow
-                if flow.cancelled:  # by whoever was told of one before it
-                    if flow.slot < 0:
-                        self._report(flow, self._outcome(stopped=True))
-                    continue
-                try:
-                    while step.waits and bool(step.waits[-1].query()):  # whatever it returns is asked here
-                        step.waits.pop()
-                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller's: the copy fails with it
-                    self._fail(flow, _error("the event that a copy waits for cannot be queried", error))
-                except BaseException:  # a signal
-                    self._unfired.append(step)
-                    raise
-                else:
-                    if step.waits:
-                        self._unfired.append(step)
-                    else:
-                        turns[flow.job.owner] += 1
-                        fired.append((turns[flow.job.owner], len(fired), flow))
-        finally:  # also where a signal has interrupted it: nobody else would ask the rest
-            self._unfired += rest
-            for _, _, flow in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
-                self._on_step_free(flow)
-            self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
-            if self._unfired and self._query_timer is None:
-                self._query_timer = self._loop.call_later(self._delay, self._query_events)
+        self._asked.add(flow.steps[0])
 
     # --- records
 
@@ -724,12 +749,6 @@ class Mover:
         owners[owner] = new if number < 0 else number, copies + 1
         self._machine.state[records.OWNERS] += not copies
         return ~new if number < 0 else number
-
-    def _return_number(self, owner: Hashable) -> None:
-        """The machine has a copy less of one: of whom it has none the number may become another's."""
-        number, copies = self._owners[owner]
-        self._owners[owner] = number, copies - 1
-        self._machine.state[records.OWNERS] -= copies == 1
 
     # --- flows
 
@@ -871,9 +890,12 @@ class Mover:
             self._report_late(flow)
 
     def _leave_peer(self, job: CopyJob) -> None:
-        """The machine has no row of a flow any more, nor the lock in front of its peer's memory."""
+        """The machine has no row of a post in doubt any more, nor the lock in front of its peer's memory."""
         if job.post is not None:
-            self._return_number((_PEER, job.post.peer))
+            peer = _PEER, job.post.peer
+            number, copies = self._owners[peer]
+            self._owners[peer] = number, copies - 1
+            self._machine.state[records.OWNERS] -= copies == 1
         if job.passage is not None:
             job.passage.give_back()
 
@@ -917,11 +939,16 @@ class Mover:
     def _free_slot(self, flow: Flow) -> None:
         """The machine has nothing of it any more, but for steps in doubt."""
         job = flow.job
+        if self._asked.steps:
+            self._asked.drop(flow)
         del self._flows[flow.slot]
         self._free.append(flow.slot)
-        self._return_number(job.owner)
-        if not flow.lefts:
-            self._leave_peer(job)
+        for owner in (job.owner,) if flow.lefts or job.post is None else (job.owner, (_PEER, job.post.peer)):
+            number, copies = self._owners[owner]
+            self._owners[owner] = number, copies - 1  # without a job its number may be another's
+            self._machine.state[records.OWNERS] -= copies == 1
+        if job.passage is not None and not flow.lefts:
+            job.passage.give_back()
         self._awaiting -= flow.awaits
         while self._queue and self._free:  # one of them may have to wait elsewhere, and does not take it
             self._start(self._queue.popleft())

@@ -156,7 +156,7 @@ async def test_a_step_waits_for_its_event_and_those_behind_it_for_that(world):
         world.step()
         await world.settle()
     assert flow.written() == 2
-    assert len(world.mover._unfired) == 1
+    assert len(world.mover._asked.steps) == 1
     flag.fired = True
     await world.run(1)
     assert (kind(flow.outcome), flow.written()) == ("done", 5)
@@ -199,6 +199,18 @@ async def test_it_is_closed(world):
     await world.close()
     assert isinstance(flow.outcome.error, ClosedError)
     assert flow.written() == flow.outcome.steps == 1
+
+
+async def test_nobody_asks_for_the_events_of_a_flow_that_is_over(world):
+    flag = Flag()
+    flow = Progress(world, "f", 1, total=2, allowed=2, job={"until": world.runtime.now() - 1})
+    world.mover.add(flow.flow, flow.make(1, after=flag))
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written()) == ("stopped", 0)
+    assert not world.mover._asked.steps
+    asked = flag.asked
+    await world.settle()
+    assert flag.asked == asked
 
 
 async def test_it_is_closed_while_a_step_waits_for_its_event(world):

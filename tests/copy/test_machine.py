@@ -124,7 +124,7 @@ async def test_cuda_events_are_asked_by_the_machine_and_hold_up_nobody(scene):
     scene.submit("ready", at=8192)
     scene.submit("scatter", direction=Direction.SCATTER, at=12288)
     await scene.steps()
-    assert len(scene.mover._unfired) == 1
+    assert len(scene.mover._asked.steps) == 1
     assert (scene.running(0), scene.running(1)) == (1, 1)
     scene.driver.go()
     await scene.steps()
@@ -137,7 +137,7 @@ async def test_cuda_events_are_asked_by_the_machine_and_hold_up_nobody(scene):
     assert scene.order == ["ready", "scatter", "late"]
     other.fired = True
     async with asyncio.timeout(10):
-        await until(lambda: not scene.mover._unfired)
+        await until(lambda: not scene.mover._asked.steps)
     await scene.finish()
     assert scene.order[3:] == ["both"]
     assert scene.written(at=4096)

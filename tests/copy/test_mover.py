@@ -78,7 +78,7 @@ async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
 async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
     first, second, reports, flag = canvas(), canvas(), Reports(), Flag()
     mover.submit(CopyJob(packed(small_plan(first)), reports("late"), flag), direction)
-    assert len(mover._unfired) == 1
+    assert len(mover._asked.steps) == 1
     mover.submit(CopyJob(packed(small_plan(second)), reports("ready"), READY), direction)
     await reports.wait(1)
     asked = flag.asked
@@ -89,7 +89,7 @@ async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
     await reports.wait(2)
     assert reports.order == ["ready", "late"]
     assert (first != CANARY).any()
-    assert len(mover._unfired) == 0
+    assert len(mover._asked.steps) == 0
 
 
 def descriptors():

@@ -19,7 +19,7 @@ ENVIRONMENT = {
 # broad excepts that do not raise again, and how many; the reason stands beside each of them
 BROAD = {
     ("kvxfer/copy/compiler.py", "compiled.make"): 1,  # whatever is wrong with the kept code, it is compiled anew
-    ("kvxfer/copy/mover.py", "Mover._query_events"): 1,  # an event of the caller's: the copy fails with it
+    ("kvxfer/copy/mover.py", "_Asked._ask"): 1,  # an event of the caller's: the copy fails with it
     ("kvxfer/copy/mover.py", "Mover._prepare"): 1,  # the copy fails with it
     ("kvxfer/copy/mover.py", "Mover._sum_on_host"): 1,  # likewise
     ("kvxfer/copy/mover.py", "Mover._report"): 1,  # a callback that must not raise, and did

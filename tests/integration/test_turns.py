@@ -314,10 +314,10 @@ async def test_a_signal_while_events_are_asked_loses_none_of_them(stage):
     for event, request, into in ((ill, "first", (5, 6)), (gate, "second", (3, 4))):
         begun.append(stage.begin(prefill, decode, request, into=into, after=event)[1])
     copies = mover(decode)
-    await eventually(lambda: len(copies._unfired) == 2)
+    await eventually(lambda: len(copies._asked.steps) == 2)
     ill.left = 0
     with pytest.raises(KeyboardInterrupt):
-        copies._query_events()
+        copies._asked._ask()
     ill.left, ill.fired, gate.fired = math.inf, True, True
     await asyncio.gather(*(asyncio.wait_for(transfer, 5) for transfer in begun))
 

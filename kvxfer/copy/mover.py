@@ -35,7 +35,6 @@ from kvxfer.copy import records
 from kvxfer.copy.port import (
     FOREVER,
     MEMORIES,
-    READY,
     AllOf,
     CopyJob,
     CopyOutcome,
@@ -640,7 +639,7 @@ class Mover:
             if self._gpu is not None and handle:
                 step.handles.append(handle)
                 step.kept.append(one)
-            elif one is not READY:
+            else:
                 step.waits.append(one)
 
     def _await_events(self, flow: Flow) -> None:
@@ -756,8 +755,7 @@ class Mover:
         found: list[_Step] = []
         for job in jobs:
             step = _Step(job, flow)
-            if job.after is not READY:
-                self._sort_events(job.after, step)
+            self._sort_events(job.after, step)
             found.append(step)
         return found
 

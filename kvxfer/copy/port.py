@@ -52,17 +52,25 @@ class Event(Protocol):
         ...
 
 
-class _Ready:
-    """An event that has always fired."""
+class AllOf:
+    """Has happened when all of its events have."""
+
+    def __init__(self, events: Sequence[Event] = ()) -> None:
+        self.events: Final = list(events)  # those that had not when they were last asked
 
     def query(self) -> bool:
+        """Whether all have happened; those that have are not asked again."""
+        while self.events:
+            if not self.events[-1].query():
+                return False
+            self.events.pop()
         return True
 
     def __repr__(self) -> str:
-        return "kvxfer.READY"
+        return f"AllOf({self.events})" if self.events else "kvxfer.READY"
 
 
-READY: Final[Event] = _Ready()
+READY: Final[Event] = AllOf()
 """Pass it as `after=` when the work on the blocks is known to be complete."""
 
 
@@ -72,8 +80,6 @@ FOREVER: Final = 9e9
 
 def has_fired(event: Event) -> bool:
     """Whether an event has happened. Not if that cannot be asked: whoever waits for it is told why."""
-    if event is READY:
-        return True
     try:
         return bool(event.query())
     except (Exception, asyncio.CancelledError):  # noqa: BLE001 - an event of the caller's
@@ -85,21 +91,6 @@ class Direction(StrEnum):
 
     GATHER = "gather"
     SCATTER = "scatter"
-
-
-class AllOf:
-    """Has happened when all of its events have."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events: Final = list(events)  # those that had not when they were last asked
-
-    def query(self) -> bool:
-        """Whether all have happened; those that have are not asked again."""
-        while self.events:
-            if not self.events[-1].query():
-                return False
-            self.events.pop()
-        return True
 
 
 def join(events: Sequence[Event]) -> Event:
@@ -126,8 +117,8 @@ def as_event(after: Any, geometry: "CacheGeometry") -> Event:
                 "if the work on these blocks is known to be complete"
             )
         return READY
-    if after is READY or isinstance(after, AllOf):
-        return READY if after is READY else after
+    if isinstance(after, AllOf):
+        return after
     if isinstance(after, type):  # its methods are there, and none of them can be called
         raise EventError(
             f"after= must be an event, a stream or kvxfer.READY, not the class {after.__name__} itself; "

@@ -56,9 +56,7 @@ class Holdings:
         self._transport: Final = transport
         self._registered: list[_Registered] = []
         self._peers: dict[str, _Peer] = {}
-        # read from any thread: peers that the present agent does not know, and how many agents have ended before it
-        self.untold: Final[set[str]] = set()
-        self.renewals = 0
+        self.untold: Final[set[str]] = set()  # peers that the present agent does not know; read from any thread
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -119,7 +117,6 @@ class Holdings:
         """
         if not self._transport.renew():
             return False
-        self.renewals += 1
         for held in self._registered:
             held.token = self._transport.register(held.memories)
         self.untold.update(self._peers)
@@ -288,14 +285,14 @@ class Fabric:
         while (mover.posting or mover.under_way) and self._closing is None and now() < until:  # noqa: ASYNC110 - nobody says it
             await asyncio.sleep(_LOOK_S)
         await mover.abandon_posts()
-        before = self._holdings.renewals
+        before = self._transport.name
         try:
             done = await asyncio.wrap_future(self._submit(self._holdings.renew))
         except FabricError as error:
             if self._closing is None:  # else it was refused, and nobody posts any more
                 self._break(error)
                 # where that was refused, or failed at once, the old one is there, and what was given up runs on
-                mover.attach(None, anew=self._holdings.renewals > before)
+                mover.attach(None, anew=self._transport.name != before)
                 mover.cancel_posts()
             raise
         for peer in mover.peers if done else ():

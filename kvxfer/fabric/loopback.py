@@ -666,8 +666,8 @@ class LoopbackTransport:
     def __init__(self, name: str, network: LoopbackNetwork) -> None:
         self.open_handles = 0  # parts that were posted and not yet given back
         self.progressed = 0  # how often `progress` was called
-        self._name = self._first_name = name
-        self._renewals = 0
+        self._name = name
+        self._names: Final = (f"{name}.{number}" for number in itertools.count(1))  # of the agents that come after it
         self._network = network
         self._registered: dict[int, tuple[MemorySpan, ...]] = {}
         self._peers: dict[str, dict[int, tuple[MemorySpan, ...]]] = {}
@@ -786,8 +786,7 @@ class LoopbackTransport:
     def renew(self) -> bool:
         """Come back as another agent, which knows nothing."""
         self._check_open()
-        self._renewals += 1
-        name = f"{self._first_name}.{self._renewals}"
+        name = next(self._names)
         self._network.renew(self, name)
         self._name, self._registered, self._peers = name, {}, {}
         return True

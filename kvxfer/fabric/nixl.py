@@ -32,6 +32,7 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_size_t, c_uint, c_
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -614,8 +615,8 @@ class NixlTransport:
         scatter_lists: bool = False,
     ) -> None:
         self._wheel: Final = find()
-        self._name = self._first_name = name
-        self._renewals = 0
+        self._name = name
+        self._names: Final = (f"{name}.{number}" for number in count(1))  # of the agents that come after it
         self._params = checked_params(
             backends, backend_params or {}, num_workers, devices, os.environ.get("UCX_NET_DEVICES")
         )
@@ -801,7 +802,7 @@ class NixlTransport:
 
         In this order, since there may be no network just now. Over TCP nothing lands after it, over CMA a peer goes on.
         """
-        old, name = self._open(), f"{self._first_name}.{self._renewals + 1}"
+        old, name = self._open(), next(self._names)
         try:
             new = self._created(name)
         except FabricError as error:
@@ -810,7 +811,7 @@ class NixlTransport:
         if not self._destroy(old):
             self._destroy(new)
             return False
-        self._agent, self._name, self._renewals = new, name, self._renewals + 1
+        self._agent, self._name = new, name
         self._known, self._incarnation = {}, secrets.token_bytes(16)
         return True
 

@@ -19,13 +19,13 @@ PACKAGE = ROOT / "kvxfer"
 LIMITS = {
     "modules in the root": (12, 12),
     "modules in the core": (65, 65),
-    "lines in the core": (31_677, 18_000),
-    "lines in kvxfer/": (43_900, 30_000),
+    "lines in the core": (31_617, 18_000),
+    "lines in kvxfer/": (43_910, 30_000),
     "floors of imports": (14, 10),
     "settings": (30, 30),
     "attributes of a class in the core at most": (40, 12),
     "class names in the core that mean two things": (0, 0),
-    "lines of tests": (66_536, 35_000),
+    "lines of tests": (65_745, 35_000),
     "words in documents": (30_000, 30_000),
 }
 """Of each figure, what it may be at most, which falls but for what mends a defect, and what it is to become."""

@@ -35,6 +35,7 @@ from kvxfer.copy import records
 from kvxfer.copy.port import (
     FOREVER,
     MEMORIES,
+    READY,
     AllOf,
     CopyJob,
     CopyOutcome,
@@ -755,7 +756,8 @@ class Mover:
         found: list[_Step] = []
         for job in jobs:
             step = _Step(job, flow)
-            self._sort_events(job.after, step)
+            if job.after is not READY:
+                self._sort_events(job.after, step)
             found.append(step)
         return found
 
